@@ -8,7 +8,8 @@ The rest of `baton` is shared by all programs and clients. Only `LLM` and `Async
 import os
 from typing import TYPE_CHECKING, Any
 
-# Keeps gRPC's core from printing a line per failed TLS handshake; gRPC reads this when imported.
+# Keeps gRPC's core from printing a line per failed TLS handshake. gRPC reads this variable at its
+# import.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from baton.api.errors import BatonError
@@ -40,7 +41,7 @@ __all__ = [
 
 
 def _import_engine(name: str) -> Any:
-    """Import a name of Baton's engine, even if the user's folder has an `engine.py`."""
+    """Import a name from Baton's package `engine`, even if the user's folder has an `engine.py`."""
     from baton.own_packages import prefer_own_packages, warn_of_hidden_files
 
     prefer_own_packages()
@@ -50,7 +51,7 @@ def _import_engine(name: str) -> Any:
     return {"LLM": LLM, "AsyncLLM": AsyncLLM}[name]
 
 
-if not TYPE_CHECKING:  # a `__getattr__` would hide wrong names from type checkers
+if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept wrong names
 
     def __getattr__(name: str) -> Any:
         """Import a heavy module on first use: gRPC for clients, torch for `LLM` and `AsyncLLM`.

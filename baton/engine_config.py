@@ -1,4 +1,4 @@
-"""EngineConfig: the options of an engine. Values found at run time are stored elsewhere."""
+"""EngineConfig: the options of an engine. Values that are found at run time are not stored here."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ SPECULATIVE_METHODS = (
     *("none", "ngram", "draft_model", "medusa", "eagle", "mtp"),
     *plugins.allowed("baton.proposers"),
 )
-# Drafters with weights, which compute drafts within the model's step.
+# Drafters that have weights and compute drafts as a part of the model's step.
 DRAFTERS = ("draft_model", "medusa", "eagle", "mtp")
-_READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV of the tokens they read
+_READERS = ("draft_model", "eagle", "mtp")  # drafters that keep KV, so they must read all tokens
 DRAFT_ACCEPTANCE = ("equality", "rejection")
 MAX_SPECULATIVE_TOKENS = 32
 DEFAULT_SPECULATIVE_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4", "fp8")
-NUMA = "numa"  # value of the option for cores: choose cores by NUMA node
+NUMA = "numa"  # value of --cpu-list that chooses cores by NUMA node
+EXPERT_PARALLEL = ("auto", "on", "off")
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
@@ -33,7 +34,7 @@ MAX_ADAPTERS = 4096
 DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
-MAX_BATCHED_TOKENS = 2**20  # maximum number of tokens of a step; larger steps take too long
+MAX_BATCHED_TOKENS = 2**20  # highest limit of a step's tokens; larger steps take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
 _BATCH_LIMITS = {
@@ -56,7 +57,8 @@ _BATCH_LIMITS = {
 class EngineConfig:
     """An engine's options, checked when created; raises ConfigError naming the field.
 
-    None lets machine and model decide; so does 0 for batch limits that may be 0.
+    If an option is None, its value is chosen for the machine and the model. If 0 is allowed for a
+    batch limit, 0 has the same meaning.
     """
 
     dtype: str = option(
@@ -95,6 +97,13 @@ class EngineConfig:
         least=1,
         most=MAX_RANKS,
         help="Ranks that share every layer of the model, each in its own process.",
+    )
+    expert_parallel: str = option(
+        "auto",
+        choices=EXPERT_PARALLEL,
+        help="Whether ranks that share a layer divide its experts: on (each rank has some whole "
+        "experts), off (each rank has a part of every expert) or auto (the faster division for "
+        "the model's shape).",
     )
     pipeline_parallel_size: int = option(
         1,
@@ -148,7 +157,8 @@ class EngineConfig:
     )
     native_kernels: bool = option(
         True,
-        has_own_variable=False,  # BATON_NATIVE_KERNELS also takes names of instruction sets
+        # The variable BATON_NATIVE_KERNELS also accepts names of instruction sets.
+        has_own_variable=False,
         help="On a CPU, use kernels in C (built at first use) if they can be built. The variable "
         "BATON_NATIVE_KERNELS chooses which.",
     )
@@ -425,9 +435,10 @@ class EngineConfig:
 
     @property
     def executor_name(self) -> str:
-        """The executor's name in the registry."""
+        """Name of the executor in the registry of executors."""
         if self.executor == "ray" and self.num_ranks == 1:
-            return "uniproc"  # one rank needs no more processes, also if Ray places the node
+            # One rank needs no further process, even if Ray places the node.
+            return "uniproc"
         if self.executor != "auto":
             return self.executor
         return "uniproc" if self.num_ranks == 1 else "multiproc"
@@ -439,7 +450,7 @@ class EngineConfig:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Number of layers of each pipeline stage; empty: equal numbers."""
+        """Number of layers of each pipeline stage; empty: as equal as possible."""
         return tuple(map(int, filter(None, self.pipeline_layers.split(","))))
 
     @property
@@ -449,37 +460,41 @@ class EngineConfig:
 
     @property
     def leader(self) -> int:
-        """Rank of the worker in the engine's process: the last stage's first one, which samples."""
+        """Rank of the worker in the engine's process: the first of the last stage; it samples."""
         return self.num_ranks - self.tensor_parallel_size
 
     @property
     def max_num_drafts(self) -> int:
-        """Maximum number of drafts of a request per step; 0: no drafts."""
+        """Maximum number of draft tokens of a request per step; 0: no drafts."""
         if self.speculative_method == "none":
             return 0
         return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
 
     @property
     def num_lookahead_drafts(self) -> int:
-        """Maximum number of drafts that the model's own step makes; 0: others make drafts."""
+        """Maximum number of drafts of a request that a drafter with weights makes in a step.
+
+        0: drafts are made in another way, or there are no drafts.
+        """
         return self.max_num_drafts if self.speculative_method in DRAFTERS else 0
 
     @property
     def drafter_reads(self) -> bool:
-        """Return whether the drafter keeps KV of all computed tokens and so must read them all."""
+        """Return whether the drafter keeps KV of all computed tokens, so it must read them all."""
         return self.speculative_method in _READERS
 
     @property
     def max_decode_rows(self) -> int:
-        """Maximum number of tokens of a pure decode step: each request's token and its drafts."""
+        """Maximum number of tokens of a step without prompts: each request's token and drafts."""
         most = self.max_num_requests * (1 + self.max_num_drafts)
         return max(min(most, self.max_num_batched_tokens), self.max_num_requests)
 
     def for_device(self, device_type: str) -> EngineConfig:
-        """Return a copy with all batch limits set; see `_BATCH_LIMITS`.
+        """Return a copy in which all batch limits are set, to those of `_BATCH_LIMITS` by default.
 
-        A GPU's steps cost about the same until they are large, so its limits are higher. A limit
-        that the user gave changes other limits that conflict with it.
+        The limits of GPUs are higher, because a GPU's steps take about the same time until they are
+        large. If a limit that the user gave conflicts with a default limit, the default limit is
+        changed.
         """
         limits = _BATCH_LIMITS[device_type]
         tokens = self.max_num_batched_tokens or max(
@@ -497,7 +512,7 @@ class EngineConfig:
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """Return ``0,2`` as (0, 2), and an empty text as (); raises ConfigError."""
+    """Parse device numbers: ``0,2`` becomes (0, 2), an empty text (). Raises ConfigError."""
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise ConfigError(f"devices: must be CUDA indices such as 0,1, got {text!r}")
@@ -507,11 +522,11 @@ def parse_devices(text: str) -> tuple[int, ...]:
     return devices
 
 
-_MOST_CORES = 2**16  # more cores than any machine has; bounds the set's memory
+_MOST_CORES = 2**16  # more than any machine has; limits the memory of the set
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return ``0-3,8`` as {0, 1, 2, 3, 8}; raises ConfigError."""
+    """Parse a list of cores: ``0-3,8`` becomes {0, 1, 2, 3, 8}. Raises ConfigError."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, dash, last = part.partition("-")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from baton.api.errors import ConfigError
 
-# Peer info goes to every node of the other role. It usually has a kilobyte: about 100 bytes per
-# network device, and a few dozen per registered memory.
+# Maximum number of bytes of a node's peer info, which every node of the other role gets. Usually it
+# has a kilobyte: about 100 bytes per network device, and a few dozen bytes per registered memory
+# region.
 MAX_PEER_INFO_BYTES = 2**17
 
-# Number of parts in which a prompt's last chunk is sent; routers use it for estimates.
+# Number of parts in which the KV of a prompt's last chunk is sent. Routers use it in estimates.
 NUM_LAYER_GROUPS = 4
 
 MAX_REVISION_CHARS = 128
@@ -19,7 +20,7 @@ REVISION_HELP = (
 
 
 def parse_revision(name: str, text: str) -> str:
-    """Return a revision's name unchanged; raises ConfigError if it is invalid."""
+    """Return the name of a revision unchanged; raises ConfigError if it is invalid."""
     if len(text) > MAX_REVISION_CHARS or not (text.isprintable() or not text):
         raise ConfigError(
             f"{name}: must have at most {MAX_REVISION_CHARS} printable characters, got {len(text)}"

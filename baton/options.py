@@ -1,8 +1,8 @@
-"""Options: each is declared once, on a field of the frozen dataclass that owns it.
+"""Options: each option is declared once, as a field of the frozen dataclass that it belongs to.
 
-A declaration is in the dataclass field's metadata, so owners stay plain dataclasses. The command
-line, ``BATON_*`` variables, configuration files, `baton config show` and docs/options.md are made
-from the declarations. Knows no command line and no file: see `baton/cli/declared.py`.
+The declaration is in the field's metadata, so these classes stay plain dataclasses. The
+declarations define the command line, ``BATON_*`` variables, configuration files, `baton config
+show` and docs/options.md. Knows no command line and no file: see `baton/cli/declared.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from baton.api.errors import ConfigError
 
 T = TypeVar("T")
 
-# Options that each process of a fleet has for itself: never read from shared environments or shared
-# parts of files.
+# Options that differ for each process of a fleet. Their values are never read from the environment
+# or the part of a file that several processes share.
 OF_ONE_PROCESS = frozenset(
     {
         "name", "listen", "node_listen", "metrics_listen", "kv_listen", "reuse_port", "cpu_list",
         "tls_cert", "tls_key", "tls_ca", "tls_require_client_certs",
     }
 )  # fmt: skip
-# Largest number in an option: no size, rate or count of a machine is larger.
+# Largest number that an option accepts: no size, rate or count of a machine is larger.
 LARGEST_NUMBER = 1e18
 # Longest time in seconds that an option accepts.
 LONGEST_S = 1e9
@@ -39,16 +39,19 @@ class Declaration:
 
     Attributes:
         help: help text.
-        name: the option's name if it is not the field's.
-        least, above, most: limits of a number: inclusive minimum, exclusive minimum, maximum.
-        choices: allowed values; empty: any.
-        unset: text by which users say None.
-        parse: converts a user's text; its first argument is the option's name, for errors.
-        variable: one more environment variable for the option.
+        name: name of the option; empty: the name of the field.
+        least, above, most: limits of a number: smallest value, value that must be exceeded, largest
+            value.
+        choices: allowed values; empty: all values are allowed.
+        unset: text that users give for the value None.
+        parse: function that converts a user's text; its first argument is the option's name, for
+            errors.
+        variable: another environment variable that sets the option.
         is_secret: whether the value is never shown.
-        has_own_variable: whether ``BATON_`` and the option's name is a variable of the option;
-            False: that variable means something else.
-        further: field for the values after the first; empty: the option may be given once.
+        has_own_variable: whether the environment variable ``BATON_`` and the option's name sets the
+            option; False: this variable has another meaning.
+        further: name of the field for all values after the first; empty: the option may be given
+            only once.
     """
 
     help: str
@@ -104,10 +107,11 @@ class Option:
     """An option of a program.
 
     Attributes:
-        name: the option's name for users: ``max_model_len`` is ``--max-model-len``.
-        type: type of the users' value.
-        default: default in users' form; `dataclasses.MISSING`: required.
-        path: names of the fields that lead to its value.
+        name: name of the option: ``max_model_len`` for ``--max-model-len``.
+        type: type of the value that users give.
+        default: default, in the form that users give; `dataclasses.MISSING`: the option is
+            required.
+        path: names of the fields that lead from the outermost dataclass to the option's value.
     """
 
     name: str
@@ -117,7 +121,7 @@ class Option:
     declaration: Declaration
 
     def read(self, value: Any) -> Any:
-        """Convert a user's value to the field's; raises ConfigError."""
+        """Convert a value that a user gave to the value of the field; raises ConfigError."""
         declaration = self.declaration
         if value is None or (declaration.unset is not None and value == declaration.unset):
             return None
@@ -127,23 +131,31 @@ class Option:
 
 
 def option(default: Any = dataclasses.MISSING, /, *, help: str, **more: Any) -> Any:
-    """Declare a field as an option; see `Declaration`. Without a default it is required."""
+    """Declare a dataclass field as an option, which is required if it has no default.
+
+    See `Declaration` for the arguments.
+    """
     declaration = Declaration(help=help, **more)
     return field(default=default, repr=not declaration.is_secret, metadata={_KEY: declaration})
 
 
 def group(make_default: Callable[[], Any], *, without: tuple[str, ...] = ()) -> Any:
-    """Declare a field that holds a dataclass of options; its owner gets these options, except some.
+    """Declare a dataclass field that holds another dataclass of options.
 
-    The defaults are those in the value that `make_default` returns.
+    The options of the inner class become options of the outer class.
+
+    Args:
+        make_default: returns the field's default, whose values are the options' defaults.
+        without: options of the inner class that the outer class does not get.
     """
     return field(default_factory=make_default, metadata={_KEY: frozenset(without)})
 
 
 def same_option(kind: type[Any], name: str) -> Any:
-    """Declare a field as a copy of another dataclass's option, whose value is passed on.
+    """Declare a dataclass field as an option with the declaration of another dataclass's option.
 
-    If the other option parses values or has a text for None, the other also checks the limits.
+    The value is passed on to the other dataclass, which converts the value and then checks the
+    limits if its option has ``parse`` or ``unset``.
     """
     one = next(one for one in options_of(kind) if one.name == name)
     plain = dataclasses.replace(one.declaration, name="", unset=None, parse=None)
@@ -160,12 +172,12 @@ def has_options(kind: Any) -> bool:
 
 
 def options_of(kind: type[Any]) -> list[Option]:
-    """Return all options of a dataclass and its groups, in order of declaration."""
+    """Return all options of a dataclass and of its groups, in the order of their declarations."""
     return list(_options_of(kind, None, ()))
 
 
 def _options_of(kind: type[Any], owner: Any, path: tuple[str, ...]) -> Iterator[Option]:
-    """Yield the options of a class; defaults come from ``owner`` if given."""
+    """Yield the options of a class, with the values of ``owner`` as defaults if it is given."""
     types = get_type_hints(kind)
     for one in dataclasses.fields(kind):
         said = one.metadata.get(_KEY)
@@ -188,7 +200,7 @@ def _options_of(kind: type[Any], owner: Any, path: tuple[str, ...]) -> Iterator[
 
 
 def make(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass from users' values by option name; raises ConfigError."""
+    """Make a dataclass of options from users' values, given by option name; raises ConfigError."""
     given: dict[tuple[str, ...], Any] = {}
     for one in options_of(kind):
         if one.name not in values:
@@ -204,7 +216,7 @@ def make(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _fields(kind: type[Any], owner: Any, given: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Return field values by name; a group with given options is made anew."""
+    """Return the values of a dataclass's fields; make a group anew if its options are given."""
     found: dict[str, Any] = {path[0]: value for path, value in given.items() if len(path) == 1}
     of_groups: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, value in given.items():
@@ -219,7 +231,7 @@ def _fields(kind: type[Any], owner: Any, given: Mapping[tuple[str, ...], Any]) -
 
 
 def check_limits(owner: Any) -> None:
-    """Raise ConfigError naming the first field whose value violates its declaration."""
+    """Raise ConfigError for the first field whose value its declaration forbids."""
     for one in dataclasses.fields(owner):
         said, value = one.metadata.get(_KEY), getattr(owner, one.name)
         if not isinstance(said, Declaration) or value is None:
@@ -232,7 +244,7 @@ def check_limits(owner: Any) -> None:
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """Return bytes of ``512M``, ``2GiB`` or ``1000000``; raises ConfigError."""
+    """Parse a number of bytes such as ``512M``, ``2GiB`` or ``1000000``; raises ConfigError."""
     match = re.fullmatch(r"(\d{1,18})\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Own packages: finds Baton's packages beside `baton`, whatever else is on Python's path.
+"""Own packages: lets Python import Baton's packages from the folder of `baton`.
 
 Baton is installed as several packages (`engine`, `models`, `router`, ...). The folder that Python
-searches first may contain a user's file with such a name.
+searches first may contain a user's file with the name of such a package.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-# All packages that the distribution installs beside `baton`.
+# All packages that Baton's distribution installs beside `baton`.
 NAMES = (
     "router", "encode_node", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
     "engine", "kvconnector", "models", "baton_kernels",
 )  # fmt: skip
 _HOME = Path(__file__).absolute().parents[1]
-# In a checkout the kernels' package is in another folder.
+# In a checkout of the repository, the package `baton_kernels` is in another folder.
 _PLACES = (_HOME, _HOME / "kernels")
 
 
 class _OwnPackages(MetaPathFinder):
-    """Find Baton's packages, and no others."""
+    """Finder that Python's import system asks first, which only finds Baton's packages."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find one of Baton's packages in Baton's own location."""
+        """Return the import spec of one of Baton's packages; None for other modules."""
         if path is not None or fullname not in NAMES:
             return None
         return PathFinder.find_spec(fullname, [str(place) for place in _PLACES])
@@ -40,7 +40,7 @@ def prefer_own_packages() -> None:
     """Import Baton's packages from the folder of `baton` from now on.
 
     Raises:
-        ImportError: another module has been imported under such a name.
+        ImportError: a module that is not Baton's was imported under the name of a package of Baton.
     """
     for name in NAMES:
         if (module := sys.modules.get(name)) is None:
@@ -56,7 +56,7 @@ def prefer_own_packages() -> None:
 
 
 def warn_of_hidden_files() -> None:
-    """Warn of each of the user's modules that Baton's packages hide."""
+    """Warn of each of the user's modules that cannot be imported because of Baton's packages."""
     for name in NAMES:
         if (other := _other_origin(PathFinder.find_spec(name))) is not None:
             warnings.warn(
@@ -67,7 +67,7 @@ def warn_of_hidden_files() -> None:
 
 
 def _other_origin(spec: ModuleSpec | None) -> str | None:
-    """Return the origin of a module that is not Baton's, or None."""
+    """Return the file of a module that is not Baton's; None: the module is Baton's or missing."""
     if spec is None:
         return None
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), spec.name)

@@ -1,4 +1,4 @@
-"""Plug-ins: what other installed packages add to Baton's registries, if the operator allows them.
+"""Plug-ins: entries that other installed packages add to Baton's registries, if allowed.
 
 A package declares entry points in the groups below. The environment variable BATON_PLUGINS names
 the packages whose entry points are used, or says ``all``; without the variable, none are used.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "BATON_PLUGINS"
 ALL = "all"
-# Groups of entry points -> what their entries are.
+# Group of entry points -> kind of its entries, in words.
 GROUPS: Mapping[str, str] = MappingProxyType(
     {
         "baton.architectures": "model architecture",
@@ -45,8 +45,8 @@ class Plugin:
 
     Attributes:
         name: name of the entry in its registry.
-        where: ``"module:attribute"``.
-        package, version: the package, by its normalized name.
+        where: place of the object, as ``"module:attribute"``.
+        package, version: normalized name, and version, of the package.
     """
 
     group: str
@@ -69,7 +69,7 @@ class Plugin:
 
 
 def installed() -> list[Plugin]:
-    """List the entry points of all installed packages in the groups, allowed or not."""
+    """List the plug-ins of all installed packages, whether allowed or not."""
     found = [plugin for group in GROUPS for plugin in _of_group(group)]
     return sorted(found, key=lambda one: (one.package, one.group, one.name))
 
@@ -81,7 +81,7 @@ def is_allowed(plugin: Plugin) -> bool:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages that BATON_PLUGINS names but that have no plug-in installed."""
+    """Return the packages in BATON_PLUGINS that are not installed or have no plug-in."""
     return sorted(_allowed_names() - {ALL} - {plugin.package for plugin in installed()})
 
 
@@ -96,10 +96,12 @@ def allowed(group: str) -> Mapping[str, Plugin]:
 
 @functools.lru_cache(maxsize=64)
 def _allowed(group: str, names: frozenset[str], path: tuple[str, ...]) -> Mapping[str, Plugin]:
-    """Return the plug-ins of a group by name; if packages share a name, the first one's is used.
+    """Return the allowed plug-ins of a group, by name.
+
+    If plug-ins of several packages have the same name, the first package's plug-in is used.
 
     Args:
-        path: where packages are found; only a part of the cache's key.
+        path: where Python finds packages; only used as a part of the cache's key.
     """
     found: dict[str, Plugin] = {}
     for plugin in sorted(_of_group(group), key=lambda one: one.package):

@@ -1,7 +1,7 @@
-"""Registry: a table of names and "module:attribute" texts; entries are imported on first use.
+"""Registry: a table of names and "module:attribute" texts, whose objects are imported when used.
 
-Texts keep imports lazy and can be found by grep. An entry whose import costs nothing may be the
-object itself. Allowed plug-ins (`baton/plugins.py`) follow the registry's own entries.
+An entry may also be the object itself, if importing it costs nothing. Plug-ins that the operator
+allows (`baton/plugins.py`) come after the registry's own entries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, str | T] = {**entries}
 
     def names(self) -> list[str]:
-        """Return all registered names in order, those of plug-ins last."""
+        """Return all names in the order of their registration, with the names of plug-ins last."""
         added = plugins.allowed(self.plugin_group)
         return [*self._entries, *(name for name in added if name not in self._entries)]
 
@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         return cast("T", getattr(importlib.import_module(module_name), attribute))
 
     def load_all(self) -> dict[str, T]:
-        """Import all entries; a plug-in that cannot be imported is left out, with one log line."""
+        """Import and return all entries; log and skip a plug-in that cannot be imported."""
         loaded = {name: self.load(name) for name in self._entries}
         for name in self.names()[len(self._entries) :]:
             try:

@@ -1,3 +1,3 @@
-"""The version, written only here."""
+"""The version of Baton."""
 
 __version__ = "0.1.0"

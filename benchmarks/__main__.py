@@ -1,4 +1,4 @@
-"""Run one measurement, list all, run the short suite, or write docs/performance.md.
+"""Run one measurement, list all measurements, run the short suite, or write the page.
 
     python -m benchmarks --list
     python -m benchmarks NAME [options] [--save]
@@ -6,7 +6,8 @@
     python -m benchmarks --page
 
 A measurement is the function `run` of `benchmarks/SUBJECT/NAME.py`; `NAME --help` shows its
-options. `--save` writes `benchmarks/results/NAME.json`.
+options. `--save` writes the results to `benchmarks/results/NAME.json`; `--page` writes
+docs/performance.md from all saved results.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ def main(words: Sequence[str]) -> int:
         write_page(ROOT)
         return 0
     if words[:1] == ["--suite"]:
-        from benchmarks.runner import short_suite  # needs rich, which a GPU machine may lack
+        # Imported here because it needs rich, which a GPU machine may lack
+        from benchmarks.runner import short_suite
 
         return short_suite.main(words[1:])
     if words[:1] == ["--list"]:
         print_list()
         return 0
-    if words[:1] == ["--call"]:  # a child process of a measurement
+    if words[:1] == ["--call"]:  # a measurement has started this child process
         module, _, function = words[1].partition(":")
         getattr(importlib.import_module(module), function)(*words[2:])
         return 0
@@ -50,7 +52,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def run_one(measurement: Measurement, words: Sequence[str]) -> int:
-    """Run a measurement with these options; returns the exit code."""
+    """Run a measurement with the options in ``words``; return the exit code."""
     module: Any = importlib.import_module(measurement.module)
     if not hasattr(module, "run") or hasattr(module, "main"):
         sys.argv = [measurement.name, *words]

@@ -1,1 +1,1 @@
-"""Program 3: receives KV blocks and decodes in continuous batches."""
+"""The decode node (program 3): receives KV blocks, and decodes in continuous batches."""

@@ -1,14 +1,13 @@
 """GrantQueue: decides which parked request gets blocks for its KV next.
 
-Requests are served in order of arrival, or of rank if priorities count, unless their next missing
-block is arriving already:
+Requests are served in order of arrival, or of rank if the engine schedules by priority. A request
+whose next missing block is arriving with another request first waits for that transfer:
 
     waiting   [ c b a ]  ->  receiving     until its transfer ends, within a budget
        ^           |
        '-- waiters of a transfer that brings their next missing block
 
-Waiting requests do not hold any blocks, so they cannot block each other. Refuses to know: peers,
-messages.
+Waiting requests hold no blocks, so they cannot block each other. Refuses to know: peers, messages.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class _Transfer:
     """A granted request whose KV is arriving.
 
     Attributes:
-        num_tokens: tokens that count towards the limit of received tokens.
-        hashes: hashes of the full blocks that only this transfer brings.
+        num_tokens: number of tokens that arrive, which counts towards ``max_tokens``.
+        hashes: hashes of the full blocks that this transfer brings.
         waiters: requests that wait for these blocks, in order of arrival.
     """
 
@@ -40,13 +39,13 @@ class _Transfer:
 
 
 class GrantQueue:
-    """Requests that wait for blocks to receive their KV.
+    """Requests that wait for blocks into which prefill nodes then write KV.
 
     Args:
         engine: allocates the blocks.
         max_requests: maximum number of requests that receive KV at a time.
-        max_tokens: maximum number of tokens received at a time (more for one long prompt); 0: half
-            the cache.
+        max_tokens: maximum number of tokens whose KV may arrive at a time; a longer prompt is
+            received alone. 0: as many as half the cache has room for.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int, max_tokens: int) -> None:
@@ -58,9 +57,9 @@ class GrantQueue:
         self._waiting: list[tuple[Key, Request]] = []
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
-        self._coming: dict[BlockHash, Key] = {}  # missing blocks, and the transfers that bring them
+        self._coming: dict[BlockHash, Key] = {}  # by missing block, the transfer that brings it
         # The refused first request, with the numbers of free blocks and of waiting requests when it
-        # was refused. While both numbers are unchanged, its blocks need not be looked up again.
+        # was refused. It is refused again until blocks are freed or the second number changes.
         self._refused: tuple[Key, int, int] | None = None
 
     def add_parked(self, key: Key, request: Request) -> None:
@@ -68,10 +67,11 @@ class GrantQueue:
         self._queue(len(self._waiting), [(key, request)])
 
     def grant_next(self) -> tuple[Key, GrantedBlocks] | None:
-        """Grant the next request its blocks; return None if blocks or budget are lacking."""
+        """Grant the next request its blocks; return None if no request can get blocks now."""
         while self._waiting:
             key, request = self._waiting[0]
-            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:  # ended meanwhile
+            # The request has ended while it waited.
+            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                 del self._waiting[0]
                 continue
             if self._is_refused(key):
@@ -96,9 +96,9 @@ class GrantQueue:
         return None
 
     def end_transfer(self, key: Key) -> None:
-        """End a complete or failed transfer, and queue its waiters first, or by rank.
+        """Remove a complete or failed transfer; queue its waiters at the front, or by rank.
 
-        Ignores unknown keys.
+        Ignores the keys of unknown transfers.
         """
         transfer = self._receiving.pop(key, None)
         if transfer is None:
@@ -111,7 +111,7 @@ class GrantQueue:
         self._queue(0, transfer.waiters)
 
     def _queue(self, place: int, requests: list[tuple[Key, Request]]) -> None:
-        """Insert requests at ``place``; if priorities count, insert each by its rank."""
+        """Insert requests at ``place``; if the engine goes by priority, insert each by its rank."""
         if not self._engine.by_priority:
             self._waiting[place:place] = requests
             return
@@ -119,7 +119,7 @@ class GrantQueue:
             bisect.insort(self._waiting, item, key=lambda item: item[1].rank)
 
     def _is_refused(self, key: Key) -> bool:
-        """Return whether the first request was refused, with equal free blocks and queue."""
+        """Return whether this first request was refused and nothing has changed since."""
         if self._refused is None:
             return False
         refused, num_free, num_waiting = self._refused

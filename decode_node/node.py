@@ -7,6 +7,7 @@ One thread calls `step`; commands come in, and events go out, through queues.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from baton.link.words import (
     NodeEvent,
     RequestView,
     RouterCommand,
+    ShareCommand,
 )
 from baton.telemetry.ledger import Ledger
 from decode_node.options import DecodeOptions
@@ -36,6 +38,7 @@ from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
+from node_runtime.prefixes.shares import Shares
 from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
 
 logger = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ DEFAULT_OPTIONS = DecodeOptions()
 
 @dataclass(slots=True)
 class _Job:
-    """A decode command in progress."""
+    """A decode command in progress, with its request and reservation."""
 
     command: DecodeCommand
     request: Request
@@ -55,7 +58,7 @@ class _Job:
 
 
 class DecodeNode:
-    """Receives prompts' KV, and decodes from token 2 on.
+    """Receives the KV of prompts, and decodes their outputs from token 2 on.
 
     Args:
         engine: the engine; only this node steps it.
@@ -64,7 +67,8 @@ class DecodeNode:
         options: options of decode nodes.
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        inbox: queue of commands; None: one that does not read any files of adapters.
+        inbox: queue of commands; None: a queue that cannot read the files of adapters.
+        shares: cached prefixes that this node sends to prefill nodes; None: it sends none.
     """
 
     def __init__(
@@ -76,14 +80,16 @@ class DecodeNode:
         clock: Callable[[], float] = time.monotonic,
         traces: DecodeTraces | None = None,
         inbox: Inbox[DecodeCommand] | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.engine = engine
+        self.shares = shares
         self.receiver = receiver
         self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
         self._traces = traces or DecodeTraces(None, clock)
         self._options = options
-        self._inbox = inbox or Inbox(DecodeCommand, engine, clock)
+        self._inbox = Inbox(DecodeCommand, engine, clock) if inbox is None else inbox
         self._outbox = Outbox(emit)
         self._jobs: dict[str, _Job] = {}
         self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes
@@ -97,6 +103,9 @@ class DecodeNode:
         self._inbox.deliver_commands(self, self._outbox)
         for event in self.receiver.poll():
             self._settle(event)
+        if self.shares is not None:
+            for event in self.shares.step():
+                self._outbox.report_peer(event)
         self.reservations.grant_waiting()
         scheduled = self.engine.schedule()
         result = self.engine.execute(scheduled)
@@ -105,7 +114,7 @@ class DecodeNode:
         self._end_handed_back()
         self._expire()
         self.reservations.tick()
-        self.reservations.grant_waiting()  # grant the blocks that this step freed
+        self.reservations.grant_waiting()  # last, to use blocks that this step freed
         self.receiver.expect(self.reservations.has_open)
         self._outbox.flush()
         return bool(is_busy(self.engine, scheduled, result) or self._inbox)
@@ -125,7 +134,7 @@ class DecodeNode:
             num_running=num_running,
             num_free_blocks=self.engine.block_pool.num_free,
             num_quarantined_blocks=self.reservations.quarantine.num_blocks,
-            num_transfers=self.reservations.num_transfers,
+            num_transfers=self.reservations.num_transfers + self._num_shares,
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
             adapter_load_s=self._inbox.adapter_load_s,
@@ -136,8 +145,12 @@ class DecodeNode:
             ),
         )
 
+    @property
+    def _num_shares(self) -> int:
+        return 0 if self.shares is None else self.shares.num_transfers
+
     def requests(self) -> list[RequestView]:
-        """Return all open requests; safe from any thread."""
+        """Return all open requests of this node, for operators; safe from any thread."""
         now = self._clock()
         return [
             view_request(job.request, job.reservation.state.value, now - job.reservation.parked_at)
@@ -145,38 +158,60 @@ class DecodeNode:
         ]
 
     def ledger(self) -> Ledger:
-        """Return the owners of all blocks; call between steps, on this node's thread."""
-        return take_ledger(self.engine, self.reservations.held())
+        """Return which owners hold which blocks; call between steps, on this node's thread."""
+        shared = [] if self.shares is None else self.shares.held()
+        return take_ledger(self.engine, [*self.reservations.held(), *shared])
 
     def handoff_metrics(self) -> HandoffMetrics:
         """Return counts of hand-offs; safe from any thread."""
-        return self.reservations.metrics()
+        metrics = self.reservations.metrics()
+        if self.shares is None:
+            return metrics
+        return dataclasses.replace(
+            metrics,
+            fetches_open=self._num_shares,
+            shared_tokens=self.shares.num_tokens_total,
+        )
 
     # ------------------------------------------------------------------ commands
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End this attempt of a request, if it is open."""
+        """End an attempt of a request, if this attempt is open."""
         job = self._jobs.get(request_id)
         if job is not None and job.command.epoch == epoch:
             self._end(request_id)
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests that the abort concerns."""
+        """End all requests that an abort message of the router concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
+        if self.shares is not None:
+            self.shares.abort(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
-        """Connect to a prefill node; raises TransferError."""
+        """Connect to a prefill node; raises TransferError if that is impossible."""
         self.reservations.add_peer(peer)
 
+    def connect_fetch_peer(self, peer: PeerInfo) -> None:
+        """Connect to a prefill node that gets cached prefixes; raises TransferError."""
+        if self.shares is not None:
+            self.shares.add_peer(peer)
+
+    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
+        """Send a cached prefix to a prefill node."""
+        if self.shares is not None:
+            self.shares.start(command, received_at)
+
     def remove_peer(self, engine_id: str) -> None:
-        """Fail the requests of a departed prefill node."""
+        """Fail the requests whose KV a departed prefill node was to send."""
         self.note_prefill_node(engine_id, is_connected=False)
         for reservation in self.reservations.lose_peer(engine_id):
             self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
+        if self.shares is not None:
+            self.shares.lose_peer(engine_id)
 
     def start_job(self, command: DecodeCommand, received_at: float) -> None:
-        """Park a request until its KV has arrived, or queue it to compute its prompt here."""
+        """Park a request until its KV arrives, or queue it so that its prompt is computed here."""
         if command.request_id in self._jobs:
             self._end(command.request_id)
         engine = self.engine
@@ -200,7 +235,7 @@ class DecodeNode:
         )
 
     def _is_short(self, request: Request) -> bool:
-        """Return whether so much of a prompt is cached that the request can start at once."""
+        """Return whether this node computes a prompt at once, because most of it is cached."""
         if not self._options.local_prefill_threshold:
             return False
         num_cached = self.engine.kv_cache_manager.num_usable_cached_tokens(request)
@@ -208,16 +243,17 @@ class DecodeNode:
             return False
         num_missing = request.num_initial_tokens - num_cached
         is_short = num_missing <= self._options.local_prefill_threshold
-        # If nothing of a short prompt is cached here, a prefill node computes it.
+        # If this node caches nothing of a short prompt, a prefill node computes the prompt.
         return is_short and num_cached > 0 and self.engine.can_begin(request)
 
     def _refuse(self, command: DecodeCommand, error: BatonError) -> None:
         self._outbox.fail(command.request_id, command.epoch, status_name(error), str(error))
 
     def note_prefill_node(self, engine_id: str, *, is_connected: bool) -> None:
-        """Note that a prefill node is connected or gone; call on this node's thread.
+        """Record that a prefill node is connected or gone; call on this node's thread.
 
-        With a prefill node, ``max_step_stretch`` limits how much prompts may slow decode steps.
+        While any prefill node is connected, ``max_step_stretch`` limits how much prompts may slow
+        decode steps.
         """
         had_any = bool(self._prefill_nodes)
         (self._prefill_nodes.add if is_connected else self._prefill_nodes.discard)(engine_id)
@@ -246,11 +282,11 @@ class DecodeNode:
                 self._fail(reservation, "UNAVAILABLE", "the commit record does not fit")
             elif event.reason:
                 self._fail(reservation, "UNAVAILABLE", f"KV did not arrive: {event.reason}")
-            else:  # the request ended on the prefill node, and the router knows
+            else:  # the request ended on the prefill node: the router knows
                 self._drop_job(event.request_id)
 
     def _answer(self, result: StepResult) -> None:
-        """Queue new tokens for the router; add receipts of finished requests."""
+        """Queue a step's new tokens for the router, with the receipts of finished requests."""
         now = self._clock()
         for output in result.outputs:
             job = self._jobs[output.request_id]
@@ -270,7 +306,7 @@ class DecodeNode:
             self._outbox.put(output)
 
     def _end_failed(self) -> None:
-        """End requests that the engine cannot continue."""
+        """End the requests that the engine cannot continue, and tell the router."""
         for request_id, error in self.engine.take_failures():
             job = self._jobs.get(request_id)
             if job is not None:
@@ -278,9 +314,9 @@ class DecodeNode:
                 self._refuse(job.command, error)
 
     def _end_handed_back(self) -> None:
-        """Return preempted requests to the router, which places them again.
+        """Return preempted requests to the router, which sends them to nodes again.
 
-        Prompts are not recomputed here.
+        A preempted request would otherwise compute its prompt again on this node.
         """
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
@@ -296,7 +332,7 @@ class DecodeNode:
     def _drop_job(
         self, request_id: str, error: str = "", receipt: DecodeReceipt | None = None
     ) -> _Job | None:
-        """Forget a job, if it exists, and end its trace."""
+        """Remove a job, if it exists, and emit its trace."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             reservation = job.reservation
@@ -312,7 +348,7 @@ class DecodeNode:
         return job
 
     def _end(self, request_id: str, error: str = "") -> None:
-        """Forget a request that was cancelled, failed, or exceeded its deadline."""
+        """End a request that was cancelled, failed, or exceeded its deadline."""
         job = self._drop_job(request_id, error)
         if job is None:
             return

@@ -1,4 +1,4 @@
-"""DecodeNodeOptions: all options of a decode node; DecodeOptions: options of decode nodes only."""
+"""DecodeNodeOptions: all options of a decode node. DecodeOptions: those of decode nodes only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from node_runtime.options import NodeOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions:
-    """Limits of what a decode node accepts; raises ConfigError naming the field."""
+    """Limits of what a decode node accepts; a wrong value raises ConfigError."""
 
     max_receiving_requests: int = option(
         64, least=1, help="Most requests whose KV arrives at the same time."
@@ -48,7 +48,7 @@ class DecodeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeNodeOptions(NodeOptions):
-    """Options of a decode node; raises ConfigError naming the field."""
+    """Options of a decode node; a wrong value raises ConfigError with the field's name."""
 
     engine: EngineConfig = group(
         lambda: EngineConfig(preemption="hand-back", cuda_graph_max_chunk=0)

@@ -1,12 +1,12 @@
-"""Reservations: blocks offered to prefill nodes until their KV arrives.
+"""Reservations: the blocks of each parked request, until a prefill node has written their KV.
 
     PARKED -> GRANTED -> RECEIVING -> COMMITTED          its blocks belong to the running request
         `--------`-----------`------> QUARANTINED -> free
 
 Parks requests, grants blocks, and applies transfer events. A prefill node sends `Start` once it
-computes a request's prompt, and may write after the grant. `Quiet` says that it writes no more for
-this request. Blocks that a peer may still write after a request's end go into quarantine
-(`node_runtime/quarantine.py`). Refuses to know: RPCs, tensors.
+computes a request's prompt, and may write after the grant. `Quiet` says that the prefill node
+writes no more for this request. Blocks that a peer may still write after a request's end go into
+quarantine (`node_runtime/quarantine.py`). Refuses to know: RPCs, tensors.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 # Seconds for which to remember an ended request, or a `Start` that came before its `DecodeCommand`.
 MEMORY_S = 60.0
-# Most `Start` messages that are kept: their `DecodeCommand` may never come
+# Maximum number of `Start` messages that are kept, because their `DecodeCommand` may never come.
 MAX_EARLY_STARTS = 10_000
 TICK_S = 0.1
 NO_PUSH = PushReceipt(num_bytes=0, num_blocks=0, transport="", exposed_transfer_s=0.0)
 
 
 class ReservationState(Enum):
-    """States of a reservation; COMMITTED from the start if this node computes the prompt."""
+    """States of a reservation. It is COMMITTED from the start if this node computes the prompt."""
 
     PARKED = "PARKED"
     GRANTED = "GRANTED"
@@ -57,13 +57,13 @@ class ReservationState(Enum):
 
 @dataclass(slots=True)
 class Reservation:
-    """One request's blocks, from parking the request until its KV has arrived.
+    """The blocks of one request, from when it is parked until its KV has arrived.
 
     Attributes:
         block_ids: blocks that the prefill node may write.
         num_received_tokens: leading tokens whose KV is complete, by the highest watermark.
-        committed_at_step: number of engine steps before the commit.
-        start_is_received: whether the prefill node computes the prompt and waits for a grant.
+        committed_at_step: number of steps that the engine had ended before the commit.
+        start_is_received: whether `Start` came, so that the prefill node waits for a grant.
     """
 
     request: Request
@@ -85,7 +85,7 @@ class Reservations:
     Args:
         engine: owner of the blocks.
         receiver: sends grants to prefill nodes.
-        options: limits of concurrent receiving.
+        options: limits of how much KV may arrive at a time.
         clock: returns seconds, never going back.
 
     Attributes:
@@ -102,14 +102,15 @@ class Reservations:
         self._clock = clock
         self._engine = engine
         self._receiver = receiver
-        self._open: dict[Key, Reservation] = {}  # PARKED, GRANTED, RECEIVING
+        self._open: dict[Key, Reservation] = {}  # those PARKED, GRANTED or RECEIVING
         self.quarantine = Quarantine(engine.block_pool, receiver, clock)
         self._grants = GrantQueue(
             engine,
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        self._early_starts: dict[tuple[Key, str], float] = {}  # when each early `Start` arrived
+        # When each `Start` without a command so far arrived, by request and engine id.
+        self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
@@ -118,12 +119,12 @@ class Reservations:
     # ------------------------------------------------------------------ in
 
     def add_peer(self, peer: PeerInfo) -> None:
-        """Connect a prefill node that joined, or joined again."""
+        """Connect a prefill node that joined the router, or joined it again."""
         self.quarantine.meet(peer)
         self._receiver.connect(peer)
 
     def park(self, request: Request, epoch: int, engine_id: str, received_at: float) -> Reservation:
-        """Park a request whose prompt ``engine_id`` computes."""
+        """Park a request whose prompt the prefill node ``engine_id`` computes."""
         key = (request.request_id, epoch)
         reservation = Reservation(request, epoch, engine_id, received_at)
         self._engine.park(request)
@@ -137,7 +138,7 @@ class Reservations:
     ) -> Reservation:
         """Return a COMMITTED reservation for a request whose prompt this node computes.
 
-        Prefill node ``engine_id`` gets a `Cancel` for its `Start`, whether early or late.
+        Prefill node ``engine_id`` gets a `Cancel` for its `Start`, which may have come or may come.
         """
         key = (request.request_id, epoch)
         now = self._clock()
@@ -158,7 +159,7 @@ class Reservations:
     def settle(self, event: TransferEvent) -> Reservation | None:
         """Apply a transfer event; return the reservation if it is now COMMITTED or has failed.
 
-        A failed reservation is QUARANTINED: out of the engine, blocks in quarantine or free.
+        A failed reservation is QUARANTINED: request aborted, blocks free or in quarantine.
         """
         key = (event.request_id, event.epoch)
         reservation = self._open.get(key)
@@ -172,7 +173,7 @@ class Reservations:
                 self._note_watermark(reservation, event.num_tokens)
             case TransferEventKind.COMMITTED:
                 if not self._commit(key, reservation, event):
-                    # The peer has finished writing, but its commit does not fit the request.
+                    # The peer writes no more, but its commit does not fit the request.
                     reservation.num_received_tokens = 0
                     self._end(key, reservation, TransferOutcome.FAILED, quiet=True)
                 return reservation
@@ -184,7 +185,7 @@ class Reservations:
         return None
 
     def grant_waiting(self) -> None:
-        """Grant blocks to requests with a `Start`, as far as memory and the budget allow."""
+        """Grant blocks to requests whose `Start` came, as far as memory and budget allow."""
         while (taken := self._grants.grant_next()) is not None:
             key, granted = taken
             reservation = self._open[key]
@@ -204,7 +205,7 @@ class Reservations:
     # ------------------------------------------------------------------ out
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """End a reservation early; do nothing if the request is unknown."""
+        """End the reservation of a request early; do nothing if the request is unknown."""
         key = (request_id, epoch)
         reservation = self._open.get(key)
         if reservation is not None:
@@ -220,7 +221,7 @@ class Reservations:
         return self.end_all_of(engine_id)
 
     def end_all_of(self, engine_id: str) -> list[Reservation]:
-        """End all reservations of an unreachable prefill node; return them."""
+        """End all reservations whose prefill node cannot be reached; return them."""
         lost = [r for r in self._open.values() if r.engine_id == engine_id]
         for reservation in lost:
             key = (reservation.request.request_id, reservation.epoch)
@@ -228,7 +229,7 @@ class Reservations:
         return lost
 
     def tick(self) -> None:
-        """Run the quarantine's periodic work, and forget old entries; call often."""
+        """Run the quarantine's periodic work, and drop old entries; call often."""
         now = self._clock()
         if now < self._tick_at:
             return
@@ -244,12 +245,12 @@ class Reservations:
 
     @property
     def has_open(self) -> bool:
-        """Return whether any KV may arrive."""
+        """Return whether KV may still arrive for an open or quarantined request."""
         return bool(self._open or self.quarantine)
 
     @property
     def num_transfers(self) -> int:
-        """Return the number of reservations that are open, or ended and still quarantined."""
+        """Return the number of reservations that are open, or whose blocks are in quarantine."""
         return len(self._open) + len(self.quarantine)
 
     def metrics(self) -> HandoffMetrics:
@@ -265,7 +266,7 @@ class Reservations:
         )
 
     def held(self) -> list[BlockHolding]:
-        """Return the blocks that prefill nodes may write, for the ledger."""
+        """Return the blocks that prefill nodes may write; for checks of invariants."""
         now = self._clock()
         granted = [
             BlockHolding(
@@ -284,7 +285,7 @@ class Reservations:
     # ------------------------------------------------------------------ inside
 
     def _queue_for_grant(self, key: Key, reservation: Reservation) -> None:
-        """Queue a parked request for blocks, once; a `Start` may come several times."""
+        """Queue a parked request for its blocks; only once, as a `Start` may come several times."""
         if not reservation.start_is_received:
             reservation.start_is_received = True
             self._grants.add_parked(key, reservation.request)
@@ -328,8 +329,7 @@ class Reservations:
         """End a reservation, and abort its request in the engine.
 
         KV up to the watermark stays in the prefix cache, for a later attempt. The other blocks go
-        into quarantine unless ``quiet`` is set, which means that the peer writes no more for this
-        request.
+        into quarantine, unless ``quiet`` says that the peer writes no more for this request.
         """
         del self._open[key]
         self._grants.end_transfer(key)
@@ -340,7 +340,7 @@ class Reservations:
             reservation.block_ids = self._engine.kv_cache_manager.keep_received(
                 reservation.request, reservation.num_received_tokens
             )
-        # A `Start` that arrives later finds the request in `_ended`.
+        # Without a `Start`, the peer writes nothing; a later one finds the request in `_ended`.
         if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:
@@ -349,7 +349,7 @@ class Reservations:
         self._engine.abort(key[0])
 
     def _settle_ended(self, key: Key, event: TransferEvent) -> None:
-        """Apply an event of a request that has ended here, or has not arrived yet."""
+        """Apply an event of a request that has ended here, or whose command has not come yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
                 self._early_starts.pop((key, event.engine_id), None)

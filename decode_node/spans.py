@@ -1,4 +1,4 @@
-"""Spans of a request on a decode node, made when the request ends here.
+"""Trace spans of a request on a decode node; they are made when the request ends on this node.
 
 decode                                          from its command to its last token
   decode.parked                                 waits for its KV; the receipt's parked_s
@@ -16,7 +16,7 @@ from baton.telemetry.spans import Attribute, SpanSink, child_span, request_span,
 
 
 class DecodeTraces:
-    """The traced requests of one node.
+    """Emits the trace spans of requests on one decode node.
 
     Args:
         sink: receives the spans of ended requests; None: no tracing.
@@ -40,9 +40,10 @@ class DecodeTraces:
         """Emit the spans of a request that ended here; do nothing if it is not traced.
 
         Args:
-            parked_at, committed_at: moments by the node's clock; 0: not reached.
-            receipt: the receipt of a request that ended without error.
-            error: why a request failed.
+            parked_at, committed_at: when the request was parked and committed, by the node's clock;
+                0: never.
+            receipt: the request's receipt; None: it ended with an error.
+            error: why the request failed; empty: it did not fail.
         """
         if self._sink is None or command.trace is None:
             return

@@ -1,4 +1,4 @@
-"""Encoder: a model's vision tower and projector on one device, without the text network."""
+"""Encoder: runs a model's vision tower and projector on one device, without the text model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from engine.worker.device_choice import (
     choose_dtype,
     choose_ops,
     choose_packer,
+    describe_weights,
     has_bfloat16,
 )
 from engine.worker.host.allocator import keep_freed_memory
@@ -30,15 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class Encoder:
-    """Encodes one image at a time. Used by one thread.
+    """Encodes images, one at a time. Used by one thread.
 
     Args:
         folder: the model's folder.
-        config: decides device, dtype and kernels, as on the prefill nodes.
+        config: engine options that decide device, dtype and kernels, as on the prefill nodes.
 
     Attributes:
-        dtype: type of the embeddings' numbers.
-        width: numbers per embedding.
+        dtype: name of the embeddings' dtype.
+        width: number of values per embedding.
+        linear_weights: format of linear layers' weights, as prefill nodes describe it; empty: the
+            format of the checkpoint on a GPU, which prefill nodes describe by more layers.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or broken, or its model reads text only.
@@ -60,8 +63,13 @@ class Encoder:
             packer=packer,
             ops=choose_ops(config, device),
         )
+        self.linear_weights = config.weights
         if device.type == "cpu":
             keep_freed_memory()
+        elif config.weights == "auto":
+            self.linear_weights = ""
+        else:
+            self.linear_weights = describe_weights(config.weights, packer, self._vision)
         self.width = self._vision.width
         logger.info(
             "loaded the vision encoder of %s in %.1f s: %s on %s",
@@ -72,10 +80,10 @@ class Encoder:
         )
 
     def encode(self, pixels: ImagePixels) -> Tensor:
-        """Return an image's embeddings ``[num_embeddings, width]``.
+        """Encode an image; return its embeddings, ``[num_embeddings, width]``.
 
         Raises:
-            ValueError: the encoder failed, or made NaN or infinite numbers.
+            ValueError: the encoder failed, or made NaN or infinite values.
         """
         arrays = {array.name: self._to_tensor(array) for array in pixels.arrays}
         try:
@@ -89,5 +97,6 @@ class Encoder:
         return embeddings
 
     def _to_tensor(self, array: PixelArray) -> Tensor:
-        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)  # torch needs it writable
+        # Copy the bytes, because torch needs a writable buffer.
+        numbers = np.frombuffer(bytearray(array.data), dtype=array.dtype)
         return torch.from_numpy(numbers).reshape(array.shape).to(self._device)

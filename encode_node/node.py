@@ -4,7 +4,7 @@
                   `---- another command with the image waits with it ----^
 
 One thread calls `step`; commands come in, and reports go out, through queues. A prefill node that
-does not get an encoding encodes the image itself, so no command ends with an error for a client.
+does not get an encoding encodes the image itself, so no failure here becomes an error for a client.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class MakesPixels(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One image of one command.
+    """One image of one command in progress.
 
     Attributes:
-        kept: the encoding that is being sent; None: not yet, or the command is refused.
+        kept: the encoding that is being sent; None: it is not sent yet, or the job is refused.
     """
 
     command: EncodeCommand
@@ -74,7 +74,7 @@ class _Job:
 
     @property
     def key(self) -> TransferKey:
-        """Name of the transfer."""
+        """Return the name of the image's transfer."""
         return transfer_name(self.command.request_id, self.image.span.digest), self.command.epoch
 
 
@@ -83,9 +83,9 @@ class EncodeCounts:
     """Counts of an encode node's work since its start.
 
     Attributes:
-        hits: commands' images whose encodings were kept.
-        refused: commands' images that were not encoded.
-        encoder_s: seconds in the encoder.
+        hits: number of images that needed no encoding, because an encoding was kept already.
+        refused: number of images in commands that were not encoded.
+        encoder_s: seconds spent in the encoder.
     """
 
     images_encoded: int = 0
@@ -106,18 +106,18 @@ class EncodeNode:
     """Encodes images and sends the encodings to prefill nodes.
 
     Args:
-        encode: returns an image's embeddings ``[num_embeddings, width]``; raises ValueError with
-            the reason.
-        store: keeps encodings.
+        encode: returns an image's embeddings, ``[num_embeddings, width]``; raises ValueError if it
+            cannot.
+        store: keeps encodings in the memory from which they are sent.
         pixels: decodes image files.
-        sender: sends encodings.
+        sender: sends encodings to prefill nodes.
         emit: takes events for the router; called on this node's thread.
         budget_tokens: maximum number of tokens of the images that one round encodes; one image may
             have more.
         clock: returns seconds, never going back.
 
     Attributes:
-        counts: what the node has done.
+        counts: what the node has done since its start.
     """
 
     def __init__(
@@ -136,17 +136,17 @@ class EncodeNode:
         self._budget_tokens = budget_tokens
         self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()
         self._works: OrderedDict[bytes, _Work] = OrderedDict()  # by digest, in order of arrival
-        self._decoded: deque[bytes] = deque()  # digests of the works to encode
+        self._decoded: deque[bytes] = deque()  # digests of decoded images to encode
         self._pushes: dict[TransferKey, _Job] = {}
         self._ended: dict[TransferOutcome, int] = dict.fromkeys(TransferOutcome, 0)
         self._expire_at = 0.0
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
-        """Leave a command for the next step; safe from any thread."""
+        """Queue a command for the next step; safe from any thread."""
         self._commands.append((self._clock(), command))
 
     def step(self) -> bool:
-        """Run one round; return whether there is more to do at once."""
+        """Run one round; return whether to run the next round at once."""
         while self._commands:
             self._handle_command(*self._commands.popleft())
         for images, error in self._pixels.take_ready():
@@ -184,10 +184,11 @@ class EncodeNode:
             self._emit(PeerReport(update.engine_id, False, problem=str(error)))
 
     def _start(self, job: _Job) -> None:
-        """Send an encoding, or wait for it with other jobs, or have the image decoded."""
-        if job.key in self._pushes:  # the command came twice
-            return
+        """Send a kept encoding, wait with other jobs for the image, or have the image decoded."""
         digest, num_tokens = job.image.span.digest, job.image.span.num_tokens
+        waiting = self._works[digest].jobs if digest in self._works else ()
+        if job.key in self._pushes or any(one.key == job.key for one in waiting):
+            return  # the command came twice
         kept = self.store.hold(digest)
         if kept is not None:
             self.counts.hits += 1
@@ -208,7 +209,7 @@ class EncodeNode:
         self._pixels.submit(images)
 
     def _cancel(self, concerns: Callable[[_Job], bool]) -> None:
-        """End all jobs that ``concerns`` returns True for; the prefill node knows."""
+        """End all jobs for which ``concerns`` is True; do not tell prefill nodes, which know."""
         for digest, work in list(self._works.items()):
             work.jobs = [job for job in work.jobs if not concerns(job)]
             if not work.jobs:
@@ -218,7 +219,7 @@ class EncodeNode:
                 self._sender.abort(*key, "")
 
     def _drop(self, digest: bytes) -> _Work:
-        """Forget the work on an image; its pixel values are no longer needed."""
+        """Drop the work on an image, because its pixel values are no longer needed."""
         work = self._works.pop(digest)
         work.images.remove_user("encode")
         if digest in self._decoded:
@@ -230,7 +231,7 @@ class EncodeNode:
     def _take_decoded(self, images: PromptImages, error: BatonError | None) -> None:
         digest = images.spans[0].digest
         work = self._works.get(digest)
-        if work is None or work.images is not images:  # all its jobs were cancelled
+        if work is None or work.images is not images:  # its jobs were all cancelled
             return
         if error is None:
             self._decoded.append(digest)
@@ -245,7 +246,7 @@ class EncodeNode:
             size = self._works[digest].images.spans[0].num_tokens
             if num_tokens and num_tokens + size > self._budget_tokens:
                 break
-            if not self.store.make_room(size):  # transfers that end will make room
+            if not self.store.make_room(size):  # wait for transfers to end
                 break
             self._encode_one(digest)
             num_tokens += size
@@ -274,7 +275,7 @@ class EncodeNode:
     # ------------------------------------------------------------------ sending
 
     def _push(self, job: _Job, kept: KeptEncoding) -> None:
-        """Send an encoding; `_settle` releases its units when no write is in flight."""
+        """Send an encoding; `_settle` releases its units once no write is in flight."""
         job.kept = kept
         self._pushes[job.key] = job
         name, epoch = job.key
@@ -303,7 +304,7 @@ class EncodeNode:
             self._refuse(job, why)
 
     def _refuse(self, job: _Job, why: str) -> None:
-        """Tell the prefill node to encode an image itself."""
+        """Tell the prefill node that it must encode an image itself."""
         logger.debug("refused an image of %s: %s", job.command.request_id, why)
         self.counts.refused += 1
         self._pushes[job.key] = job
@@ -329,7 +330,7 @@ class EncodeNode:
                 pass
 
     def _expire(self) -> None:
-        """End jobs whose time is up."""
+        """End the jobs whose deadline has passed."""
         now = self._clock()
         if now < self._expire_at:
             return
@@ -352,7 +353,7 @@ class EncodeNode:
         )
 
     def requests(self) -> list[RequestView]:
-        """Return all images that wait or are sent; safe from any thread."""
+        """Return all images that wait or are being sent; safe from any thread."""
         jobs = [(job, "WAITING") for job in self._waiting()]
         jobs += [(job, "PUSHING") for job in list(self._pushes.values())]
         now = self._clock()
@@ -370,7 +371,7 @@ class EncodeNode:
         ]
 
     def ledger(self) -> Ledger:
-        """Return the owners of all units; call between steps, on this node's thread."""
+        """Return which owners hold which units; call between steps, on this node's thread."""
         units, now = self.store.units, self._clock()
         kept = BlockHolding(owner=BlockOwner.CACHE, block_ids=tuple(self.store.kept_units()))
         pushed = [
@@ -402,7 +403,7 @@ class EncodeNode:
         )
 
     def encode_counts(self) -> EncodeCounts:
-        """Return a copy of the counts; safe from any thread."""
+        """Return a copy of `counts`; safe from any thread."""
         return dataclasses.replace(self.counts)
 
 
@@ -415,7 +416,7 @@ def _node_of(receiver: str) -> str:
 
 
 def _alone(image: PromptImage) -> PromptImages:
-    """Return an image as a prompt of its own; raises InvalidRequestError."""
+    """Make a prompt that has only this image; raises InvalidRequestError if the image is wrong."""
     num_tokens = image.span.num_tokens
     if not image.data:
         raise InvalidRequestError("image", "came without its file")

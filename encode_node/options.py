@@ -11,13 +11,14 @@ from node_runtime.options import ProgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeOptions(ProgramOptions):
-    """Options of an encode node; raises ConfigError naming the field."""
+    """Options of an encode node; a wrong value raises ConfigError with the field's name."""
 
     dtype: str = same_option(EngineConfig, "dtype")
     device: str = same_option(EngineConfig, "device")
     num_threads: int = same_option(EngineConfig, "num_threads")
     cpu_list: str = same_option(EngineConfig, "cpu_list")
     native_kernels: bool = same_option(EngineConfig, "native_kernels")
+    weights: str = same_option(EngineConfig, "weights")
     max_num_encoder_input_tokens: int = option(
         8192,
         least=1,
@@ -33,11 +34,12 @@ class EncodeOptions(ProgramOptions):
 
     @property
     def engine(self) -> EngineConfig:
-        """Return the options by which an engine would choose device, dtype and kernels."""
+        """Return engine options with which the encoder chooses device, dtype and kernels."""
         return EngineConfig(
             dtype=self.dtype,
             device=self.device,
             num_threads=self.num_threads,
             cpu_list=self.cpu_list,
             native_kernels=self.native_kernels,
+            weights=self.weights,
         )

@@ -1,4 +1,4 @@
-"""Assembles an encode node: the encode loop over a vision encoder and a sender of encodings."""
+"""Assembles an encode node from the encode loop, a vision encoder and a sender of encodings."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ def make_program(
     Args:
         emit: takes events for the router; safe to call from any thread.
         on_death: called when the encoder or the connector cannot continue.
-        grammars: not used; an encode node has none.
+        grammars: not used, because an encode node compiles no grammars.
 
     Raises:
-        ModelLoadError: the model's folder is missing or broken, or the model reads text only.
+        ModelLoadError: the model's folder is missing or broken, or the model takes no images.
         ConfigError: an option does not fit the model or the machine.
     """
     folder = find_model_folder(options.model)
     missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"images: pip install 'baton-serve[images]' for {missing[0]}")
-    if layout_of(folder) is None:
+    layout = layout_of(folder)
+    if layout is None:
         raise ConfigError(f"model: {options.model} reads text only, so there is nothing to encode")
     encoder = Encoder(folder, options.engine)
     pixels = PixelMaker(folder)
@@ -60,6 +61,7 @@ def make_program(
     units = Units(num_units(options.encoder_cache_tokens))
     loaded = LoadedEncoder(
         encoder=encoder,
+        layout=layout,
         pixels=pixels,
         units=units,
         engine_id=f"{options.name}-{uuid.uuid4().hex[:8]}",
@@ -82,7 +84,7 @@ def make_program(
 
 
 def _compatibility(options: EncodeOptions, folder: Path, encoder: Encoder) -> dict[str, str]:
-    """Return the entries that must be equal on the prefill nodes that get encodings."""
+    """Return the properties that must be equal on the prefill nodes that get encodings."""
     identity = folder_identity(folder)
     if "weights" not in identity:
         identity["weights"] = weights_digest(folder)
@@ -95,4 +97,6 @@ def _compatibility(options: EncodeOptions, folder: Path, encoder: Encoder) -> di
         "kv_digests": "on" if has_digests else "off",
         "version": __version__,
     }
+    if encoder.linear_weights:
+        entries["linear_weights"] = encoder.linear_weights
     return {**entries, REVISION: options.revision} if options.revision else entries

@@ -18,7 +18,7 @@ from node_runtime.encodings.units import Units
 
 
 class WritesEncodings(Protocol):
-    """The memory of the units (`node_runtime/encodings/memory.py`)."""
+    """The memory whose units hold encodings (`node_runtime/encodings/memory.py`)."""
 
     def write(self, units: Sequence[int], embeddings: Any) -> None:
         """Write an encoding ``[num_embeddings, width]`` to its units."""
@@ -26,7 +26,7 @@ class WritesEncodings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptEncoding:
-    """An encoding and its units, in order."""
+    """A kept encoding: its digest and its units of memory, in order."""
 
     digest: bytes
     units: tuple[int, ...]
@@ -37,8 +37,8 @@ class EncodingStore:
     """The encodings of one encode node. Used by one thread.
 
     Args:
-        units: units of ``memory``.
-        memory: holds the embeddings.
+        units: which units of ``memory`` are free.
+        memory: memory that holds the embeddings, and from which they are sent.
     """
 
     def __init__(self, units: Units, memory: WritesEncodings) -> None:
@@ -51,7 +51,7 @@ class EncodingStore:
         return len(self._kept)
 
     def hold(self, digest: bytes) -> KeptEncoding | None:
-        """Return an encoding and hold its units for a transfer; None: it is not kept."""
+        """Return an encoding, and hold its units for a transfer; None: it is not kept."""
         kept = self._kept.get(digest)
         if kept is not None:
             self._kept.move_to_end(digest)
@@ -59,7 +59,7 @@ class EncodingStore:
         return kept
 
     def release(self, kept: KeptEncoding) -> None:
-        """Note that a transfer has ended."""
+        """Release an encoding's units, because a transfer of the encoding has ended."""
         self.units.release(kept.units)
 
     def may_fit(self, num_tokens: int) -> bool:
@@ -67,9 +67,9 @@ class EncodingStore:
         return num_units(num_tokens) <= self.units.num_units
 
     def make_room(self, num_tokens: int) -> bool:
-        """Drop encodings until one of this many tokens fits; return whether it fits.
+        """Drop encodings until a new one of ``num_tokens`` tokens fits; return whether it fits.
 
-        Units of dropped encodings stay in use while they are sent.
+        The units of a dropped encoding stay in use while the encoding is being sent.
         """
         needed = num_units(num_tokens)
         while self.units.num_free < needed and self._kept:
@@ -93,5 +93,5 @@ class EncodingStore:
         return num_kept
 
     def kept_units(self) -> list[int]:
-        """Return the units that the store holds."""
+        """Return the units of all kept encodings."""
         return [unit for kept in self._kept.values() for unit in kept.units]

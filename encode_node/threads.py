@@ -1,66 +1,57 @@
-"""EncodeThreads: an encode node and its thread, used from a program's asyncio thread."""
+"""EncodeThreads: runs an encode node on a thread; used from a program's asyncio thread."""
 
 from __future__ import annotations
 
 import io
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from PIL import Image
 from prometheus_client.metrics_core import Metric
 
-from baton.api.images import ImageSpan, PromptImage
+from baton.api.errors import InvalidRequestError
+from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from baton.kv.encodings import BLOCK_TOKENS
-from baton.link.words import (
-    AbortAll,
-    NodeBeat,
-    NodeRegistration,
-    NodeRole,
-    RequestView,
-    RouterCommand,
-    StepTime,
-)
-from baton.telemetry.ledger import Ledger
-from baton.telemetry.round_watch import Rounds
+from baton.link.words import NodeRegistration, NodeRole, StepTime
 from baton.version import __version__
 from encode_node.encoder import Encoder
 from encode_node.node import EncodeNode
-from engine.core.images.prompt_images import DIGEST_BYTES, PromptImages
+from engine.core.images.prompt_images import DIGEST_BYTES, ImagePixels, PromptImages
 from engine.engine_loop import EngineLoop
 from engine.images.pixel_maker import PixelMaker
-from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from kvconnector.ends import Sender
 from node_runtime.encodings.units import Units
 from node_runtime.reports.collector import TransferCollector
-from node_runtime.threads import ENGINE_THREAD, KV_THREAD
+from node_runtime.threads import ENGINE_THREAD, NodeOnThread
 
 logger = logging.getLogger(__name__)
 
-# Sides of the images whose encoding is measured at the start, in pixels.
+# Sides, in pixels, of the square images whose encoding is measured at the start.
 MEASURED_SIDES = (128, 448)
-MOST_TOKENS = 2**16  # of a measured image, whose number of tokens is not known before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEncoder:
-    """An encoder, and what the node tells routers about itself.
+    """A loaded encoder, and what its node tells routers about itself.
 
     Attributes:
+        layout: the model's rule for the tokens of an image.
         engine_id: unique id of this start of the process.
-        compatibility: entries that must be equal on the prefill nodes that get encodings.
+        compatibility: properties that must be equal on the prefill nodes that get encodings.
     """
 
     encoder: Encoder
+    layout: ImageLayout
     pixels: PixelMaker
     units: Units
     engine_id: str
     compatibility: dict[str, str]
 
 
-class EncodeThreads:
+class EncodeThreads(NodeOnThread[EncodeNode]):
     """An encode node and its thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
     Args:
@@ -86,12 +77,15 @@ class EncodeThreads:
         self._encode_times: tuple[StepTime, ...] = ()
         self._loop = EngineLoop(self._step, on_death, name=ENGINE_THREAD)
         loaded.pixels.on_ready = self._loop.wake
-        self._node, self._sender = make_node(self._loop.wake)
+        self._node, self._end = make_node(self._loop.wake)
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
         def compute() -> None:
-            self._encode_times = measure_encode_times(self._loaded.encoder, self._loaded.pixels)
+            loaded = self._loaded
+            self._encode_times = measure_encode_times(
+                loaded.encoder.encode, loaded.pixels, loaded.layout
+            )
 
         return self._loop.call(compute)
 
@@ -103,7 +97,7 @@ class EncodeThreads:
             role=NodeRole.ENCODE,
             version=__version__,
             address=address,
-            peer_info=self._sender.describe(),
+            peer_info=self._end.describe(),
             compatibility=self._loaded.compatibility,
             max_model_len=num_units * BLOCK_TOKENS,
             num_blocks=num_units,
@@ -112,45 +106,23 @@ class EncodeThreads:
             encode_times=self._encode_times,
         )
 
-    def submit(self, command: RouterCommand | AbortAll) -> None:
-        self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def ledger(self) -> Future[Ledger]:
-        return self._loop.call(self._node.ledger)
-
     def flush_prefix_cache(self) -> Future[int]:
-        """Forget all kept encodings; return their number."""
+        """Drop all kept encodings; return their number."""
         return self._loop.call(self._node.store.forget_all)
 
-    def rounds(self) -> dict[str, Rounds]:
-        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._sender.rounds}
-
     def dump(self, error: Exception) -> None:
-        """Log how much work is open; an encode node has no state worth a file."""
+        """Log how much work is open; an encode node has no state that is worth a dump file."""
         logger.critical("%d images are open: %s", len(self.requests()), error)
 
     def collector(self) -> EncodeCollector:
         return EncodeCollector(self._name, self._node, self)
-
-    def handoff_metrics(self) -> HandoffMetrics:
-        return self._node.handoff_metrics()
-
-    def connector_metrics(self) -> ConnectorMetrics:
-        return self._sender.metrics()
 
     def _step(self) -> bool:
         return self._node.step()
 
     def close(self) -> None:
         self._loop.stop()
-        self._sender.close()
+        self._end.close()
         self._loaded.pixels.close()
         self._on_close()
 
@@ -180,38 +152,45 @@ class EncodeCollector(TransferCollector):
         yield from self._of_transfers()
 
 
-def measure_encode_times(encoder: Encoder, pixels: PixelMaker) -> tuple[StepTime, ...]:
-    """Return the times to encode a small and a large image, by rising tokens.
+def measure_encode_times(
+    encode: Callable[[ImagePixels], Sized], pixels: PixelMaker, layout: ImageLayout
+) -> tuple[StepTime, ...]:
+    """Measure the seconds to encode a small and a large image; return them by rising tokens.
 
-    Each is encoded twice, because the first time may touch new memory. A model that takes no such
-    images is not measured.
+    Each image is encoded twice, because the first run may touch new memory. An image that the model
+    cannot take is not measured. The images also show ``pixels`` how much memory pixel values take.
     """
     times: dict[int, float] = {}
     for side in MEASURED_SIDES:
-        images = _gray_image(side)
-        pixels.submit(images)
+        images = _gray_image(side, layout)
+        if images is not None:
+            pixels.submit(images)
         while pixels.is_busy:
             pixels.wait()
             pixels.take_ready()
-        if images.pixels is None:
+        if images is None or images.pixels is None:
             logger.info("an image of %d pixels' width is not taken, so not measured", side)
             continue
         (found,) = images.pixels.values()
-        encoder.encode(found)
+        encode(found)
         began_at = time.monotonic()
-        num_tokens = len(encoder.encode(found))
-        times[num_tokens] = max(time.monotonic() - began_at, 1e-6)
+        encode(found)
+        times[images.spans[0].num_tokens] = max(time.monotonic() - began_at, 1e-6)
     shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in times.items())
     logger.info("encoding of image tokens: %s", shown)
     return tuple(StepTime(tokens, times[tokens]) for tokens in sorted(times))
 
 
-def _gray_image(side: int) -> PromptImages:
-    """Return a gray square as a prompt of its own."""
+def _gray_image(side: int, layout: ImageLayout) -> PromptImages | None:
+    """Make a prompt that has only a gray square image; None: the model cannot take the image."""
+    try:
+        num_tokens = len(layout.expand(side, side).token_ids)
+    except InvalidRequestError:
+        return None
     file = io.BytesIO()
     Image.new("RGB", (side, side), (128, 128, 128)).save(file, "PNG")
     digest = side.to_bytes(DIGEST_BYTES, "big")
-    image = PromptImage(ImageSpan(0, MOST_TOKENS, digest), file.getvalue())
-    images = PromptImages([image], [0] * MOST_TOKENS, 0, MOST_TOKENS)
+    image = PromptImage(ImageSpan(0, num_tokens, digest), file.getvalue())
+    images = PromptImages([image], [0] * num_tokens, 0, num_tokens)
     images.add_user("measure")
     return images

@@ -8,16 +8,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM"]
 
-# Packages of the pip extra `node`; running a model needs them.
+# Top-level packages that the pip extra `node` installs, and that only running a model needs.
 _OF_EXTRA = ("numpy", "torch")
 
 
 if not TYPE_CHECKING:  # type checkers read the import above instead
 
     def __getattr__(name: str) -> Any:
-        """Import `LLM` or `AsyncLLM`, and with them torch, on first use.
+        """Import `LLM` or `AsyncLLM`, and torch with them, when a caller first uses the class.
 
-        The import is late because `engine.core` works without torch.
+        The import is late, so that callers of `engine.core` need no torch.
         """
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

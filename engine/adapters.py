@@ -3,10 +3,12 @@
     files --> cache of packed adapters --> worker's slots --> requests
               (bounded by bytes)           (bounded by number; least recently used ones are evicted)
 
-Any thread may read, check and pack an adapter. Only loading it into a slot blocks the engine.
+Any thread may read, check and pack an adapter. Only loading an adapter into a slot blocks the
+engine's steps.
 
 An adapter in use is never evicted. An adapter being unloaded takes no new requests, and is dropped
-when its last request ends. Refuses to know: names of adapters, tensors, how products are computed.
+when its last request ends. Refuses to know: names of adapters, tensors, how a layer applies an
+adapter.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ class AdapterView:
     """An adapter in memory, as operators see it.
 
     Attributes:
-        num_bytes: size in memory, on all ranks together.
-        is_pinned: whether it is never evicted from its slot.
-        is_leaving: whether it takes no new requests and is dropped when its last request ends.
+        num_bytes: size of the adapter's slot contents, summed over all ranks.
+        is_pinned: whether the adapter is never evicted from its slot.
+        is_leaving: whether the adapter takes no new requests, and is dropped when its last request
+            ends.
     """
 
     digest: AdapterDigest
@@ -51,7 +54,7 @@ class ReadAdapter:
     """An adapter whose packed weights are in memory, so that the worker can load it at once.
 
     Attributes:
-        num_bytes: size of its weights, as read plus as packed.
+        num_bytes: size of the adapter's weights as read, plus their size as packed for the worker.
     """
 
     adapter: Adapter
@@ -59,7 +62,7 @@ class ReadAdapter:
 
     @property
     def digest(self) -> AdapterDigest:
-        """Return the adapter's identity."""
+        """Return the adapter's digest, which identifies its files."""
         return self.adapter.digest
 
 
@@ -78,10 +81,11 @@ class AdapterTable:
         max_adapters: maximum number of adapters in memory; 0: adapters are disabled.
         cache_bytes: maximum number of bytes of read and packed adapters that are kept; None: the
             default.
-        in_use: returns the adapters of open requests and of the step in flight.
+        in_use: returns the digests of the adapters that open requests and the steps in flight use.
 
     Attributes:
-        is_suspended: whether no adapter can be loaded, because the weights are dropped.
+        is_suspended: whether no adapter can be loaded now, because the engine sleeps and its
+            weights are dropped.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class AdapterTable:
     ) -> None:
         self._executor, self._max_adapters, self._in_use = executor, max_adapters, in_use
         self.is_suspended = False
-        # Both dicts: least recently used adapter first.
+        # Both dicts begin with the least recently used adapter.
         self._slots: OrderedDict[AdapterDigest, _Slot] = OrderedDict()
         self._read: OrderedDict[AdapterDigest, ReadAdapter] = OrderedDict()
         self._cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
@@ -114,7 +118,7 @@ class AdapterTable:
         return slot is not None and not slot.is_leaving
 
     def has_read(self, digest: AdapterDigest) -> bool:
-        """Return whether an adapter's packed weights are cached, which `load_again` needs."""
+        """Return whether an adapter's packed weights are cached, as `load_again` requires."""
         return digest in self._slots or digest in self._read
 
     def is_pinned(self, digest: AdapterDigest) -> bool:
@@ -123,7 +127,7 @@ class AdapterTable:
         return slot is not None and slot.is_pinned
 
     def can_have(self, digest: AdapterDigest) -> bool:
-        """Return whether an adapter is in memory, or could get a slot now."""
+        """Return whether an adapter has a slot, or may get one: not all slots are pinned."""
         slots = self._slots
         is_full = len(slots) >= self._max_adapters
         return digest in slots or not (is_full and all(one.is_pinned for one in slots.values()))
@@ -146,14 +150,14 @@ class AdapterTable:
         Safe from any thread.
 
         Args:
-            digest: the digest that the files must have; empty: any.
+            digest: the digest that the files must have; empty: any digest is accepted.
 
         Raises:
-            AdapterError: a file is wrong, has another digest, or is not for this model.
+            AdapterError: a file is malformed, has another digest, or does not fit this model.
             ConfigError: this engine takes no adapters.
         """
         self._refuse_without_slots()
-        with self._executor.keep_cores():  # else other nodes' steps would wait for this thread
+        with self._executor.keep_cores():  # other nodes must not compute on the cores used here
             adapter = read_adapter(folder, self._check, is_finite)
             if digest and adapter.digest != digest:
                 raise AdapterError(f"{folder}: has the digest {adapter.digest}, not {digest}")
@@ -163,9 +167,9 @@ class AdapterTable:
     def load_again(
         self, digest: AdapterDigest, *, pinned: bool = False, kept: Collection[str] = ()
     ) -> bool:
-        """Load an adapter without reading its files; return False if its weights are not cached.
+        """Load an adapter from its cached weights; return False if they are not cached.
 
-        Raises OverloadedError; see `load`.
+        Raises OverloadedError if every adapter in memory is in use or pinned.
         """
         if digest in self._slots:
             self._keep(digest, pinned=pinned)
@@ -180,7 +184,7 @@ class AdapterTable:
 
         Args:
             pinned: whether the adapter is never evicted.
-            kept: adapters that must not be evicted, besides those in use.
+            kept: digests of adapters that must not be evicted, although no request uses them.
 
         Raises:
             ConfigError: this engine takes no adapters.
@@ -195,9 +199,9 @@ class AdapterTable:
         self.remember(read)
 
     def unload(self, digest: AdapterDigest) -> bool:
-        """Unload an adapter now, or once its last request ends; return whether it is unloaded.
+        """Unload an adapter now, or once its last request ends; return whether it is unloaded now.
 
-        Raises NotFoundError if it is not in memory.
+        Raises NotFoundError if the adapter is not in memory.
         """
         slot = self._slots.get(digest)
         if slot is None:
@@ -207,7 +211,7 @@ class AdapterTable:
         return digest not in self._slots
 
     def settle(self) -> None:
-        """Drop the adapters that are to leave and that no request uses any more."""
+        """Drop the adapters that `unload` marked as leaving and that no request uses any more."""
         if not any(slot.is_leaving for slot in self._slots.values()):
             return
         in_use = self._in_use()
@@ -216,9 +220,9 @@ class AdapterTable:
                 self._drop(digest)
 
     def acquire(self, digest: AdapterDigest) -> None:
-        """Note that a new request uses an adapter; empty: the base model.
+        """Mark an adapter as just used, because a new request uses it; empty: the base model.
 
-        Raises AdapterMissingError if the adapter is not here: another node may have it.
+        Raises AdapterMissingError if the adapter is not in memory here; another node may have it.
         """
         if not digest:
             return
@@ -227,16 +231,16 @@ class AdapterTable:
         self._slots.move_to_end(digest)
 
     def clear(self) -> None:
-        """Drop all adapters, pinned ones too; call while no request is open.
+        """Drop all adapters, pinned ones too, and the cache; call while no request is open.
 
-        An adapter is read from its files again when a request or `load` asks for it.
+        An adapter that is needed later must be read from its files again.
         """
         for digest in list(self._slots):
             self._drop(digest)
         self._read.clear()
 
     def remember(self, read: ReadAdapter) -> None:
-        """Keep an adapter's numbers, and forget those used longest ago beyond the limit."""
+        """Cache an adapter's weights; drop the least recently used ones beyond ``cache_bytes``."""
         self._read[read.digest] = read
         self._read.move_to_end(read.digest)
         num_bytes = sum(one.num_bytes for one in self._read.values())
@@ -245,7 +249,7 @@ class AdapterTable:
             num_bytes -= forgotten.num_bytes
 
     def _load(self, adapter: Adapter) -> int:
-        """Load an adapter on all ranks or on none; return its size on all of them together."""
+        """Load an adapter on all ranks or on none; return its size in bytes, summed over ranks."""
         try:
             return sum(self._executor.collective_rpc("load_adapter", (adapter,)))
         except AdapterError:
@@ -267,7 +271,7 @@ class AdapterTable:
         self._slots.move_to_end(digest)
 
     def _make_room(self, in_use: Collection[str]) -> None:
-        """Drop the least recently used adapter if there is no free slot."""
+        """Unload the least recently used adapter that may be evicted, if no slot is free."""
         if len(self._slots) < self._max_adapters:
             return
         for digest, slot in self._slots.items():

@@ -1,7 +1,7 @@
-"""Crash dump: writes an engine's state to one JSON file when the engine cannot continue.
+"""Crash dump: writes the state of an engine that cannot continue to one JSON file.
 
-Contains numbers and ids, never users' tokens or texts: no prompts, stop strings or schemas, and no
-exception messages, which may quote them. Only the owner may read the file.
+The file contains numbers and ids, never users' tokens or texts: no prompts, stop strings or
+schemas, and no exception messages, which may quote such texts. Only the file's owner may read it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = "BATON_DUMP_FOLDER"
 PREFIX = "baton-crash-"
 MAX_DUMPS = 20  # maximum number of dumps kept in a folder
-# Maximum number of requests in a dump; maximum number of blocks per request
+# Maximum number of requests in a dump, and maximum number of block ids for each request
 MAX_REQUESTS, MAX_BLOCKS = 1000, 64
 MAX_BYTES = 4 * 2**20
 _MAX_ID_CHARS = 128
@@ -45,9 +45,10 @@ _NUMBERS = (bool, int, float, type(None))
 def dump_crash(engine: Engine, error: BaseException) -> Path | None:
     """Write the dump and return its path; None, with a log line, if it cannot be written.
 
-    The folder is given by the environment variable BATON_DUMP_FOLDER; otherwise, a private folder
-    in the system's temporary folder is used. Never raises, because the caller is handling another
-    failure. A slow disk may block, so report the engine's death first.
+    The environment variable BATON_DUMP_FOLDER names the dump's folder; without the variable, the
+    dump goes to a private folder in the system's temporary folder. Never raises, because the caller
+    is handling another failure. A slow disk may block this function, so callers report the engine's
+    death first.
     """
     path: Path | str = os.environ.get(FOLDER_VARIABLE) or "a temporary folder"
     try:
@@ -59,7 +60,7 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
         path = folder / f"{PREFIX}{stamp}-{os.getpid()}-{secrets.token_hex(8)}.json"
         _write(path, text)
         _remove_old(folder)
-    except Exception as problem:  # out of memory or disk, or the engine changes meanwhile
+    except Exception as problem:  # memory or disk is full, or the engine changed meanwhile
         logger.error("cannot write a crash dump to %s: %s", path, problem)
         return None
     logger.critical("the state of the engine was dumped to %s", path)
@@ -67,7 +68,7 @@ def dump_crash(engine: Engine, error: BaseException) -> Path | None:
 
 
 def _folder() -> Path:
-    """Return the operator's folder, or a private one."""
+    """Return the folder for dumps: the operator's folder, or a private one."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         Path(named).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def _folder() -> Path:
     if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
         folder.chmod(0o700)
         return folder
-    return Path(tempfile.mkdtemp(prefix=PREFIX))  # another user owns the usual folder
+    return Path(tempfile.mkdtemp(prefix=PREFIX))  # another user owns the folder
 
 
 def _write(path: Path, text: str) -> None:
@@ -89,7 +90,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Delete all but the latest dumps; names begin with the time."""
+    """Delete all but the latest `MAX_DUMPS` dumps; their names sort by time."""
     for path in sorted(folder.glob(f"{PREFIX}*.json"))[:-MAX_DUMPS]:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -129,7 +130,7 @@ def describe(engine: Engine, error: BaseException) -> dict[str, Any]:
 
 
 def _describe_error(error: BaseException) -> list[str]:
-    """Describe an error's frames, outermost first, and its causes, without their messages."""
+    """Describe an error's stack frames, outermost first, and its causes; leave out messages."""
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(lines) < _MAX_FRAMES:
@@ -141,7 +142,7 @@ def _describe_error(error: BaseException) -> list[str]:
 
 
 def _count(ref_counts: Mapping[int, int]) -> dict[str, int]:
-    """Return a histogram: number of blocks by reference count."""
+    """Return a histogram of reference counts: how many blocks have each count."""
     counts: dict[str, int] = {}
     for number in ref_counts.values():
         counts[str(number)] = counts.get(str(number), 0) + 1

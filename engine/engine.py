@@ -35,7 +35,8 @@ class Engine:
         kv_memory: memory of the KV cache on the worker; see `KVMemory`.
         adapters: the LoRA adapters in memory.
         features: grammars, images and drafts.
-        figures: counts and times of the steps; they limit the steps' prompt tokens.
+        figures: counts and times of the steps, and the limit on prompt tokens that follows from the
+            times.
         kv_cache_manager: allocates the blocks of the KV cache, and finds cached prefixes.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
@@ -80,7 +81,7 @@ class Engine:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """Return unfinished requests by id; do not change the dict."""
+        """Return unfinished requests by id; callers must not change the dict."""
         return self._scheduler.requests
 
     @property
@@ -90,7 +91,7 @@ class Engine:
 
     @property
     def by_priority(self) -> bool:
-        """Return whether requests are scheduled by priority; else by arrival."""
+        """Return whether requests are scheduled by priority; otherwise by arrival."""
         return self._scheduler.by_priority
 
     def add_request(self, request: Request) -> None:
@@ -121,7 +122,7 @@ class Engine:
         return self._scheduler.grant(request_id)
 
     def commit(self, request_id: str, token_id: int, drafts: Sequence[int] = ()) -> None:
-        """Let a parked request run in the next step, as its prompt's KV is complete.
+        """Let a parked request run in the next step, because the KV of its prompt is complete.
 
         Args:
             drafts: the remote node's drafts of the tokens after ``token_id``.
@@ -129,16 +130,21 @@ class Engine:
         taken = self.features.received_drafts(request_id, drafts)
         self._scheduler.commit(request_id, token_id, taken)
 
-    def take_failures(self) -> list[tuple[str, BatonError]]:
-        """Return the ids of requests that cannot continue, and why, since the last call.
+    def end_fetch(self, request: Request) -> None:
+        """Let a request go on that waited for another node to fill the prefix cache."""
+        self._scheduler.end_fetch(request)
 
-        A parked request in the list is still open: take references on its blocks, then abort it.
+    def take_failures(self) -> list[tuple[str, BatonError]]:
+        """Return the requests that failed since the last call: their ids and the reasons.
+
+        A parked request in the list is still open: callers take references on its blocks, as a
+        remote node may still write them, and then abort the request.
         """
         failures, self._scheduler.failures = self._scheduler.failures, []
         return failures
 
     def take_handed_back(self) -> list[Request]:
-        """Return the requests preempted since the last call that another node must compute."""
+        """Return the requests, preempted since the last call, that another node must compute."""
         handed_back, self._scheduler.handed_back = self._scheduler.handed_back, []
         return handed_back
 
@@ -147,7 +153,7 @@ class Engine:
         return self._scheduler.can_begin(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; return it, or None if its id is unknown."""
+        """End a request now; return the request, or None if its id is unknown."""
         aborted = self._scheduler.abort(request_id)
         self.adapters.settle()
         return aborted
@@ -161,14 +167,14 @@ class Engine:
 
     @property
     def awaits_masks(self) -> bool:
-        """Return whether all running requests wait for masks; then retry `schedule` at once.
+        """Return whether all running requests wait for masks; callers then `schedule` again.
 
-        `schedule` itself waits some milliseconds for a mask, so repeated calls are no busy loop.
+        `schedule` waits some milliseconds for a mask, so calling it repeatedly is no busy loop.
         """
         return self._scheduler.grammars.awaits_masks
 
     def rename_cache(self, compatibility: Mapping[str, str]) -> None:
-        """Forget cached KV and encodings after the weights changed; call while no request is open.
+        """Drop cached KV and encodings because the weights changed; call while no request is open.
 
         Args:
             compatibility: new value of the attribute `compatibility`.
@@ -182,7 +188,7 @@ class Engine:
         return self.execute(self.schedule())
 
     def schedule(self) -> SchedulerOutput:
-        """Choose what the next step computes. Call `execute` next."""
+        """Choose what the next step computes. Callers pass the result to `execute`."""
         started = time.monotonic()
         self.adapters.settle()
         self.features.pass_on()
@@ -199,21 +205,21 @@ class Engine:
         With asynchronous scheduling: launch the step, then wait for the previous step and return
         its result (see ``StepResult.scheduled``). The launched step reads the previous step's
         tokens on the device. A request that the previous step ended is still computed in the
-        launched step, and keeps its blocks until that step has ended. A step whose logits depend on
-        the previous tokens on the host (penalties, grammars), or that wants logprobs of a prompt of
-        several chunks, is launched only after the previous step has ended.
+        launched step, and keeps its blocks until that step has ended. Some steps are launched only
+        after the previous step has ended: steps for which the host needs the previous tokens
+        (penalties, grammars), and steps that return logprobs of a prompt of several chunks.
 
-        With pipeline stages: launch the step; return nothing while fewer steps than stages are in
-        flight, else wait for the oldest step and return its result.
+        With pipeline stages: launch the step; return an empty result while fewer steps than stages
+        are in flight, else wait for the oldest step and return its result.
 
         Args:
-            after_layer: called on the computing thread after each layer of the scheduled step;
-                must be quick. On a GPU, `KVMemory.fence` tells when the layer is computed.
+            after_layer: called on the computing thread after each layer of the scheduled step; must
+                be quick. On a GPU, the layer is then only launched; see `KVMemory.fence`.
         """
         started = time.monotonic()
         if not self.executor.runs_ahead:
             result = self._compute(scheduled, after_layer)
-        elif self._scheduler.num_stages > 1:
+        elif self._scheduler.in_flight.num_stages > 1:
             result = self._fill_stages(scheduled, after_layer)
         else:
             result = self._begin(scheduled, after_layer)
@@ -230,7 +236,7 @@ class Engine:
         return self._end(scheduled, self.executor.submit(plan, hooks))
 
     def _begin(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> StepResult:
-        """Launch a step, if possible before the step in flight ends; then wait for the latter."""
+        """Launch a step, if possible before the step in flight ends; return the latter's result."""
         result, is_ahead = StepResult(), bool(self._in_flight)
         if is_ahead:
             scheduled = scheduled.without_finished()
@@ -247,17 +253,17 @@ class Engine:
     def _fill_stages(
         self, scheduled: SchedulerOutput, after_layer: AfterLayer | None
     ) -> StepResult:
-        """Launch a step; end the oldest one if all stages have a step, or nothing was launched."""
+        """Launch a step; wait for the oldest one if all stages are busy or nothing was launched."""
         if scheduled.scheduled:
             self._launch(scheduled, after_layer)
-            if len(self._in_flight) < self._scheduler.num_stages:
+            if len(self._in_flight) < self._scheduler.in_flight.num_stages:
                 return StepResult()
         return self._end_oldest() if self._in_flight else StepResult()
 
     def _launch(self, scheduled: SchedulerOutput, after_layer: AfterLayer | None) -> None:
         self.last_scheduled = scheduled
         plan, hooks = self._scheduler.plan(scheduled, after_layer)
-        self._scheduler.begin_step(scheduled)
+        self._scheduler.in_flight.begin_step(scheduled)
         self._in_flight.append((scheduled, self.executor.submit(plan, hooks)))
 
     def _end_oldest(self) -> StepResult:
@@ -268,7 +274,7 @@ class Engine:
     def _end(self, scheduled: SchedulerOutput, pending: PendingStep) -> StepResult:
         """Wait for a step and update the requests with its result."""
         output = pending.wait()
-        # Exclude the time that a step launched ahead waited for the previous step.
+        # Do not count the time that a step launched ahead waited for the previous step.
         computed_s = output.ended_at - max(output.started_at, self._busy_until)
         seconds = output.ended_at - self._busy_until
         self._busy_until = output.ended_at
@@ -282,15 +288,15 @@ class Engine:
         return result
 
     def do_idle_work(self) -> bool:
-        """Do a little deferrable work, such as clearing new KV memory.
+        """Do a little work that can wait, such as clearing new KV memory.
 
-        Return whether more is left.
+        Return whether more such work is left.
         """
         return self.executor.do_idle_work(self.block_pool.num_made)
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps have computed something and ended, since the start."""
+        """Return how many steps that computed something have ended since the start."""
         return self.figures.num_steps
 
     @property
@@ -317,7 +323,7 @@ class Engine:
         self._scheduler.check()
 
     def _adapters_in_use(self) -> set[str]:
-        """Return the adapters of open requests and of the steps in flight."""
+        """Return the digests of the adapters that open requests and the steps in flight use."""
         in_use = {request.adapter for request in self.requests.values()}
         for scheduled in self.steps_in_flight:
             in_use |= {item.request.adapter for item in scheduled.scheduled}

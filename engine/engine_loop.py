@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TICK_S = 0.25  # seconds; an idle engine checks its deadlines at this interval
+TICK_S = 0.25  # seconds; an idle engine's loop wakes at this interval
 
 
 class EngineLoop:
-    """A thread that calls ``step`` while there is work, and sleeps otherwise.
+    """A thread that calls ``step`` while there is work, and otherwise sleeps until it is woken.
 
     Args:
         step: runs one step; returns whether there is more to do at once.
         on_death: called once, on the loop's thread, with the exception of ``step``. The engine is
             not stepped again, and the process must end.
         name: name of the thread.
-        when_idle: does a little deferrable work; returns whether more is left. After an exception,
-            this function is not called again.
-        after_death: called after ``on_death``, with the same exception; may hang.
+        when_idle: does a little work that can wait, and returns whether more is left. After an
+            exception, this function is not called again.
+        after_death: called after ``on_death``, with the same exception, for work that may hang.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class EngineLoop:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Call a function on the loop's thread, between two steps; safe from any thread.
 
-        An exception is set on the future, and also ends the loop. After the loop's end, the future
-        gets an EngineDeadError.
+        An exception of the function is set on the returned future, and also ends the loop. Once the
+        loop has ended, the future gets an EngineDeadError.
         """
         future: Future[T] = Future()
         self._calls.append((future, function))
@@ -75,9 +75,10 @@ class EngineLoop:
         return future
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """Call a function between two steps; raise its BatonError in the calling thread.
+        """Call a function on the loop's thread, between two steps, and return its result.
 
-        Any other exception is raised there, too, and also ends the loop.
+        A BatonError of the function is raised here and leaves the loop running. Any other exception
+        is raised here, too, but also ends the loop.
         """
 
         def answer() -> tuple[T | None, BatonError | None]:
@@ -100,7 +101,7 @@ class EngineLoop:
         return Rounds(self._num_rounds, self._in_round)
 
     def stop(self) -> None:
-        """Stop the thread after the running step, and wait for it."""
+        """Stop the thread after the running step, and wait until it has ended."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
@@ -119,9 +120,9 @@ class EngineLoop:
                     while not self._wake.is_set() and time.monotonic() < tick:
                         if not self._do_idle_work():
                             self._wake.wait(tick - time.monotonic())
-        except BaseException as error:  # also Rust panics, which are no `Exception`
+        except BaseException as error:  # a panic in Rust is no `Exception`
             death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
-            self._on_death(death)  # reported first, because dumping may fail without memory or disk
+            self._on_death(death)  # comes first, because a dump may fail or hang
             self._end()
             logger.critical("the engine cannot continue", exc_info=error)
             self._after_death(death)
@@ -134,7 +135,7 @@ class EngineLoop:
     def _do_calls(self) -> None:
         while self._calls:
             future, function = self._calls.popleft()
-            if not future.set_running_or_notify_cancel():  # cancelled
+            if not future.set_running_or_notify_cancel():  # the caller has cancelled it
                 continue
             try:
                 future.set_result(function())
@@ -144,14 +145,14 @@ class EngineLoop:
 
     def _refuse_calls(self) -> None:
         """Fail the calls that are still queued when the loop ends; safe from any thread."""
-        with contextlib.suppress(IndexError):  # another thread has removed the last call
+        with contextlib.suppress(IndexError):  # another thread took the last call
             while self._calls:
                 future, _ = self._calls.popleft()
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineDeadError("the engine has stopped"))
 
     def _do_idle_work(self) -> bool:
-        """Do a little deferrable work; an exception disables this work, not the engine."""
+        """Call ``when_idle``; after an exception, disable it and let the engine go on."""
         try:
             return self._when_idle()
         except Exception:

@@ -1,4 +1,4 @@
-"""Features: the parts of an engine that a plain request passes by: grammars, images and drafts.
+"""Features: the parts of an engine that only some requests need: grammars, images and drafts.
 
     a request comes     its thought is followed, its grammar is compiled, its images are decoded
     before a step       what has become ready goes to the scheduler
@@ -30,10 +30,11 @@ class Features:
         scheduler: the engine's scheduler.
         grammars: compiles requests' grammars.
         images: checks the images of prompts, and has them decoded; None: the model takes no images.
-        speculation: the scheduler's `DraftPolicy`; None: no drafts.
+        speculation: makes drafts, and is the scheduler's `DraftPolicy`; None: there are no drafts.
 
     Attributes:
-        grammars, images, speculation: the arguments.
+        grammars, images, speculation: the arguments; without ``images``, an intake that refuses
+            images.
     """
 
     def __init__(
@@ -51,16 +52,18 @@ class Features:
         """Make the table of the LoRA adapters in memory.
 
         Args:
-            in_use: returns the adapters of open requests and of the step in flight.
+            in_use: returns the digests of the adapters that open requests and the steps in flight
+                use.
         """
         config = executor.config
         return AdapterTable(executor, config.max_adapters, config.adapter_cache_bytes, in_use)
 
     def prepare(self) -> None:
-        """Load and start all that grammars and images need; takes up to seconds.
+        """Load the grammar library's tokenizer and start the processes that decode images.
 
-        Nodes call this before they join, because making the library's tokenizer holds the GIL.
-        Otherwise, the first request with a feature prepares.
+        This takes up to some seconds. Nodes call it before they join a router, because making the
+        tokenizer holds the GIL. If no caller did this, the first request with a grammar or an image
+        waits until it is done.
 
         Raises:
             ConfigError: no thread or descriptor is left.
@@ -71,41 +74,41 @@ class Features:
         self.images.start()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on any thread, when a grammar or an image's pixels are ready."""
+        """Set a function to call, on any thread, when a grammar or an image's pixels are ready."""
         self.grammars.on_ready = wake
         self.images.wake_with(wake)
 
     def close(self) -> None:
-        """End the processes of the features."""
+        """End the processes that compile grammars and decode images."""
         self.images.close()
 
     # ------------------------------------------------------------------ requests
 
     def follow_thought(self, request: Request) -> None:
-        """Begin to track a request's thought, if any; call before the scheduler has the request."""
+        """Begin to track the thought of a request, if any; call before the request is scheduled."""
         self.grammars.follow_thought(request)
 
     def submit(self, request: Request) -> None:
-        """Have a scheduled request's grammar compiled and its images decoded, if it has any."""
+        """Have a queued request's grammar compiled and its images decoded, if it has any."""
         images = request.images
         if images is not None and request.awaits_pixels and not images.awaits_encodings:
             self.images.submit(images)
         self.submit_grammar(request)
 
     def use_encodings(self, images: PromptImages) -> None:
-        """Let a prompt go on with the encodings that it has received; decode its other images."""
+        """Stop waiting for a prompt's encodings; have the images without an encoding decoded."""
         images.awaits_encodings = False
         if images.users:
             self.images.submit(images)
 
     def submit_grammar(self, request: Request) -> None:
-        """Have a request's grammar compiled, if it has one."""
+        """Have the grammar of a request compiled, if the request has one."""
         if request.awaits_grammar:
             self.grammars.submit(request)
 
     @property
     def awaits_pixels(self) -> bool:
-        """Return whether some request waits until its images are decoded."""
+        """Return whether some request waits for its images to be decoded."""
         return self.images.is_busy or bool(self._scheduler.images.wanted)
 
     # ------------------------------------------------------------------ steps
@@ -119,41 +122,41 @@ class Features:
     def note_step(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput, seconds: float
     ) -> None:
-        """Note an ended step; call before the scheduler updates the step's requests.
+        """Record an ended step's times and failed images; call before the scheduler's `update`.
 
         Args:
             seconds: time between the ends of the last two steps.
         """
         if self.speculation is not None:
             self.speculation.note_step(scheduled, seconds, output.drafting_s)
-        self.images.note_step(output, self._scheduler)
+        self.images.note_step(scheduled, output, self._scheduler)
 
     def after_step(self, result: StepResult, output: ModelRunnerOutput) -> None:
-        """Keep drafts after the tokens that a step sampled."""
+        """Give the scheduler drafts of the tokens that follow a step's sampled tokens."""
         if self.speculation is not None:
             drafted, requests = output.draft_token_ids, self._scheduler.requests
             drafts = self.speculation.after_step(result, requests, drafted)
             self._scheduler.drafts.keep(result.outputs, drafts)
 
     def forget_encodings(self) -> None:
-        """Forget the encodings of images; call while no request is open."""
+        """Drop the encodings of images; call while no request is open."""
         self._scheduler.images.forget_all()
 
     # ------------------------------------------------------------------ drafts between nodes
 
     def received_drafts(self, request_id: str, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Return the part of another node's drafts that the request's first step computes."""
+        """Return those of another node's drafts that the request's first step is to compute."""
         return self.speculation.received(request_id, drafts) if self.speculation else ()
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
-        """Return drafts for a request that another node continues."""
+        """Return drafts after the first token of a request that a decode node continues."""
         return () if self.speculation is None else self.speculation.first_drafts(request)
 
     def why_drafts(self, request: Request | None = None) -> str:
-        """Explain the latest step's number of drafts, for people; empty if the number is fixed.
+        """Explain the latest step's number of drafts in a sentence; empty if the number is fixed.
 
         Args:
-            request: explain also why this request had no drafts, if it had none.
+            request: if this request had no drafts, explain also why.
         """
         choice = None if self.speculation is None else self.speculation.choice
         if request is not None and not is_drafted_for(request):

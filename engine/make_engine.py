@@ -1,4 +1,4 @@
-"""Makes an engine from its parts: executor, scheduler, prefix cache, grammars, speculation."""
+"""Makes an engine from its parts: executor, scheduler, prefix cache and optional features."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from baton.engine_config import EngineConfig
 from baton.kv.block_hash import BlockHasher, cache_namespace
 from baton.media.layouts import layout_of
 from baton.text.grammar_trials import EarlyGrammars
+from engine.core.images.image_steps import ImageLimits
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
 from engine.engine import Engine
@@ -43,9 +44,10 @@ def make_engine(
 
     Args:
         identity: identity of the model folder (`folder_identity`), which makes hashes of cached KV
-            equal on all nodes; without it, hashes are valid only in this process.
+            equal on all nodes that serve the model; None: hashes are valid only in this process.
         executor: computes the steps; None: make the executor that the options name.
-        grammars: grammar parts that were made before any thread started; None: there are none.
+        grammars: the parts that compile grammars, made before any thread started; None: make them
+            here.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unsupported.
@@ -84,16 +86,17 @@ def make_engine(
         by_priority=config.scheduling_policy == "priority",
         drafting=speculation,
         masks=MaskThreads(),
-        encoder_cache_tokens=config.encoder_cache_tokens,
-        max_num_encoder_input_tokens=config.max_num_encoder_input_tokens
-        or config.max_num_batched_tokens,
+        images=ImageLimits(
+            cache_tokens=config.encoder_cache_tokens,
+            max_encoder_tokens=config.max_num_encoder_input_tokens or config.max_num_batched_tokens,
+            keeps_whole=bool(model.whole_image_layers),
+        ),
         num_stages=config.pipeline_parallel_size if executor.runs_ahead else 1,
-        keeps_images_whole=bool(model.whole_image_layers),
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
     images = None
     if layout is not None and model.vision is not None:
-        compatibility["images"] = "on"  # positions of later tokens may depend on images
+        compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
     features = Features(scheduler, compiler, images, speculation)
     return Engine(executor, scheduler, features, compatibility)
@@ -102,10 +105,10 @@ def make_engine(
 def _image_inputs(
     model_folder: Path, layout: ImageLayout, config: EngineConfig, model: ModelConfig
 ) -> ImageInputs:
-    """Return the intake of images. Every image must fit where it is computed."""
+    """Return the intake of images, with limits that every image must fit."""
     most_in_a_step = None
     if model.whole_image_layers:
-        # Requests that decode in the same step take one token each.
+        # Leave room for the requests that decode in the image's step: one token each.
         most_in_a_step = config.max_num_batched_tokens - config.max_num_requests + 1
     pixels = PixelMaker(model_folder)
     return ImageInputs(layout, pixels, config.encoder_cache_tokens, most_in_a_step)
@@ -124,6 +127,6 @@ def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | Non
 
 
 def _hasher(config: EngineConfig, compatibility: Mapping[str, str]) -> BlockHasher:
-    """Make the hasher of cached blocks; two nodes' hashes are equal only if their KV is."""
+    """Make the hasher of cached blocks; hashes of two nodes differ if their KV would differ."""
     namespace = cache_namespace(compatibility)
     return BlockHasher(config.block_size, config.prefix_hash, namespace)

@@ -1,4 +1,4 @@
-"""Rehearsal: computes a few small steps with each sampling feature, before requests arrive.
+"""Rehearsal: computes small steps with each sampling feature before requests arrive.
 
 The first decode step, and the first step with filters, penalties, a grammar or logprobs, are slow:
 they load code and touch new memory. Refuses to know: step times (`step_profile`), grammars,
@@ -19,7 +19,7 @@ from engine.engine import Engine
 
 _PROMPT_TOKENS = 8
 _TOKEN = 1
-# One request per sampling feature; one more step samples all of them together.
+# One request per sampling feature; a step samples as many of these requests together as fit.
 _GREEDY = SamplingParams(temperature=0)
 _WAYS = (
     _GREEDY,
@@ -32,13 +32,14 @@ _WAYS = (
 
 
 def rehearse(engine: Engine, *, decodes: bool = True) -> None:
-    """Compute a prompt and a decode step, first of a greedy request, then per sampling feature.
+    """Compute the prompt and one decode of a greedy request, then of a request per feature.
 
     Overwrites the last block of the KV memory and the first rows of the batch; the engine must have
     no request. Call this on the thread that computes all steps.
 
     Args:
-        decodes: whether the engine will decode; otherwise only prompts are computed.
+        decodes: whether to compute decodes, too; False for an engine that will only compute
+            prompts.
     """
     assert not engine.requests, "steps are rehearsed before there are requests"
     config = engine.executor.config
@@ -55,7 +56,7 @@ def rehearse(engine: Engine, *, decodes: bool = True) -> None:
 
 
 class _All:
-    """A mask function that allows every token to each constrained request.
+    """A mask function that lets every constrained request sample any token.
 
     See `StepHooks.allowed_bits`.
     """
@@ -70,7 +71,7 @@ class _All:
 
 
 def _prompts(engine: Engine, batch: Sequence[SamplingParams], num_tokens: int) -> StepPlan:
-    """Plan a step of whole prompts whose KV is written to the last block."""
+    """Plan a step that computes whole prompts and writes their KV to the last block."""
     spec, token_ids = engine.kv_memory.spec, [_TOKEN] * num_tokens
     num_blocks = -(-(num_tokens + 1) // spec.block_size) * spec.num_groups
     return StepPlan(

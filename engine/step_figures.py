@@ -1,4 +1,4 @@
-"""StepFigures: counts of what an engine's steps computed and read, and the steps' times.
+"""StepFigures: counts what an engine's steps computed and read, and measures their times.
 
 The measured times also limit the next step's number of prompt tokens.
 """
@@ -18,18 +18,18 @@ from engine.step_log import StepLog
 from engine.step_stretch import StepStretch
 from models.work import model_work
 
-# A step with decodes may always compute this fraction (1/8) of its most prompt tokens, even if it
-# then takes too long. With fewer tokens, a prompt would need more steps, each of which reads all
-# weights.
+# The options limit the prompt tokens of a step that decodes. The limit divided by this number is
+# always allowed, even if the step then takes too long. With fewer tokens, a prompt would need more
+# steps, each of which reads all weights.
 _LEAST_PART = 8
 
 
 class StepFigures:
-    """Counts the steps of one engine.
+    """Counts the steps of one engine, and limits by how much prompts lengthen them.
 
     Args:
         scheduler: the engine's scheduler, whose counters are read.
-        executor: computes the steps, and tells the model's operations and bytes per token.
+        executor: computes the steps; its model determines the operations and bytes per token.
 
     Attributes:
         num_steps: steps that computed something and have ended.
@@ -40,6 +40,7 @@ class StepFigures:
         self.num_steps = 0
         self.log = StepLog(scheduler, executor.config.max_num_requests)
         self._scheduler, self._config = scheduler, executor.config
+        self._executor = executor
         most_beside = executor.config.prefill_tokens_beside_decodes
         self._least_beside = max(most_beside // _LEAST_PART, 1)
         self._stretch: StepStretch | None = None
@@ -58,7 +59,7 @@ class StepFigures:
         )
 
     def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
-        """Count a step that took ``computed_s`` seconds; call before its requests are updated."""
+        """Count an ended step that took ``computed_s`` seconds; call before `Scheduler.update`."""
         if self._stretch is not None and scheduled.decodes and not scheduled.has_drafts:
             self._stretch.note_step(scheduled.num_prompt_tokens, computed_s)
         self.num_steps += 1
@@ -74,13 +75,14 @@ class StepFigures:
         Steps with drafts are not measured.
 
         Args:
-            limit: longest such step, as a multiple of a decode-only step; above 1. None: only
-                ``prefill_tokens_beside_decodes`` limits them.
+            limit: longest time of a step that decodes and computes prompts, as a multiple of the
+                time of a decode-only step; above 1. None: only ``prefill_tokens_beside_decodes``
+                limits these steps.
         """
         self._stretch = None if limit is None else StepStretch(limit, self._least_beside)
 
     def num_beside_decodes(self) -> int:
-        """Return the most prompt tokens of the next step if a request decodes in that step."""
+        """Return the maximum number of prompt tokens of the next step if it also decodes."""
         return ALL if self._stretch is None else self._stretch.num_tokens()
 
     def metrics(self) -> EngineMetrics:
@@ -90,6 +92,7 @@ class StepFigures:
         running, waiting = scheduler.num_running, scheduler.num_waiting
         looks_up, work = self._config.prefix_cache, self._work
         held, unfilled = self._slots()
+        busiest, mean = self._executor.expert_loads()
         return EngineMetrics(
             steps_total=self.num_steps,
             prompt_tokens_computed_total=counters.prompt_tokens_computed,
@@ -136,10 +139,12 @@ class StepFigures:
             encodings_received_total=counters.encodings_received,
             encoder_cache_hits_total=counters.encoder_cache_hits,
             encoder_seconds_total=counters.encoder_s,
+            expert_rows_busiest_rank_total=busiest,
+            expert_rows_mean_rank_total=mean,
         )
 
     def _slots(self) -> tuple[int, int]:
-        """Return how many slots open requests hold, and how many of these have no known token."""
+        """Return how many token slots the blocks of open requests have, and how many are empty."""
         manager, held, unfilled = self._scheduler.kv_cache_manager, 0, 0
         for request in list(self._scheduler.requests.values()):
             num_held = manager.num_tokens_held(request)

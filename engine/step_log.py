@@ -1,4 +1,4 @@
-"""StepLog: debug lines of an engine's steps: computed, waiting (and why) and ended requests.
+"""StepLog: writes debug lines: the requests that a step computes or ends, and why others wait.
 
 Costs one check of the log level per step while debug lines are off. Refuses to know: tensors,
 nodes.
@@ -12,7 +12,7 @@ from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
 from engine.core.scheduler import WATERMARK, Scheduler
 
 logger = logging.getLogger(__name__)
-_MOST_SHOWN = 16  # maximum number of requests listed in one line
+_MOST_SHOWN = 16  # maximum number of requests in one line
 
 
 class StepLog:
@@ -29,7 +29,7 @@ class StepLog:
         self._num_evicted = self._num_preemptions = 0
 
     def note_scheduled(self, scheduled: SchedulerOutput) -> None:
-        """Write what a step will compute, and why the first waiting request is not in it."""
+        """Write what a step will compute, and why the next waiting request is not in it."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
         scheduler = self._scheduler

@@ -1,8 +1,8 @@
 """Step profile: measures the times of steps on this machine, before any request arrives.
 
 Each step is computed twice, because the first run may compile kernels or touch new memory. On a
-CPU, which compiles nothing, a long step is computed once, as touching new memory is a small part of
-its time. Refuses to know: what the times are used for, tensors.
+CPU, where nothing is compiled, a long step is computed only once, because touching new memory is a
+small part of its time. Refuses to know: what the times are used for, tensors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
 from engine.engine import Engine
 
 _FEW_TOKENS = 64
-# Limits the time spent at start: on a slow machine, smaller steps are measured.
+# Maximum seconds of one step to measure, which limits the time spent at the start: on a slow
+# machine, smaller steps are measured.
 _MOST_SECONDS = 0.25
 _LONG_S = 0.1
-# a prime, which spreads token ids over the vocabulary, so that no expert gets all tokens
+# Multiplies positions or row numbers to get token ids: a prime spreads the ids over the vocabulary,
+# so that no expert gets all tokens.
 _STRIDE = 7919
 _GREEDY = SamplingParams(temperature=0)
 _NO_HOOKS = StepHooks()
@@ -28,12 +30,13 @@ _SHORT_CONTEXT, _LONG_CONTEXT = 64, 4096
 def measure_step_times(
     engine: Engine, *, pushes: bool, compiles: bool = True
 ) -> tuple[tuple[int, float], ...]:
-    """Return (prompt tokens, seconds) of steps with 1 token, 64 tokens and the largest chunk.
+    """Measure steps of 1 and 64 prompt tokens and of a full chunk; return (tokens, seconds) pairs.
 
     Overwrites the last block of the KV memory and row 0; the engine must have no request.
 
     Args:
-        pushes: whether to measure steps that send each layer's KV while later layers are computed.
+        pushes: whether to measure steps as they run if each layer's KV is sent while later layers
+            are computed.
         compiles: whether a first computation may compile kernels.
     """
     assert not engine.requests, "steps are measured before there are requests"
@@ -56,7 +59,7 @@ def measure_step_times(
 def measure_decode_times(
     engine: Engine, *, compiles: bool = True
 ) -> tuple[tuple[int, int, float], ...]:
-    """Return (requests, total context tokens, seconds) of decode steps.
+    """Measure decode steps; return (requests, total context tokens, seconds) of each.
 
     Measures one request, many requests, and one request with a long context. Overwrites the last
     block of the KV memory and the first rows; the engine must have no request. Call this after
@@ -71,8 +74,8 @@ def measure_decode_times(
     short, long = min(_SHORT_CONTEXT, most_context), min(_LONG_CONTEXT, most_context)
     alone_s = _time(engine, _decode_plan(engine, 1, short), compiles=compiles)
     times = [(1, short, alone_s)]
-    # On a slow machine, measure fewer requests; a request in a batch costs less than a request
-    # alone.
+    # On a slow machine, measure fewer requests: a request in a batch takes at most as long as a
+    # request alone.
     num_affordable = int(2 * _MOST_SECONDS / alone_s)
     many = min(_MANY_REQUESTS, config.max_num_requests, num_affordable)
     if many > 1:
@@ -91,7 +94,7 @@ def _measure(engine: Engine, num_tokens: int, *, pushes: bool, compiles: bool) -
 
 
 def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS, *, compiles: bool) -> float:
-    """Compute a step twice, or once if it is long; return the seconds of the last run."""
+    """Compute a step twice, or only once if it is long; return the seconds of the last run."""
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()
@@ -103,7 +106,7 @@ def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS, *, compi
 
 
 def _decode_plan(engine: Engine, num_requests: int, num_context_tokens: int) -> StepPlan:
-    """Plan a step with one token per request; all requests' KV is in the last block."""
+    """Plan a step with one token per request; all requests read the KV of the last block."""
     rows = range(num_requests)
     return StepPlan(
         tuple(_new_row(row, num_context_tokens) for row in rows),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-# Step times vary, and at most one gap in a hundred may exceed the limit.
-_AIM = 0.8  # target time of a step, as a fraction of the allowed time
-_FADING = 0.2  # weight of the newest step in averages
-_LARGEST_CHANGE = 2.0  # times longer than this multiple of the average count as this multiple
-_LARGEST_GROWTH = 2.0  # maximum ratio of prompt tokens to those of the last step
+# Aim below the limit, because step times vary, and at most one in a hundred gaps between tokens may
+# exceed the limit.
+_AIM = 0.8  # target for the prompt's part of a step, as a fraction of the allowed time
+_FADING = 0.2  # weight of the newest step in moving averages
+_LARGEST_CHANGE = 2.0  # a time above this multiple of the average counts as this multiple
+_LARGEST_GROWTH = 2.0  # maximum ratio of the prompt tokens of two successive steps
 _LEAST_S = 1e-6
 
 
@@ -14,18 +15,22 @@ class StepStretch:
     """Limits steps that compute prompts and decode.
 
     Args:
-        limit: longest step with a prompt, as a multiple of a decode-only step; above 1.
-        least: number of prompt tokens that a step may always have, even before measurements.
+        limit: longest time of a step with prompt tokens, as a multiple of the time of a decode-only
+            step; above 1.
+        least: number of prompt tokens that a step may always compute, even before anything is
+            measured.
     """
 
     def __init__(self, limit: float, least: int) -> None:
         assert limit > 1, limit
         self._share = _AIM * (limit - 1.0)
         self._least = self._latest = least
-        self._decode_s = self._token_s = 0.0  # averages in seconds; 0: not measured
+        # Average seconds of a decode-only step, and additional seconds per prompt token; 0: not
+        # measured.
+        self._decode_s = self._token_s = 0.0
 
     def num_tokens(self) -> int:
-        """Return the most prompt tokens of the next step in which a request decodes."""
+        """Return the maximum number of prompt tokens of the next step that also decodes."""
         if not self._decode_s or not self._token_s:
             return self._least
         fits = self._share * self._decode_s / self._token_s

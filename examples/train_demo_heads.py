@@ -1,9 +1,9 @@
 """Train drafters for the demo model on a CPU: Medusa heads, one EAGLE layer, one MTP layer.
 
-Drafters draft the demo model's next tokens (docs/speculation.md). Each learns the demo model's own
-distributions: over the model's training text, and over texts that the model itself continues from
-their beginnings, because drafters serve the model's output. EAGLE and MTP also learn to follow
-their own drafts. The results are folders in the usual layouts, in bfloat16::
+The drafters draft the demo model's next tokens (docs/speculation.md). Each learns the distributions
+that the demo model itself predicts, both on the model's training text and on texts that the model
+has written, because drafters are used on the model's output. EAGLE and MTP also learn to continue
+from their own drafts. The results are folders in the drafters' usual layouts, in bfloat16::
 
     python examples/train_demo_heads.py
 """
@@ -42,17 +42,19 @@ DEMO_MODEL = Path(__file__).with_name("demo_model")
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 256, 4, 2, 64, 640
 ROPE_THETA, EPS = 10000.0, 1e-6
 NUM_MEDUSA_HEADS = 4
-NUM_STEPS = 3  # tokens that EAGLE and MTP draft in training, each after its own last token
-NUM_SHOWN = 512  # most probable tokens over which distributions are compared
-STEP_WEIGHT = 0.8  # each draft's loss weighs this times the loss of the draft before it
-OWN_TEXTS = 1024  # number of texts that the model writes
-OWN_TOKENS = 160  # maximum number of tokens of such a text, after a beginning of 4 to 48 tokens
+# Number of tokens that EAGLE and MTP draft in training, each from their previous draft
+NUM_STEPS = 3
+NUM_SHOWN = 512  # number of most probable tokens over which distributions are compared
+STEP_WEIGHT = 0.8  # factor from the weight of a draft's loss to the weight of the next draft's loss
+OWN_TEXTS = 1024  # number of texts that the demo model writes
+# Maximum number of tokens of such a text after its given beginning of 4 to 48 tokens
+OWN_TOKENS = 160
 
 # ----------------------------------------------------------------------------------- drafters
 
 
 class RMSNorm(nn.Module):
-    """The norm of Qwen3 and Llama."""
+    """Root mean square normalisation, as in Qwen3 and Llama."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; tensors have checkpoints' names."""
+    """Grouped-query attention with rotary positions; tensors are named as in checkpoints."""
 
     def __init__(self, *, qk_norm: bool) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SiLU-gated feed-forward."""
+    """A feed-forward network with a gate (SiLU)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer; EAGLE's lacks the norm before attention."""
+    """A decoder layer; EAGLE's layer has no norm before its attention."""
 
     def __init__(self, *, qk_norm: bool, input_norm: bool) -> None:
         super().__init__()
@@ -126,13 +128,13 @@ class Layer(nn.Module):
 
 
 class Eagle(nn.Module):
-    """Li et al., "EAGLE", arXiv 2401.15077: a layer that predicts the model's final state."""
+    """A layer that predicts the model's next final state (Li et al., EAGLE, arXiv 2401.15077)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(2 * HIDDEN, HIDDEN)
         self.layers = nn.ModuleList([Layer(qk_norm=False, input_norm=False)])
-        with torch.no_grad():  # begins as a copy of the previous state
+        with torch.no_grad():  # initially, the layer copies the previous state
             self.fc.weight.copy_(torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1))
             self.fc.bias.zero_()
 
@@ -141,7 +143,7 @@ class Eagle(nn.Module):
 
 
 class Mtp(nn.Module):
-    """A layer like the model's own, over a token and the previous state (DeepSeek, Qwen)."""
+    """A layer like the model's, over a token and the previous state (DeepSeek, Qwen)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class Mtp(nn.Module):
 
 
 class Medusa(nn.Module):
-    """Cai et al., "Medusa", arXiv 2401.10774: one head for each token after the next one."""
+    """One head for each token after the next token (Cai et al., Medusa, arXiv 2401.10774)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ class Medusa(nn.Module):
 
 
 class Teacher:
-    """The demo model, whose weights stay fixed."""
+    """The demo model, whose predictions the drafters learn; its weights stay fixed."""
 
     def __init__(self) -> None:
         model = Qwen3ForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
@@ -184,7 +186,7 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, token_ids: Tensor) -> Tensor:
-        """Return the hidden states after the last norm: `[rows, length, HIDDEN]`."""
+        """Return the demo model's hidden states after the last norm: `[rows, length, HIDDEN]`."""
         return self.model.model(input_ids=token_ids, use_cache=False).last_hidden_state
 
     def logits(self, states: Tensor, shown: Tensor | None = None) -> Tensor:
@@ -192,7 +194,7 @@ class Teacher:
 
 
 def divergence(logits: Tensor, log_targets: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence from the teacher's distribution, mean over tokens."""
+    """Return the mean Kullback-Leibler divergence from the teacher's distributions per token."""
     return F.kl_div(
         logits.float().log_softmax(-1).flatten(0, 1),
         log_targets.flatten(0, 1),
@@ -204,7 +206,7 @@ def divergence(logits: Tensor, log_targets: Tensor) -> Tensor:
 def losses_of(
     teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, token_ids: Tensor
 ) -> dict[str, Tensor]:
-    """Return each drafter's loss on a batch `[rows, length]`; later drafts weigh less."""
+    """Return each drafter's loss on a batch of token ids `[rows, length]`."""
     states = teacher.states(token_ids)
     with torch.no_grad():
         every = teacher.logits(states).float()
@@ -215,7 +217,8 @@ def losses_of(
     for name, drafter in (("eagle", eagle), ("mtp", mtp)):
         known, loss = states, torch.zeros(())
         for step in range(1, NUM_STEPS + 1):
-            # known[i] is the state of token i + step - 1, true or drafted; token i + step follows.
+            # known[i] is the state, true or predicted, of token i + step - 1; the next token is i +
+            # step.
             known = drafter(embedded[:, step:], known[:, : token_ids.shape[1] - step])
             part = divergence(teacher.logits(known, shown), targets[:, step:])
             if name == "eagle":
@@ -238,7 +241,7 @@ def losses_of(
 def acceptance_by_place(
     teacher: Teacher, eagle: Eagle, mtp: Mtp, medusa: Medusa, stream: np.ndarray, length: int
 ) -> dict[str, list[float]]:
-    """Return, by place, the share of drafts that are the teacher's most probable token."""
+    """Return, by drafter and place, how often a draft at this place is the teacher's best token."""
     found: dict[str, list[list[float]]] = {"eagle": [], "mtp": [], "medusa": []}
     for start in range(0, len(stream) - length, length):
         token_ids = torch.from_numpy(stream[start : start + length])[None]
@@ -263,13 +266,13 @@ def acceptance_by_place(
 
 
 def load_text(seed: int) -> Corpus:
-    """Encode the demo model's training text, and as much text written by the model."""
+    """Encode the demo model's training text, and about as much text that the model writes."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
     training, validation = split_sources(sources, seed)
     documents = encode_in_pieces(tokenizer, training, seed)
     own = write_texts(documents, seed)
-    # About half of the training text is written by the model itself.
+    # The model's own texts are repeated until they are about half of all training text.
     size, own_size = (sum(map(len, texts)) for texts in (documents, own))
     return Corpus(
         documents=[*documents, *own * max(round(size / own_size), 1)],
@@ -279,7 +282,7 @@ def load_text(seed: int) -> Corpus:
 
 
 def write_texts(documents: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
-    """Let the model continue texts, mostly by its most probable tokens, sometimes by sampling."""
+    """Let the model continue beginnings of texts: three of four greedily, others by sampling."""
     rng = np.random.default_rng(seed)
     beginnings = []
     for _ in range(OWN_TEXTS):
@@ -303,7 +306,7 @@ def write_texts(documents: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
 
 
 def save(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
-    """Write the folder of one drafter."""
+    """Write the folder of one drafter: config.json and weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     stored = {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}
@@ -311,7 +314,7 @@ def save(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) ->
 
 
 def save_all(output: Path, eagle: Eagle, mtp: Mtp, medusa: Medusa) -> None:
-    """Write three folders, each in the layout that the drafter's inventors use."""
+    """Write a folder for each drafter, in the layout that the drafter's authors use."""
     shape: dict[str, object] = {
         "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -335,7 +338,7 @@ def save_all(output: Path, eagle: Eagle, mtp: Mtp, medusa: Medusa) -> None:
 
 
 def main() -> None:
-    """Train and save the drafters; print how often their drafts are right."""
+    """Train and save the drafters; print which share of their drafts is right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DEMO_MODEL)
     parser.add_argument("--minutes", type=float, default=7)

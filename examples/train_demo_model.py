@@ -5,8 +5,8 @@ request for a function (its name, its arguments and the first line of its docstr
 the function's source. The result is a plain Hugging Face folder: a byte-level BPE tokenizer with
 4096 entries, and a Qwen3 model with about five million parameters in bfloat16.
 
-The learning rate follows the wall clock, so a run of any length in ``--minutes`` decays fully and
-ends by itself::
+The schedule of the learning rate follows the wall clock: a run takes ``--minutes``, and the
+learning rate has decayed fully at its end::
 
     python examples/train_demo_model.py --output examples/demo_model --minutes 60
 """
@@ -47,13 +47,15 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048
-LONG_PHASE = 0.85  # fraction of the time before training sequences become MAX_POSITIONS long
+# Sequences are MAX_POSITIONS long after this fraction of the training time, and shorter before
+LONG_PHASE = 0.85
 CHAT_FRACTION = 0.15
 MAX_FUNCTION_LINES = 40
-CUT_CHARACTERS = 250  # mean distance between random cuts of a training text
+CUT_CHARACTERS = 250  # mean distance in characters between random cuts of a training text
 
-# Words with one leading symbol, single digits, runs of symbols, line ends, runs of spaces. Without
-# the contractions of GPT-4's pattern, which would split string literals such as 'self'.
+# How text is split before BPE: words with one leading symbol, single digits, runs of symbols, line
+# ends, runs of spaces. GPT-4's pattern also has contractions, which would split string literals
+# such as 'self'.
 SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -87,20 +89,20 @@ DATA_LINE = re.compile(r"""^\s*(?:[brfu]?["']|[-\d([{]).*,\s*(?:#.*)?$""")
 
 
 def normalise(text: str) -> str:
-    """Unify line ends, and remove tabs, form feeds, trailing blanks and most empty lines."""
+    """Unify line ends; remove tabs, form feeds, blanks at line ends, and most empty lines."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "").expandtabs(8)
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
 
 
 def is_mostly_data(text: str) -> bool:
-    """Return whether more than half of the lines look like rows of a table."""
+    """Return whether more than half of a module's lines look like rows of a table of data."""
     lines = [line for line in text.split("\n") if line.strip()]
     return sum(DATA_LINE.match(line) is not None for line in lines) > 0.5 * len(lines)
 
 
 def collect_sources(root: Path) -> list[str]:
-    """Return the normalised text of the library's modules below ``root``, in order of name."""
+    """Return the normalised text of the library's modules below ``root``, sorted by name."""
     sources = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -118,7 +120,7 @@ def collect_sources(root: Path) -> list[str]:
 
 
 def split_sources(sources: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
-    """Shuffle the files and hold out about two percent: (training, validation)."""
+    """Shuffle the files, and divide them: (training, about two percent for validation)."""
     shuffled = list(sources)
     random.Random(seed).shuffle(shuffled)
     held_out = max(1, round(0.02 * len(shuffled)))
@@ -135,7 +137,7 @@ class Function:
     source: str
 
     def messages(self, request: str) -> list[dict[str, str]]:
-        """Return the chat that asks for the function and gets it as its answer."""
+        """Return a chat: ``request`` asks for the function, whose source is the answer."""
         question = request.format(name=self.name, signature=self.signature, summary=self.summary)
         return [
             {"role": "user", "content": question},
@@ -168,7 +170,7 @@ def find_functions(text: str) -> Iterator[Function]:
 
 
 def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """Train a lossless byte-level BPE tokenizer; special tokens get the last ids."""
+    """Train a lossless byte-level BPE tokenizer, in which special tokens have the last ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -218,7 +220,7 @@ def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Wrap the tokenizer with its chat template, for ``transformers``."""
+    """Return the tokenizer with its chat template, as an object of ``transformers``."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=IM_END,
@@ -241,7 +243,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndar
 def cut_text(text: str, rng: random.Random) -> list[str]:
     """Cut a text at random places, half of them right after a blank.
 
-    Encoding the pieces one by one shows the model token boundaries like those at the end of a
+    The pieces are encoded one by one. So the model also learns token boundaries as at the end of a
     prompt, such as half a name, or the single blank at the end of ``"def "``.
     """
     pieces = []
@@ -269,7 +271,7 @@ def encode_in_pieces(tokenizer: Tokenizer, texts: Sequence[str], seed: int) -> l
 
 
 def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.ndarray]]:
-    """Encode the chats about all functions in the modules ``texts``: one list per way to ask."""
+    """Encode chats about all functions in the modules ``texts``; return a list per way to ask."""
     wrapped = wrap_tokenizer(tokenizer)
     functions = list(dict.fromkeys(fn for text in texts for fn in find_functions(text)))
     variants = []
@@ -284,14 +286,14 @@ def encode_chats(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[np.nda
 
 @dataclass
 class Corpus:
-    """Encoded training documents, chats by way of asking, and the validation stream."""
+    """The encoded training documents, the chats by way of asking, and the validation stream."""
 
     documents: list[np.ndarray]
     chats: list[list[np.ndarray]]
     validation: np.ndarray
 
     def epoch_stream(self, rng: np.random.Generator) -> np.ndarray:
-        """Return all documents and a random choice of chats as one stream, in random order."""
+        """Return all documents and randomly chosen chats as one stream of tokens, shuffled."""
         size = sum(len(document) for document in self.documents)
         wanted = size * CHAT_FRACTION / (1 - CHAT_FRACTION)
         chosen: list[np.ndarray] = []
@@ -305,7 +307,7 @@ class Corpus:
 
 
 class Batches:
-    """Random windows of the training stream; each epoch is shuffled and cut anew."""
+    """Makes batches of random windows of the training stream, which each epoch shuffles anew."""
 
     def __init__(self, corpus: Corpus, tokens: int, seed: int) -> None:
         self._corpus = corpus
@@ -324,7 +326,7 @@ class Batches:
         self.epochs += 1
 
     def next(self, length: int) -> torch.Tensor:
-        """Return a batch of windows with ``length`` inputs and the token after them."""
+        """Return a batch of windows, each with ``length`` input tokens and the token after them."""
         rows = max(1, self._tokens // length)
         if self._length != length or len(self._windows) < rows:
             self._refill(length)
@@ -333,7 +335,7 @@ class Batches:
 
 
 def load_corpus(seed: int) -> tuple[Tokenizer, Corpus]:
-    """Collect the text, train the tokenizer on its training part, and encode all of it."""
+    """Collect the text, train the tokenizer on the training part, and encode both parts."""
     sources = collect_sources(Path(sysconfig.get_paths()["stdlib"]))
     training, validation = split_sources(sources, seed)
     tokenizer = train_tokenizer(training)
@@ -357,7 +359,7 @@ def load_corpus(seed: int) -> tuple[Tokenizer, Corpus]:
 
 
 def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    """Build a Qwen3 model of about five million parameters; residual outputs start at zero."""
+    """Build a Qwen3 model of five million parameters; layers' output weights start at zero."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -388,7 +390,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 def build_optimizers(
     model: Qwen3ForCausalLM, args: argparse.Namespace
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon for matrices inside layers, and AdamW for the embedding and the norms."""
+    """Return two optimizers: Muon for matrices in layers, AdamW for the embedding and norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     embedding = [model.get_input_embeddings().weight]
@@ -407,7 +409,10 @@ def build_optimizers(
 
 
 def learning_rate_factor(progress: float, warmup: float = 0.02, hold: float = 0.3) -> float:
-    """Return the factor at ``progress`` (0 to 1): warm-up, plateau, cosine to nearly zero."""
+    """Return the factor of the learning rate at ``progress`` (0 to 1) of the training time.
+
+    The factor rises, stays at 1, and then falls along a cosine to nearly 0.
+    """
     if progress < warmup:
         return max(progress / warmup, 0.01)
     if progress < hold:
@@ -424,7 +429,7 @@ def batch_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
-    """Return the mean loss over ``stream``, in adjoining windows of at most ``length`` tokens."""
+    """Return the mean loss over ``stream``, computed in windows of at most ``length`` tokens."""
     total = 0.0
     predicted = len(stream) - 1
     for start in range(0, predicted, length):
@@ -434,12 +439,12 @@ def evaluate(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
 
 
 def rounded(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """Return a copy with weights rounded to bfloat16, their stored type."""
+    """Return a copy of the model with weights rounded to bfloat16, as they are stored."""
     return copy.deepcopy(model).to(torch.bfloat16).eval()
 
 
 def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, output: Path) -> None:
-    """Write a whole folder beside ``output``, then move its files into place one by one."""
+    """Write all files to a folder beside ``output``, then move them there one by one."""
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".demo_model-") as name:
         folder = Path(name)
@@ -456,7 +461,7 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: Tokenizer, output: Path)
 
 
 class Trainer:
-    """One training run whose schedule follows the wall clock."""
+    """A training run, whose schedule follows the wall clock."""
 
     def __init__(
         self, tokenizer: Tokenizer, corpus: Corpus, args: argparse.Namespace, started: float
@@ -478,7 +483,7 @@ class Trainer:
                 group["peak_lr"] = group["lr"]
 
     def elapsed(self) -> float:
-        """Seconds since the start of the program."""
+        """Seconds since the program was started."""
         return time.monotonic() - self.started
 
     def step(self, progress: float) -> float:
@@ -498,7 +503,7 @@ class Trainer:
         return float(loss.item())
 
     def report(self) -> None:
-        """Print a progress line with the loss on the validation files."""
+        """Print a line about the progress, with the loss on the validation files."""
         recent = self.losses[-100:]
         validation = evaluate(self.model, self.corpus.validation, 512)
         print(
@@ -509,7 +514,7 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train until the time is up, saving and reporting at regular intervals."""
+        """Train until the time is up; save the model and report the loss at regular intervals."""
         begin = self.elapsed()
         limit = self.args.minutes * 60 - self.args.reserve_seconds
         next_save = begin + self.args.save_minutes * 60
@@ -530,7 +535,7 @@ class Trainer:
 
 
 def complete(model: Qwen3ForCausalLM, wrapped: PreTrainedTokenizerFast, prompt: str) -> str:
-    """Return the greedy completion of ``prompt``, special tokens included."""
+    """Return the greedy completion of ``prompt``, including special tokens."""
     inputs = wrapped(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
         output = model.generate(**inputs, max_new_tokens=160)
@@ -538,7 +543,7 @@ def complete(model: Qwen3ForCausalLM, wrapped: PreTrainedTokenizerFast, prompt: 
 
 
 def final_report(trainer: Trainer) -> None:
-    """Print losses of the stored weights, and sample completions."""
+    """Print the losses with the stored weights, and some completions."""
     stored = rounded(trainer.model).float()
     rng = np.random.default_rng(trainer.args.seed + 1)
     sample = trainer.corpus.epoch_stream(rng)[: len(trainer.corpus.validation)]
@@ -578,7 +583,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Make the tokenizer, train the model, report."""
+    """Make the tokenizer, train the model, and print a report."""
     started = time.monotonic()
     args = parse_arguments()
     transformers.utils.logging.disable_progress_bar()

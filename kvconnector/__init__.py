@@ -1,4 +1,4 @@
-"""Copies KV blocks between nodes. A new transport needs one file, and one line here.
+"""Copies KV blocks between nodes. A new transport needs one file, and one line in this registry.
 
 Importing this package does not import any transport, or torch.
 """

@@ -1,7 +1,7 @@
-"""The messages, events, limits and metrics that nodes exchange with their KV connector.
+"""The values that a node exchanges with its own KV connector: pushes, grants, events, metrics.
 
-Knows blocks and peers, but no Request, scheduler or gRPC. The protocol (start, grant, push, commit)
-is written once, in `protocol/`, for all transports (`transports/base.py`).
+Refuses to know: `Request`, the scheduler, gRPC. The protocol between two connectors (start, grant,
+push, commit) is written once, in `protocol/`, for all transports (`transports/base.py`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The data that a decode node needs besides the KV to continue a request.
 
-    The record of an encoding has the number of embeddings as ``num_tokens``, and no token.
+    For the encoding of an image, ``num_tokens`` is the number of its embeddings, and ``token_id``
+    is unused. For a cached prefix, ``token_id`` is unused, too.
 
-    A node ignores unknown fields, and uses defaults for absent fields. A new field that a node must
-    understand needs a new version.
+    The receiving node ignores unknown fields, and uses defaults for absent fields. A new field that
+    the receiving node must not ignore therefore needs a new ``version``.
 
     Attributes:
-        version: format version of the record.
+        version: version of the record's format.
         num_tokens: number of tokens whose KV was sent; also the position of the first output token.
         token_id: the first output token, which the prefill node sampled.
         draft_token_ids: the prefill node's drafts of the tokens after the first output token.
         adapter: digest of the adapter that computed the KV; empty: the base model.
         image: digest of the image whose encoding was sent, in hexadecimal; empty: KV was sent.
+        prefix: hash of the last block of a cached prefix that was sent, in hexadecimal; empty: a
+            computed prompt or an encoding was sent.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -45,6 +48,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     draft_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
     adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
     image: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    prefix: Annotated[str, msgspec.Meta(max_length=64)] = ""
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 
@@ -58,8 +62,8 @@ class BlockPush:
             covers only a part of the layers.
         record: the hand-off record; set only in the last push of a request.
         layers: the layers to write; None: all.
-        is_computed: returns whether the GPU has computed these blocks; called on the I/O thread.
-            None: the blocks are computed.
+        is_computed: returns whether the GPU has computed these blocks by now; called on the I/O
+            thread. None: the blocks were computed before the push.
     """
 
     request_id: str
@@ -74,13 +78,14 @@ class BlockPush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVReservation:
-    """The grant: the blocks that a prefill node may write.
+    """A decode node's grant: the blocks that a prefill node may write for one request.
 
     Attributes:
-        engine_id: the prefill node that may write.
+        engine_id: engine id of the prefill node that may write.
         block_ids: the decode node's blocks for the prompt's transferred blocks from ``first_block``
             on, in order.
-        first_block: how many of the prompt's transferred blocks the decode node already has.
+        first_block: how many of the prompt's transferred blocks the decode node already has, and
+            does not want to receive.
         groups: KV group of each transferred block of the prompt, including those before
             ``first_block``; empty: there is only one group.
     """
@@ -94,19 +99,19 @@ class KVReservation:
 
 
 class TransferEventKind(Enum):
-    """Kinds of events of a transfer or a peer."""
+    """Kinds of `TransferEvent`: what happened to a transfer or a peer."""
 
     PEER_CONNECTED = "peer connected"
     PEER_FAILED = "peer failed"
-    PEER_DRAINED = "peer drained"  # receiver: a dead peer's last bytes have arrived
+    PEER_DRAINED = "peer drained"  # receiver: the last bytes that a dead peer sent have arrived
     STARTED = "started"  # receiver: the prefill node began to compute, and wants a grant
     WATERMARK = "watermark"  # receiver: tokens up to `num_tokens` are complete
-    COMMITTED = "committed"  # sender and receiver: all blocks are complete; terminal
-    FAILED = "failed"  # sender and receiver: failed, and nothing is in flight; terminal
+    COMMITTED = "committed"  # sender and receiver: all blocks have arrived; terminal
+    FAILED = "failed"  # sender and receiver: failed, and no write is in flight; terminal
 
 
 class TransferOutcome(Enum):
-    """Possible ends of a started transfer."""
+    """The ways in which a started transfer can end."""
 
     COMMITTED = "committed"
     FAILED = "failed"  # the client was told of the failure
@@ -146,11 +151,17 @@ class HandoffMetrics:
     Attributes:
         open: number of open transfers, by state.
         ended: number of ended transfers since the node started, by outcome.
-        num_quarantined_blocks: blocks of ended requests that a peer may still write (decode node)
-            or read (prefill node).
-        received_bytes: bytes of committed transfers; 0 on a prefill node.
-        encodings_open: encodings that encode nodes send or may still write; 0 on other nodes.
-        encodings_lost: images that this prefill node encoded because no encoding came.
+        num_quarantined_blocks: number of blocks of ended requests that a peer may still write (on a
+            decode node) or read (on a prefill node).
+        received_bytes: bytes received in committed transfers; 0 on a prefill node.
+        encodings_open: number of encodings that encode nodes are sending or may still write to this
+            node; 0 on nodes that receive none.
+        encodings_lost: number of images that this prefill node encoded itself because no encoding
+            arrived from an encode node.
+        fetches: cached prefixes that this node expected, received and lost since its start.
+        fetches_open: cached prefixes that this node sends, expects, or has in quarantine.
+        fetched_tokens, fetched_bytes: tokens and bytes of the received prefixes.
+        shared_tokens: tokens of the prefixes that this node sent whole.
     """
 
     open: Mapping[str, int]
@@ -159,6 +170,11 @@ class HandoffMetrics:
     received_bytes: int = 0
     encodings_open: int = 0
     encodings_lost: int = 0
+    fetches: Mapping[str, int] = field(default_factory=dict)
+    fetches_open: int = 0
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,13 +182,15 @@ class ConnectorMetrics:
     """Metrics of a sender or a receiver of KV.
 
     Attributes:
-        pairs: number of peers, by state and transport.
-        connections: peers with an open connection, including kept connections of departed peers.
-        peer_failures: how often a peer was silent or unreachable.
-        sent_bytes, sent_blocks: posted writes, repeated ones included; 0 on a decode node.
-        descriptors: memory ranges in all posted writes.
+        pairs: number of peers, by state of the peer and by data path.
+        connections: number of peers with an open connection, including departed peers whose
+            connections are kept.
+        peer_failures: how often a peer was reported as silent or unreachable.
+        sent_bytes, sent_blocks: bytes and blocks of all posted writes, including repeated writes; 0
+            on a decode node.
+        descriptors: number of memory ranges in all posted writes.
         posting_s: seconds spent in calls that post writes.
-        wrong_blocks: blocks that arrived with a wrong digest.
+        wrong_blocks: number of blocks that arrived with a wrong digest.
         refused_messages: number of refused messages, by reason.
     """
 
@@ -189,7 +207,7 @@ class ConnectorMetrics:
 
 @dataclass(slots=True)
 class PushTotals:
-    """Counts of all blocks, bytes and ranges that one sender has posted, for the metrics."""
+    """Totals of the blocks, bytes and memory ranges that one sender has posted, for the metrics."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -208,13 +226,13 @@ class PushTotals:
 
 @dataclass(frozen=True, slots=True)
 class Portions:
-    """Limits of posted bytes for one kind of memory (host or GPU).
+    """Limits on the bytes that a sender posts at once, for one kind of memory (host or GPU).
 
     Attributes:
         write_bytes: maximum number of bytes of one write, so that aborts and other requests wait
             only briefly.
         in_flight_bytes: maximum number of bytes in flight to one peer. The I/O thread refills this
-            budget once per round, so it limits a path's bandwidth.
+            budget only once per round, so the budget limits the bandwidth.
     """
 
     write_bytes: int

@@ -1,7 +1,8 @@
 """BlockDigests: keyed digests of KV blocks, read from the KV cache's memory.
 
-If a node has several ranks, the writing rank and the reading rank digest each slice of a block. The
-block's digest is the digest of its slices' digests.
+If a node has several ranks, a block is divided into slices, each written by one rank and read by
+one rank. These two ranks compute the slice's digest, and the block's digest is the digest of its
+slices' digests.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.ranks.messages import DigestSlices
 from kvconnector.transports.side_stream import SideStream
 
-# A number may be used only once per key. So each slice of a block has its own number, and so does
-# the digest over all slices.
+# GMAC allows each number only once per key. So each slice of a block has a number of its own, and
+# the digest over all slices has another.
 _PAIR_BITS = 20
 _ALL_PAIRS = (1 << _PAIR_BITS) - 1
 
 
 class AskedRanks(Protocol):
-    """The other ranks of a node, which can be asked for digests (`RanksTransport`)."""
+    """Asks the other ranks of this node for digests; `RanksTransport` implements this protocol."""
 
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
-        """Return the digests that each other rank computed, by rank."""
+        """Send each other rank the message that ``make`` returns; return the digests by rank.
+
+        ``make`` gets the number of this call, which the ranks' answers repeat.
+        """
 
 
 def _ranges(copies: Sequence[RankCopy], writes: bool) -> Ranges:
@@ -41,7 +45,7 @@ class BlockDigests:
     """Computes keyed digests of blocks, or of some of their layers.
 
     Args:
-        memory: the KV cache that holds the blocks.
+        memory: this rank's KV cache, which holds the blocks.
         ranks: the node's other ranks; None: the node has one rank.
     """
 
@@ -53,7 +57,7 @@ class BlockDigests:
         self._layers = kv_cache.view(num_blocks, self.num_local_layers, -1).view(torch.uint8)
         self._layer_bytes = self._layers.shape[2]
         self._side_stream = SideStream(kv_cache)
-        # Cutting a memoryview takes a tenth of the time of cutting a tensor, and there are
+        # Slicing a memoryview takes a tenth of the time of slicing a tensor, and there are
         # thousands of slices.
         self._memory = None if kv_cache.is_cuda else self._layers.view(-1).numpy().data
 
@@ -66,10 +70,10 @@ class BlockDigests:
         *,
         writes: bool = True,
     ) -> bytes:
-        """Return the digest of each block; each has ``DIGEST_BYTES`` bytes.
+        """Return the digests of all blocks, joined; each digest has ``DIGEST_BYTES`` bytes.
 
         Args:
-            slices: slices between the writing and the reading node; None: each block is one slice.
+            slices: how the ranks of both nodes divide a block; None: each block is one slice.
             writes: whether this node writes the blocks; false: this node receives them.
         """
         if slices is not None and not slices.is_whole:
@@ -93,12 +97,12 @@ class BlockDigests:
         *,
         writes: bool,
     ) -> list[bytes]:
-        """Return for each block the digests of this rank's slices, in the order of `Slices.pairs`.
+        """Return each block's digests of this rank's slices, joined in the order of `Slices.pairs`.
 
         Args:
             groups: KV group of each block; empty: there is only one group.
-            written: each block's number, and its identity as bytes.
-            writes: whether this rank's node writes the blocks; false: the node receives them.
+            written: for each block, the number of its digest, and the block's identity as bytes.
+            writes: whether this rank's node writes the blocks; false: this node receives them.
         """
         digests = [b""] * len(block_ids)
         for kind, places in slices.sorted_by_kind(groups, len(block_ids)):
@@ -126,7 +130,7 @@ class BlockDigests:
         slices: Slices,
         writes: bool,
     ) -> bytes:
-        """Return for each block the digest of its slices' digests."""
+        """Return the digests of all blocks, joined; a block's digest covers its slices' digests."""
         named = list(zip(written.numbers, written.contexts(), strict=True))
         own = self.of_slices(
             block_ids, written.groups, written.layers, named, key, slices, writes=writes
@@ -194,10 +198,10 @@ class BlockDigests:
 
 
 def digests_are_wanted(option: bool | None, kv_connector: str) -> bool:
-    """Return whether to check received blocks.
+    """Return whether a decode node checks received blocks against digests.
 
-    By default, blocks are checked if KV leaves loopback without encryption. NIXL's UCX stays on
-    loopback unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
+    By default, blocks are checked if KV can travel beyond the loopback device without encryption.
+    NIXL's UCX stays on loopback unless UCX_NET_DEVICES names another device (`nixl/agent.py`).
     """
     if option is not None:
         return option

@@ -1,7 +1,7 @@
-"""Block numbers, ranges of layers, and slices, which are the parts of blocks that ranks write.
+"""Checks of block ids and layers, and slices: the parts of blocks that each rank writes.
 
 A slice is the part of a block that one node's rank writes to another node's rank. Slices depend
-only on the two nodes' manifests.
+only on the two nodes' manifests. For example, a prefill node P writes to a decode node D:
 
     P, 2 ranks        D, 1 rank            each rank of P writes its heads: a range per layer for
     [0 1] [2 3]  ->   [0 1 2 3]            keys, and one for values; equal ranks: one whole range
@@ -19,13 +19,14 @@ from typing import NamedTuple
 from baton.kv.manifest import KVManifest, RankCopy, unit_copies
 
 LayerRange = tuple[int, int]  # (first layer, layer after the last)
-Ranges = tuple[tuple[int, int], ...]  # (first byte, number of bytes) within a rank's unit
+# (first byte, number of bytes) within one block in a rank's memory
+Ranges = tuple[tuple[int, int], ...]
 
 
 def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
     """Divide layers into at most ``num_groups`` nearly equal ranges, larger ranges first.
 
-    The push of the last range overlaps with no computation, so the last range is the smallest.
+    While the last range is sent, nothing is left to compute, so the last range is the smallest.
     """
     num_groups = min(num_groups, num_layers)
     size, larger = divmod(num_layers, num_groups)
@@ -34,9 +35,9 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[LayerRange, ...]:
 
 
 def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
-    """Count the memory ranges in a copy of blocks ``local[i]`` to ``remote[i]``.
+    """Count the memory ranges that a copy of blocks ``local[i]`` to blocks ``remote[i]`` needs.
 
-    Blocks that are neighbours on both sides share a range.
+    Consecutive blocks that are adjacent in both memories share one range.
     """
     steps = zip(pairwise(local), pairwise(remote), strict=True)
     num_breaks = sum(b - a != 1 or d - c != 1 for (a, b), (c, d) in steps)
@@ -44,26 +45,26 @@ def count_runs(local: Sequence[int], remote: Sequence[int]) -> int:
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raise ValueError for an unknown block id: a bad address can crash the receiver."""
+    """Raise ValueError for an unknown block id, because a bad address can crash the receiver."""
     if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
         raise ValueError(f"block ids must be 0 to {num_blocks - 1}, got {list(block_ids)[:8]}")
 
 
 def check_layers(layers: LayerRange | None, num_layers: int) -> None:
-    """Raise ValueError for a range of unknown layers: a bad address can crash the receiver."""
+    """Raise ValueError for an unknown layer, because a bad address can crash the receiver."""
     if layers is not None and not 0 <= layers[0] < layers[1] <= num_layers:
         raise ValueError(f"layers: must be a range within 0 to {num_layers}, got {layers}")
 
 
 class Pair(NamedTuple):
-    """A writing rank, and the rank that it writes to."""
+    """A rank of the sending node, and a rank of the receiving node that it writes to."""
 
     writer: int
     reader: int
 
 
 class Slices:
-    """The byte ranges that each rank of one node writes to each rank of another.
+    """The byte ranges of a block that each rank of one node writes to each rank of another node.
 
     Args:
         writers: manifest of the node that sends.
@@ -80,10 +81,11 @@ class Slices:
         self._sums: dict[LayerRange | None, tuple[int, int]] = {}
 
     def of(self, kind: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        """Return the byte ranges of each pair of ranks that has any, in the order of `pairs`.
+        """Return the byte ranges of a block by pair of ranks, in the order of `pairs`.
 
         Args:
-            kind: a KV group that represents all groups sliced like it; see `kinds`.
+            kind: number of a KV group. All groups that have this number in `kinds` are sliced in
+                the same way.
             layers: range of layers, counted over all ranks; None: all layers.
         """
         if layers == (0, self._writers.layers_per_unit):
@@ -94,7 +96,7 @@ class Slices:
         return self._copies[key]
 
     def _find(self, group: int, layers: LayerRange | None) -> dict[Pair, tuple[RankCopy, ...]]:
-        if self.is_whole:  # the padding of small groups is included
+        if self.is_whole:  # includes the padding of small groups
             num_bytes = self._writers.unit_bytes()
             first, end = layers or (0, self._writers.layers_per_unit)
             layer_bytes = num_bytes // self._writers.layers_per_unit
@@ -107,7 +109,7 @@ class Slices:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Return, for each KV group, the first group whose blocks are sliced alike."""
+        """Return, for each KV group, the first group whose blocks are sliced in the same way."""
         if self.is_whole:
             return (0,) * len(self._writers.groups)
         first: dict[tuple[RankCopy, ...], int] = {}
@@ -118,21 +120,21 @@ class Slices:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """Return all pairs of a writing and a reading rank that share a slice."""
+        """Return all pairs of ranks of which one writes a slice to the other, sorted."""
         return tuple(sorted({pair for kind in set(self.kinds) for pair in self.of(kind, None)}))
 
     def readers_of(self, writer: int) -> list[int]:
-        """Return the ranks that a rank writes to."""
+        """Return the ranks of the receiving node that ``writer`` writes to."""
         return [pair.reader for pair in self.pairs if pair.writer == writer]
 
     def writers_of(self, reader: int) -> list[int]:
-        """Return the ranks that write to a rank."""
+        """Return the ranks of the sending node that write to ``reader``."""
         return [pair.writer for pair in self.pairs if pair.reader == reader]
 
     def sorted_by_kind(
         self, groups: Sequence[int], num_blocks: int
     ) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield each kind of block with the indexes of its blocks.
+        """Yield each kind (see `kinds`) among the blocks, with the indexes of its blocks.
 
         Args:
             groups: KV group of each block; empty: all blocks have one kind.
@@ -144,11 +146,11 @@ class Slices:
             yield kind, [i for i, group in enumerate(groups) if self.kinds[group] == kind]
 
     def num_bytes(self, layers: LayerRange | None) -> int:
-        """Return the bytes of one block over all slices, for the largest kind of block."""
+        """Return the bytes that all ranks write for one block; the maximum over all kinds."""
         return self._sum(layers)[0]
 
     def num_ranges(self, layers: LayerRange | None) -> int:
-        """Return the most byte ranges of one block over all slices, for any kind of block."""
+        """Return how many byte ranges all ranks write for one block; the maximum over all kinds."""
         return self._sum(layers)[1]
 
     def _sum(self, layers: LayerRange | None) -> tuple[int, int]:
@@ -165,9 +167,9 @@ class Slices:
 
 
 def part_of_scratch(slot_bytes: int, writers: Sequence[int], writer: int) -> tuple[int, int]:
-    """Return the first byte and the number of bytes that a rank writes to a self-test's slot.
+    """Return the first byte and the number of bytes that ``writer`` writes to a reader's slot.
 
-    All ranks that write to one reading rank together fill this rank's slot.
+    The ranks ``writers`` write to the same receiving rank, and together fill its self-test slot.
     """
     place, num_parts = writers.index(writer), len(writers)
     first, end = place * slot_bytes // num_parts, (place + 1) * slot_bytes // num_parts

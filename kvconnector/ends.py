@@ -1,7 +1,8 @@
-"""Sender and Receiver: the two ends of the hand-off, as nodes use them.
+"""Sender and Receiver: the two ends of the KV hand-off, as the nodes' code uses them.
 
-Each end is a state machine (`protocol/`) in an I/O loop (`io.py`) over any transport. If blocks are
-checked, a filter surrounds the machine. Refuses to know: the protocol's messages.
+Each end is a state machine (`protocol/`) that an I/O loop (`io.py`) drives over any transport. If
+blocks are checked, a filter (`protocol/digests.py`) surrounds the state machine. Refuses to know:
+the protocol's messages.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvconnector.transports.base import KVTransport
 
 
 def _describe(transport: KVTransport, channels: Channels) -> PeerInfo:
-    """Return this node's peer info with its public key and its process's start time."""
+    """Return the transport's peer info, with the public key and the process's start time added."""
     info = transport.peer_info
     return msgspec.structs.replace(
         info,
@@ -56,7 +57,7 @@ class _End:
     which any thread may call.
 
     Attributes:
-        loop: the I/O loop, which the owner starts, or whose `round` the owner calls.
+        loop: the I/O loop. The owner starts the loop's thread, or calls `round` again and again.
     """
 
     peer_info: PeerInfo
@@ -71,7 +72,7 @@ class _End:
         self.loop.submit(Meet(peer))
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget a departed node; its transfers fail."""
+        """Forget a node that the router has lost; transfers with this node fail."""
         self.loop.submit(Leave(engine_id))
 
     def poll(self) -> list[TransferEvent]:
@@ -88,17 +89,17 @@ class _End:
 
 
 class Sender(_End):
-    """The prefill node's end. Each started transfer ends in exactly one COMMITTED or FAILED event.
+    """The prefill node's end. Each started transfer ends with one COMMITTED or FAILED event.
 
     Args:
         transport: moves the bytes; the sender closes it.
         on_event: called on the loop's thread when `poll` has new events.
         on_death: called on the loop's thread when the connector cannot continue.
         clock: returns monotonic seconds.
-        digests: computes digests of this node's blocks; None: the decode node checks no blocks.
-        channels: authenticate the messages; None: make new channels with a new key.
+        digests: computes the digests of this node's blocks; None: decode nodes do not check blocks.
+        channels: authenticate the messages to and from peers; None: make channels with a new key.
         make_peers: makes the table of peers and their states.
-        portions: limits of bytes posted at once; None: the default for the kind of memory.
+        portions: limits on the bytes posted at once; None: the default for host or GPU memory.
 
     Attributes:
         machine: the protocol's state machine; only the loop's thread may use it.
@@ -149,7 +150,7 @@ class Sender(_End):
         num_blocks: int,
         groups: Sequence[int] = (),
     ) -> None:
-        """Tell the decode node that ``num_tokens`` prompt tokens are being computed for it.
+        """Tell a decode node that this node computes ``num_tokens`` prompt tokens for it.
 
         Args:
             num_blocks: number of blocks to send if the decode node has none of them.
@@ -158,7 +159,7 @@ class Sender(_End):
         self.loop.submit(Begin((request_id, epoch), engine_id, num_tokens, num_blocks, groups))
 
     def push(self, push: BlockPush) -> None:
-        """Write blocks as soon as they are granted; the caller holds them until the transfer ends.
+        """Write blocks as soon as they are granted; the caller keeps them until the transfer ends.
 
         The thread that computes the blocks may call this method, too.
         """
@@ -180,8 +181,8 @@ class Receiver(_End):
         on_event: called on the loop's thread when `poll` has new events.
         on_death: called on the loop's thread when the connector cannot continue.
         clock: returns monotonic seconds.
-        digests: computes digests of this node's blocks; None: arrived blocks are not checked.
-        channels, make_peers: factories of channels and peers, see `Sender`.
+        digests: computes the digests of this node's blocks; None: arrived blocks are not checked.
+        channels, make_peers: as for `Sender`.
 
     Attributes:
         machine: the protocol's state machine; only the loop's thread may use it.
@@ -218,11 +219,11 @@ class Receiver(_End):
         )
 
     def watch(self, peer: PeerInfo) -> PeerProcess:
-        """Return a watch on a peer's processes, which shows when the peer can write no more."""
+        """Return a watch on a peer's processes; once all have ended, the peer can write no more."""
         return PeerProcess(peer)
 
     def drain(self, engine_id: str) -> None:
-        """Read all bytes that a dead process sent; a PEER_DRAINED event follows."""
+        """Read all bytes that a dead peer has sent; a PEER_DRAINED event follows."""
         self.loop.submit(Drain(engine_id))
 
     def grant(self, reservation: KVReservation) -> None:
@@ -230,11 +231,11 @@ class Receiver(_End):
         self.loop.submit(reservation)
 
     def cancel(self, request_id: str, epoch: int, engine_id: str) -> None:
-        """Ask the prefill node to stop writing; FAILED follows once no write is in flight."""
+        """Ask the prefill node to write no more; FAILED follows once no write can arrive."""
         self.loop.submit(Drop((request_id, epoch), engine_id))
 
     def expect(self, expecting: bool) -> None:
-        """Tell the loop whether messages may arrive soon; otherwise, the loop sleeps."""
+        """Tell the loop whether messages may arrive soon; if not, the loop polls rarely."""
         self.loop.expect(expecting)
 
     def metrics(self) -> ConnectorMetrics:

@@ -1,8 +1,8 @@
 """IoLoop: the KV I/O thread, which carries out the actions of the protocol's state machine.
 
-Only this thread touches the transport and the state machine; other threads queue wishes for it. The
-loop polls fast while bytes are in flight (without pauses if a GPU writes), slowly while messages
-may arrive, and sleeps between ticks otherwise.
+Only this thread uses the transport and the state machine; other threads queue wishes for the
+thread. It polls fast while bytes are in flight (without pauses if a GPU writes KV), slowly while
+messages may arrive, and otherwise sleeps between two ticks of the state machine.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.0005
 IDLE_POLL_S = 0.025
-MAX_READ_FAILURES = 100  # consecutive failures after which the transport counts as broken
+MAX_READ_FAILURES = 100  # consecutive failed reads after which the transport counts as broken
 _WARM_S = 2.0  # seconds of fast polling after a new peer was added
 
 Answer = TypeVar("Answer")
 
 
 class Core(StateMachine, Protocol):
-    """The state machine of one end of the hand-off, with the properties that its loop reads."""
+    """The state machine of one end of the hand-off, with the properties that the I/O loop reads."""
 
     peers: Peers
 
@@ -77,7 +77,7 @@ class Core(StateMachine, Protocol):
 
     @property
     def is_moving(self) -> bool:
-        """Return whether bytes are in flight or wait to be posted."""
+        """Return whether bytes are in flight, or wait to be posted: the loop then polls fast."""
 
 
 class IoLoop:
@@ -85,12 +85,11 @@ class IoLoop:
 
     Args:
         transport: moves the bytes; the loop's thread closes it.
-        core: decides what is sent and written, and when.
+        core: the state machine, which decides what is sent and written, and when.
         channels: authenticate the messages.
-        machine: the state machine with its filters; None: ``core`` without filters.
-        on_event: called on the thread after events were added, to wake the node.
-        on_death: called once on the thread with an unexpected error, after which the process must
-            end.
+        machine: ``core`` inside its filters, which gets all inputs; None: there are no filters.
+        on_event: called on the I/O thread when `poll` has new events, to wake the node.
+        on_death: called once on the I/O thread with an unexpected error; the process must then end.
         clock: returns monotonic seconds.
     """
 
@@ -119,7 +118,8 @@ class IoLoop:
         # Writes in flight by peer and transfer, in the order of posting. Writes of probes have the
         # key `NO_TRANSFER`.
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
-        self._is_on_device = transport.scratch.is_on_device  # true if the KV cache is on a GPU, too
+        # The scratch memory is where the KV cache is
+        self._is_on_device = transport.scratch.is_on_device
         self._wake = threading.Event()
         self._expecting = False
         self._num_read_failures = 0
@@ -131,23 +131,23 @@ class IoLoop:
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
 
     def start(self) -> None:
-        """Start the I/O thread; without it, the owner calls `round`."""
+        """Start the I/O thread. An owner that does not start the thread calls `round` itself."""
         self._thread.start()
 
     # ------------------------------------------------------------------ from the node's thread
 
     def submit(self, wish: Wish) -> None:
-        """Queue a wish for the state machine; thread-safe."""
+        """Queue a node's wish (such as a push) for the state machine; thread-safe."""
         self._wishes.append(wish)
         self._wake.set()
 
     @property
     def has_wishes(self) -> bool:
-        """Return whether queued wishes wait for the next round."""
+        """Return whether the node's wishes wait for the next round."""
         return bool(self._wishes)
 
     def expect(self, expecting: bool) -> None:
-        """Note whether messages may arrive soon."""
+        """Set whether messages may arrive soon, so that the loop polls more often."""
         wake = expecting and not self._expecting
         self._expecting = expecting
         if wake:
@@ -161,7 +161,7 @@ class IoLoop:
         return events
 
     def metrics(self) -> ConnectorMetrics:
-        """Return counts of peers and messages; thread-safe."""
+        """Return the number of peers, connections, failures and refused messages; thread-safe."""
         refused = self._inbox.num_refused
         return ConnectorMetrics(
             pairs=Counter((peer.state.value, peer.path) for peer in self._peers),
@@ -174,11 +174,11 @@ class IoLoop:
 
     @property
     def rounds(self) -> Rounds:
-        """Return how many rounds have ended and whether one runs; thread-safe."""
+        """Return how many rounds of the loop have ended, and whether a round runs; thread-safe."""
         return Rounds(self._num_rounds, self._in_round)
 
     def close(self) -> None:
-        """End the thread, if started, and close the transport."""
+        """End the I/O thread if it was started, and close the transport."""
         self._closing = True
         self._wake.set()
         if self._thread.ident is None:
@@ -211,10 +211,10 @@ class IoLoop:
             if pause_s:
                 self._wake.wait(pause_s)
             else:
-                time.sleep(0)  # let other threads run
+                time.sleep(0)  # lets other threads run
 
     def _pause_s(self) -> float:
-        """Return the longest harmless pause before the next round; 0 if a GPU writes KV."""
+        """Return how many seconds to pause before the next round; 0 if a GPU writes KV."""
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
         if self._core.is_moving:
@@ -225,7 +225,7 @@ class IoLoop:
         return IDLE_POLL_S
 
     def round(self) -> None:
-        """Pass arrived messages and results to the state machine, and carry out its actions."""
+        """Give the state machine wishes, messages, ended writes and a tick; do its actions."""
         while self._wishes:
             self._tell(self._wishes.popleft())
         self._read()
@@ -236,7 +236,7 @@ class IoLoop:
         self._do(self._machine.tick(self._clock()))
 
     def _read(self) -> None:
-        """Read messages; raise TransferError after several failures in a row."""
+        """Put messages in the inbox; raise TransferError after several failures in a row."""
         try:
             payloads = self._transport.take_notifications()
         except TransferError as error:
@@ -269,7 +269,7 @@ class IoLoop:
         self._do(self._machine.handle_input(item, self._clock()))
 
     def _do(self, actions: list[Action]) -> None:
-        """Carry out actions in order; those that a result causes come before the rest."""
+        """Carry out actions in order; actions that a result causes come before the others."""
         actions.reverse()  # reversed, so that `pop` returns the first action
         while actions:
             result = self._do_one(actions.pop())
@@ -347,7 +347,7 @@ class IoLoop:
         return Posted(action, posting_s, is_done)
 
     def _write_probe(self, action: WriteProbe) -> Result:
-        """Post probe writes within the action's limits: posting may copy while others wait."""
+        """Post probe writes until ``max_writes`` or ``max_s`` is reached; other peers wait."""
         writes = self._writes.setdefault((action.engine_id, NO_TRANSFER), deque())
         num_before, until = len(writes), self._clock() + action.max_s
         problem = ""
@@ -362,7 +362,7 @@ class IoLoop:
 
 
 def _ask(what: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Call a function of the transport; return ``otherwise`` if a rank answers too late."""
+    """Call a function of the transport; return ``otherwise`` if it raises TransferError."""
     try:
         return what()
     except TransferError as error:

@@ -1,4 +1,4 @@
-"""KVLayout: the address of each block in a KV cache's memory.
+"""KVLayout: computes the address of each block in a KV cache's memory.
 
 Only this file and `engine/worker/kv_cache.py` know the cache's layout. The cache is block-major:
 block i is one contiguous range, and transfers copy parts of this range:
@@ -27,11 +27,11 @@ class KVMemory(Protocol):
 
     @property
     def manifest(self) -> KVManifest:
-        """Return the layout of one block over all ranks."""
+        """Return the manifest, which describes one block over all ranks of the model."""
 
     @property
     def rank(self) -> int:
-        """Return the worker's rank among the ranks of its model."""
+        """Return this worker's rank among the workers of its model."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -40,7 +40,7 @@ class KVMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Addresses of the blocks of one cache.
+    """The addresses of all blocks of one worker's KV cache.
 
     Attributes:
         device_id: number of the GPU; 0 for host memory.
@@ -63,7 +63,7 @@ class KVLayout:
         )
 
     def descriptors(self, ranges: Ranges | None = None) -> npt.NDArray[np.uint64]:
-        """Return (address, bytes, device) of every block, or of the given ranges in every block.
+        """Return (address, bytes, device) of every block, or of some byte ranges in every block.
 
         Shape: `[num_blocks * len(ranges), 3]`, block by block.
         """

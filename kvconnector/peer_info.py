@@ -1,7 +1,8 @@
-"""PeerInfo: what a node must know to reach another node's KV memory. Routers cannot read it.
+"""PeerInfo: what a node must know to write to another node's KV memory.
 
-Peer info is encoded with a checksum, because damaged data breaks some transports for good. The
-checksum detects accidents, not attacks; links to the router are authenticated.
+Nodes exchange peer info through the router, which passes on the bytes without decoding them. The
+bytes have a checksum, because damaged peer info breaks some transports for good. The checksum
+detects accidents, not attacks; the links to the router are authenticated.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from baton.limits import MAX_PEER_INFO_BYTES
 
 _DIGEST_BYTES = 8
 _MAX_ADDRESS = 2**63
-NUM_SLOTS = 4  # number of slots of scratch memory; each probed peer uses one
+NUM_SLOTS = 4  # number of slots of scratch memory; each peer that runs a self-test uses one slot
 
-# Peers are not trusted: numbers beyond any machine's size are refused before use.
+# Peers are not trusted: numbers larger than any machine's memory are refused before use.
 Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ADDRESS - 1)]
@@ -30,11 +31,12 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The KV memory of one worker of a node.
 
     Attributes:
-        agent_metadata: data that the transport needs; may be empty.
-        base_address: address of block 0.
+        agent_metadata: data that the peer's transport needs to connect; may be empty.
+        base_address: address of block 0 in the worker's memory.
         device_id: number of the GPU; 0 for host memory.
         scratch_address: address of the memory for self-tests (`Scratch`), on the same device.
-        host, pid, started_at: the worker's process, as in `PeerInfo`; pid 0: the node's process.
+        host, pid, started_at: the worker's process, as in `PeerInfo`; pid 0: the worker is in the
+            node's process.
     """
 
     agent_metadata: bytes = b""
@@ -47,7 +49,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessPlace(NamedTuple):
-    """Identifies one process of a node; the fields are those of `PeerInfo`."""
+    """Identifies one process of a node; `PeerInfo` explains the fields."""
 
     host: str
     pid: int
@@ -55,17 +57,18 @@ class ProcessPlace(NamedTuple):
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of one process start's KV connector for other nodes.
+    """A description of a node's KV connector for other nodes; new at each start of the node.
 
     Attributes:
         engine_id: id of the process start, which is never reused.
         connector: the KV connector's name in the registry.
-        host: text that two processes share if the kernel lets them access each other's memory.
+        host: text that is equal for two processes if they have the same kernel and process
+            namespace (`host_identity`).
         pid: the process id; 0: peers cannot watch the process.
         started_at: when the process started (`peer_process.start_time`); 0: unknown.
-        manifest: the layout of the node's blocks.
+        manifest: the layout of the node's KV blocks.
         num_blocks: number of blocks in each worker's memory.
-        ranks: memory of each worker, by rank.
+        ranks: the KV memory of each worker, by rank.
         scratch_bytes: size of each worker's memory for self-tests.
         public_key: X25519 key from which peers derive the keys that authenticate the node's
             messages.
@@ -83,7 +86,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     started_at: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
     def processes(self) -> list[ProcessPlace]:
-        """Return each rank's process; once all have ended, the node can write no more."""
+        """Return the processes of all ranks; once all have ended, the node can write no more."""
         own = ProcessPlace(self.host, self.pid, self.started_at)
         return [
             ProcessPlace(rank.host, rank.pid, rank.started_at) if rank.pid else own
@@ -91,7 +94,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def encode(self) -> bytes:
-        """Return the peer info as framed bytes."""
+        """Return the peer info as bytes with a checksum."""
         body = msgspec.msgpack.encode(self)
         return xxhash.xxh3_64_digest(body) + body
 
@@ -100,7 +103,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Decode bytes from `encode`; raise TransferError for any other bytes.
 
         Args:
-            engine_id: the node whose peer info is expected; empty: any node.
+            engine_id: engine id that the peer info must contain; empty: any engine id.
         """
         if len(blob) > MAX_PEER_INFO_BYTES:
             raise TransferError(
@@ -142,7 +145,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agent_name(engine_id: str, rank: int, leader: int) -> str:
-    """Return a rank's name in the transport; the leading rank's name is the engine id."""
+    """Return the name of a rank's transport; the leading rank's name is the engine id."""
     return engine_id if rank == leader else f"{engine_id}/{rank}"
 
 

@@ -1,9 +1,10 @@
 """PeerProcess: detects that all processes of a peer have ended, also in containers.
 
-A pidfd is opened when the peer connects, while its process lives. The start time in the peer info
-shows that the process id was not reused. The pidfd then shows when all threads of the process have
-ended. A missing /proc/PID proves nothing, because it may be hidden (hidepid, containers). A process
-id of another machine proves nothing either: that machine may have a copied boot id.
+When a peer connects, a pidfd (a file descriptor that refers to a process) is opened for each of its
+processes. The start time in the peer info shows that the process id was not reused. The pidfd then
+shows when all threads of the process have ended. A missing /proc/PID proves nothing, because it may
+be hidden (hidepid, containers). A process id of another machine proves nothing either: that machine
+may have a copied boot id.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from kvconnector.peer_info import PeerInfo, ProcessPlace, host_identity
 
 
 class PeerProcess:
-    """The processes of one peer, one per rank, opened while they lived.
+    """A watch on the processes of one peer, one process per rank.
 
     Args:
-        peer: peer info, which names the processes.
+        peer: the peer's info, which names its processes.
     """
 
     def __init__(self, peer: PeerInfo) -> None:
@@ -27,7 +28,7 @@ class PeerProcess:
         self._pidfds = [_open(place) for place in set(peer.processes())]
 
     def has_ended(self) -> bool:
-        """Return whether all processes have certainly ended. Zombies count: they write nothing."""
+        """Return whether all processes have certainly ended. Zombies count as ended."""
         return bool(self._pidfds) and all(
             pidfd is not None and _has_ended(pidfd) for pidfd in self._pidfds
         )
@@ -50,7 +51,7 @@ def start_time(pid: int) -> int:
 
 
 def _open(place: ProcessPlace) -> int | None:
-    """Return a pidfd of a process; None if the process may be another one."""
+    """Return a pidfd of a process; None if its process id may belong to another process now."""
     is_near = place.host != "" and place.host == host_identity()
     if not is_near or place.pid == 0 or place.started_at == 0 or not hasattr(os, "pidfd_open"):
         return None
@@ -58,7 +59,7 @@ def _open(place: ProcessPlace) -> int | None:
         pidfd = os.pidfd_open(place.pid)
     except OSError:
         return None
-    # The process still lives while this is read, so its id has not been reused.
+    # If the start time still matches once the pidfd is open, the pidfd refers to this process.
     if start_time(place.pid) == place.started_at and not _has_ended(pidfd):
         return pidfd
     os.close(pidfd)

@@ -1,1 +1,1 @@
-"""Load tests: traces of requests, and players that send them to a server. No torch."""
+"""Load tests: plan or read requests, send them to a server, report its figures. No torch."""

@@ -1,8 +1,8 @@
-"""Comparison: one workload on the same cores, served by differently shaped deployments.
+"""Comparison: different deployments serve the same load on the same cores, one after another.
 
-All deployments get the same requests and the same cores, which their nodes divide. Each repeat
-starts every deployment anew, in turn, so that a slow phase of the machine slows all of them. In a
-search for the highest rates, each deployment is started once.
+All deployments get the same requests and the same cores, which the nodes of a deployment divide.
+Each repeat starts the deployments one after another, so that a slow phase of the machine does not
+slow only one of them. In a search for the highest rates, each deployment is started only once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from loadtest.targets.base import TargetOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The deployments to compare, and the number of repeats; checked when made (ConfigError).
+    """The deployments to compare, and how; the constructor raises ConfigError.
 
     Attributes:
-        up: model, arguments and cores of all deployments.
-        colocated_args: additional arguments of nodes that prefill and decode.
+        up: options that all deployments have in common, such as model and cores.
+        colocated_args: additional arguments for nodes that both prefill and decode.
         search: compare deployments at the highest rate that each holds; None: at the plan's rate.
     """
 
@@ -45,15 +45,19 @@ class Comparison:
     def __post_init__(self) -> None:
         names = [one.name for one in self.deployments]
         is_both = {one.is_colocated for one in self.deployments} == {True, False}
-        if len(set(names)) != len(names) or not is_both:
+        with_encode = {one.num_encode > 0 for one in self.deployments}
+        if len(set(names)) != len(names) or not (is_both or with_encode == {True, False}):
             raise ConfigError(
-                "deployments: must be different ones, with a colocated and a split one at least, "
-                f"got {', '.join(names)}"
+                "deployments: must be different ones, with a colocated and a split one, or with "
+                f"one with and one without encode nodes, at least, got {', '.join(names)}"
             )
+        if True in with_encode and self.plan.images is None:
+            raise ConfigError("images: must be given, because encode nodes encode only images")
         if not 2 <= self.repeats <= MAX_REPEATS:
             raise ConfigError(f"repeats: must be 2 to {MAX_REPEATS}, got {self.repeats!r}")
         if not self.plan.slo.limits:
             raise ConfigError("slo: must be given; goodput decides")
+        # Encode nodes may share the cores of other nodes.
         most = max(one.num_prefill + one.num_decode for one in self.deployments)
         if len(self.up.cores) < most:
             raise ConfigError(
@@ -65,6 +69,7 @@ class Comparison:
             self.up,
             num_prefill=deployment.num_prefill,
             num_decode=deployment.num_decode,
+            num_encode=deployment.num_encode,
             router_args=(
                 *self.up.router_args,
                 *([] if deployment.is_local_allowed else ["--no-local-prefill"]),
@@ -80,7 +85,8 @@ class Trial:
     """One run of one deployment. Without a search, all runs of a repeat send the same requests.
 
     Attributes:
-        holds_none: whether no rate kept the SLO; the run is then the run at the lowest rate.
+        holds_none: whether a search found no rate that keeps the SLO; ``result`` is then that of
+            the lowest rate tried.
     """
 
     deployment: Deployment
@@ -95,7 +101,7 @@ OnTrial = Callable[[Trial], None]
 async def play_comparison(
     comparison: Comparison, options: TargetOptions, stop: asyncio.Event, on_trial: OnTrial
 ) -> list[Trial]:
-    """Play all trials, or stop when a trial is stopped from outside; raises BatonError."""
+    """Play all trials, or those before ``stop`` was set; raises BatonError."""
     trials: list[Trial] = []
     if comparison.search is not None:
         return await _search(comparison, comparison.search, options, stop, on_trial)
@@ -125,7 +131,7 @@ async def _search(
     stop: asyncio.Event,
     on_trial: OnTrial,
 ) -> list[Trial]:
-    """Find, in each repeat, the run of each deployment at the highest rate that it held."""
+    """Search the highest rate that each deployment holds; return each repeat's run at this rate."""
     trials: list[Trial] = []
     for deployment in comparison.deployments:
         try:
@@ -156,7 +162,7 @@ async def _search(
 async def _session(
     comparison: Comparison, deployment: Deployment, options: TargetOptions, stop: asyncio.Event
 ) -> AsyncIterator[Session]:
-    """Open a session with a deployment that runs as long as the session."""
+    """Start a deployment and open a session with it; stop the deployment after the session."""
     async with started(comparison.up_options(deployment), stop) as (site, address):
         api_key = options.api_key or site.admin_token
         options = dataclasses.replace(options, url=f"grpc://{address}", api_key=api_key)

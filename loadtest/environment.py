@@ -1,4 +1,4 @@
-"""Environment: the machine of a run, recorded so that its figures can be judged later."""
+"""Environment: the load generator's machine, recorded so that a run's figures can be judged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PACKAGES = ("grpcio", "aiohttp", "uvloop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The load generator's machine, not the server's.
+    """The machine on which the load generator ran, which may not be the server's.
 
     Attributes:
         num_cpus: cores that this process may use.
-        load_average: the machine's load in the minute before the run.
+        load_average: the machine's load average over the minute before the run.
     """
 
     started_at: str

@@ -1,4 +1,4 @@
-"""Executes `baton loadtest run` with checked options: play, print, write, judge."""
+"""Executes `baton loadtest run`: plays the load, prints and writes results, judges them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from loadtest.targets.base import TargetOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The work of one command; sweeps and searches vary the plan's load, step by step.
+    """All that one `baton loadtest run` does; sweeps and searches vary the plan's load.
 
-    Raises ConfigError for parts that do not fit together.
+    Raises ConfigError for options that do not fit together.
     """
 
     plan: LoadPlan
@@ -75,7 +75,7 @@ async def execute(job: Job) -> int:
     if job.up is None:
         return await _play(job, Site(job.pids), stop)
     async with started(job.up, stop) as (site, address):
-        # Operators may also send prompts; without keys, no token is needed.
+        # An operator's token may also send prompts. Without keys, no token is needed.
         api_key = job.options.api_key or site.admin_token
         options = dataclasses.replace(job.options, url=f"grpc://{address}", api_key=api_key)
         auditor = Auditor(address, site.admin_token)
@@ -150,14 +150,14 @@ async def _search(job: Job, session: Session, console: Console, search: Search) 
 
 
 def shown(options: TargetOptions) -> dict[str, Any]:
-    """Return the target's options as reports show them."""
+    """Return those of the target's options that reports show, by name."""
     fields = dataclasses.asdict(options)
     del fields["api_key"]
     return fields
 
 
 def judge(results: Sequence[RunResult]) -> int:
-    """Print a line for each reason to fail; return the exit code."""
+    """Print a line for each reason for which the load test fails; return the exit code."""
     if any(result.was_stopped for result in results):
         print_error("the run was stopped before its end")
         return EXIT_STOPPED

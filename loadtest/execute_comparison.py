@@ -1,4 +1,4 @@
-"""Executes a comparison: plays it, prints each trial, writes the results."""
+"""Executes `baton loadtest compare`: plays the comparison, prints and writes the results."""
 
 from __future__ import annotations
 

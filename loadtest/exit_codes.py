@@ -1,4 +1,4 @@
-"""Exit codes of the load test, except 0 and the code for wrong options."""
+"""Exit codes of `baton loadtest`, other than 0 and the code for wrong options."""
 
 EXIT_NOTHING_CAME = 1
 EXIT_LAGGED = 3

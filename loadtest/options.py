@@ -1,4 +1,4 @@
-"""Options of `baton loadtest run` and `baton loadtest compare`, and the plans made from them."""
+"""Options of `baton loadtest run` and `baton loadtest compare`, checked and turned into plans."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from baton.options import check_limits, group, option, same_option
 from baton.processes.cores import usable_cores
 from loadtest.drills.faults import NOTATION as FAULT_NOTATION
 from loadtest.exit_codes import EXIT_LAGGED
+from loadtest.load.images import (
+    MAX_IMAGES,
+    SIZE_NOTATION,
+    ImageLoad,
+    parse_image_counts,
+    parse_image_sizes,
+)
 from loadtest.load.lengths import NOTATION, parse_lengths
 from loadtest.load.shapes import NOTATION as DEPLOYMENT_NOTATION
 from loadtest.plan import (
@@ -30,18 +37,22 @@ from loadtest.slo import Slo
 from loadtest.targets.base import TargetOptions
 
 _MAX_FRESH_SEED = 2**31
+_IMAGE_SIZE = "512x512"
 
 
 def fresh_seed() -> int:
-    """Return a random seed that is probably unused."""
+    """Return a random seed, which no earlier run has probably used."""
     return secrets.randbelow(_MAX_FRESH_SEED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options that `run` and `compare` share; raises ConfigError naming the field."""
+    """Options that `run` and `compare` have in common; raises ConfigError naming the option."""
 
-    node_args: str = option("", help="More options of every node, as one string.")
+    node_args: str = option(
+        "", help="More options of every prefill and decode node, as one string."
+    )
+    encode_args: str = option("", help="More options of every encode node, as one string.")
     router_args: str = option("", help="More options of the router, as one string.")
     rate: float | None = option(
         None,
@@ -55,6 +66,22 @@ class LoadOptions:
     output_tokens: str = option("128", help=f"Output tokens per request: {NOTATION}.")
     prefix_groups: int = same_option(LoadPlan, "prefix_groups")
     prefix_tokens: int = same_option(LoadPlan, "prefix_tokens")
+    images: str = option(
+        "",
+        help="Images per request with images: N or uniform:LEAST-MOST, at most "
+        f"{MAX_IMAGES}; empty: no images. Such a request is a chat: the images, and a word for "
+        "each of --input-tokens.",
+    )
+    image_size: str = option(
+        _IMAGE_SIZE,
+        help=f"Sizes of images in pixels: {SIZE_NOTATION}; each image has one of them.",
+    )
+    image_share: float = option(
+        1.0, above=0, most=1, help="Share of requests with images (with --turns: conversations)."
+    )
+    image_repeats: float = option(
+        0.25, least=0, most=1, help="Share of images that are one of the last 100 images again."
+    )
     seed: int | None = option(
         None,
         least=0,
@@ -92,10 +119,10 @@ class LoadOptions:
         check_limits(self)
 
     def plan(self, load: Load, **more: Any) -> LoadPlan:
-        """Return the plan for this load; raises ConfigError.
+        """Return the plan of a run with this load; raises ConfigError.
 
         Args:
-            more: other fields of the plan.
+            more: further fields of the plan, by name.
         """
         names = {one.name for one in dataclasses.fields(LoadPlan)}
         fields: dict[str, Any] = {
@@ -107,16 +134,33 @@ class LoadOptions:
             "load": load,
             "input_lengths": parse_lengths("input_tokens", self.input_tokens),
             "output_lengths": parse_lengths("output_tokens", self.output_tokens),
+            "images": self._image_load(),
             "seed": fresh_seed() if self.seed is None else self.seed,
             "max_lag_s": self.max_lag_ms / 1e3,
             "slo": Slo.parse(self.slo),
         }
         return LoadPlan(**fields | more)
 
+    def _image_load(self) -> ImageLoad | None:
+        """Return the images of the plan; raises ConfigError."""
+        if not self.images:
+            is_default = (self.image_size, self.image_share, self.image_repeats) == (
+                _IMAGE_SIZE, 1.0, 0.25,
+            )  # fmt: skip
+            if not is_default:
+                raise ConfigError("image_size, image_share, image_repeats: are for --images")
+            return None
+        return ImageLoad(
+            counts=parse_image_counts(self.images),
+            sizes=parse_image_sizes(self.image_size),
+            share=self.image_share,
+            repeats=self.image_repeats,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(LoadOptions):
-    """Options of `baton loadtest run`; raises ConfigError naming the field."""
+    """Options of `baton loadtest run`; raises ConfigError naming the option."""
 
     target: TargetOptions = group(TargetOptions)
     up: str = option(
@@ -126,6 +170,7 @@ class RunOptions(LoadOptions):
     )
     prefill: int = option(1, least=0, help="With --up: number of prefill nodes.")
     decode: int = option(1, least=1, help="With --up: number of decode nodes.")
+    encode: int = option(0, least=0, help="With --up: number of encode nodes.")
     concurrency: int | None = option(
         None,
         least=1,
@@ -170,10 +215,10 @@ class RunOptions(LoadOptions):
     save_requests: str = option("", help="Write a line of JSON per request to this file.")
 
     def run_plan(self, swept: tuple[str, float] | None) -> LoadPlan:
-        """Return the plan of the run; raises ConfigError.
+        """Return the run's plan; raises ConfigError.
 
         Args:
-            swept: a sweep's variable and first value; None: no sweep.
+            swept: the variable of a sweep, and its first value; None: the run is no sweep.
         """
         return self.plan(
             self._load(swept),
@@ -200,7 +245,7 @@ class RunOptions(LoadOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(LoadOptions):
-    """Options of `baton loadtest compare`; raises ConfigError naming the field."""
+    """Options of `baton loadtest compare`; raises ConfigError naming the option."""
 
     up: str = option(help="Model folder, GGUF file, or hub id, for all deployments.")
     rate: float = option(
@@ -226,7 +271,7 @@ class CompareOptions(LoadOptions):
 
 
 def chosen_cores(text: str) -> tuple[int, ...]:
-    """Return cores like ``0-3,6``; empty means all. Raises ConfigError for unusable cores."""
+    """Parse cores such as ``0-3,6``; empty: all usable cores. Raises ConfigError."""
     allowed = usable_cores()
     try:
         cores = parse_cpu_list(text) if text else allowed
@@ -238,5 +283,5 @@ def chosen_cores(text: str) -> tuple[int, ...]:
 
 
 def path_of(text: str) -> Path | None:
-    """Return the path in an option, or None if the option is empty."""
+    """Return an option's text as a path; None if the text is empty."""
     return Path(text) if text else None

@@ -1,6 +1,6 @@
-"""LoadPlan and Search: checked descriptions of a run and of a search.
+"""LoadPlan and Search: checked descriptions of a run, and of a search for the highest rate.
 
-Know no target, no clock and no result.
+Refuses to know: targets, clocks, results.
 
 Requests can be timed in three ways:
 
@@ -17,23 +17,24 @@ from pathlib import Path
 from baton.api.errors import ConfigError
 from baton.options import LONGEST_S, check_limits, option
 from loadtest.load.generate import Lengths
+from loadtest.load.images import ImageLoad
 from loadtest.load.lengths import MAX_LENGTH, LengthDistribution
 from loadtest.report.confidence import MAX_REPEATS
 from loadtest.slo import NO_SLO, Slo
 
 ARRIVALS = ("constant", "poisson", "gamma")
-# Limits: each user is a task, and each request is a message that is made in advance.
+# Limits of this program: each user is a task, and each request's message is made in advance.
 MAX_USERS, MAX_RATE_PER_S = 100_000, 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
-    """An open loop: requests at a fixed rate, however slowly the server answers.
+    """An open loop: requests are sent at a fixed mean rate, however slowly the server answers.
 
     Attributes:
-        arrivals: kind of arrivals, one of ARRIVALS.
-        burstiness: standard deviation of gamma arrivals' gaps over their mean: 1 is Poisson, larger
-            values make bursts.
+        arrivals: distribution of the arrivals, one of `ARRIVALS`.
+        burstiness: for gamma arrivals, the standard deviation of the gaps divided by their mean: 1
+            is Poisson, larger values make bursts.
     """
 
     rate_per_s: float = option(
@@ -62,10 +63,11 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """A closed loop: users who wait for their answers; they start evenly during the warm-up.
+    """A closed loop: users who wait for each answer. They start one by one during the warm-up.
 
     Attributes:
-        think_s: mean pause between an answer and the next request, exponential.
+        think_s: mean pause of a user between an answer and the next request (an exponential
+            distribution).
     """
 
     concurrency: int = option(
@@ -83,7 +85,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReplay:
-    """The requests of a trace file, at its times multiplied by ``slowdown``."""
+    """A replay: the requests of a trace file are sent at the file's times * ``slowdown``."""
 
     path: Path
     slowdown: float = option(1.0, above=0, most=1e6, help="Replay: factor for all times.")
@@ -98,30 +100,33 @@ Load = OpenLoop | ClosedLoop | TraceReplay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The load and its limits; checked when made, raises ConfigError naming the option.
+    """A run's load and its limits; the constructor raises ConfigError naming the option.
 
     Attributes:
-        input_lengths: prompt lengths in tokens, without a shared prefix; traces bring their own.
-        prefix_groups: number of groups among which requests are drawn; 0: no groups.
-        prefix_tokens: length of the beginning that all prompts of a group share.
+        input_lengths: prompt lengths in tokens, not counting a group's prefix; not used by traces.
+        prefix_groups: number of groups of requests whose prompts begin with the same prefix; 0: no
+            groups.
+        prefix_tokens: length of a group's prefix in tokens.
         cancel_rate: share of requests that the client cancels before their end.
-        seed: seed of everything drawn. Another seed makes other prompts, even of traces and data
+        seed: seed of all random numbers. Another seed makes other prompts, even for traces and data
             sets.
-        round: number of a repetition with this seed. Each repetition has new prompts, because a
-            server may have cached the old prompts.
-        turns: turns per conversation; each prompt repeats all earlier messages. A turn is sent
-            after the previous answer. Open loops start conversations at their rate.
-        turn_pause_s: mean pause between an answer and the next turn, exponential.
+        round: number of this run among repetitions with the same seed. Each repetition has new
+            prompts, because a server may have cached the earlier prompts.
+        turns: number of turns per conversation; each prompt repeats all earlier messages. A turn is
+            sent after the previous answer. In an open loop, the rate is that of new conversations.
+        turn_pause_s: mean pause between an answer and the next turn (an exponential distribution).
         dataset: file of prompts or conversations to send in place of random token ids.
+        images: images of the drawn prompts; None: none.
         tokenizer: folder with tokenizer.json, to count the tokens of the data set's answers; None:
             output lengths come from their option.
-        warmup_s: requests scheduled before this time are not measured.
-        duration_s: no request is scheduled after this time; None: no limit.
+        warmup_s: requests that are scheduled in these first seconds are not measured.
+        duration_s: no request is scheduled after this many seconds; None: no limit.
         num_requests: maximum number of requests of a run; None: no limit.
         vocab_size: number of token ids from which prompts are drawn.
-        timeout_s: limit for one request, counted from sending.
-        drain_timeout_s: time after the last sending when open requests are given up.
-        max_lag_s: largest lag (p99) of the generator itself with which figures are valid.
+        timeout_s: maximum number of seconds from sending a request to the end of its answer.
+        drain_timeout_s: seconds after the last sending at which open requests are given up.
+        max_lag_s: maximum lag (p99) of the load generator itself at which a run's figures are
+            valid.
     """
 
     load: Load
@@ -149,6 +154,7 @@ class LoadPlan:
         help="Mean pause between an answer and the next turn, seconds, exponential.",
     )
     dataset: Path | None = None
+    images: ImageLoad | None = None
     tokenizer: Path | None = None
     seed: int = 0
     round: int = 0
@@ -197,6 +203,10 @@ class LoadPlan:
             raise ConfigError(
                 "turns, prefix_groups: cannot be given with dataset, which has its own"
             )
+        if self.images is not None and (
+            isinstance(self.load, TraceReplay) or self.dataset is not None
+        ):
+            raise ConfigError("images: are for drawn prompts, not for trace or dataset")
         if self.tokenizer is not None and self.dataset is None:
             raise ConfigError("tokenizer: is for the answers of --dataset")
         is_endless = self.duration_s is None and self.num_requests is None
@@ -206,12 +216,12 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The goal of a search; checked when made (ConfigError).
+    """The goal of a search for the highest rate; the constructor raises ConfigError.
 
     Attributes:
-        attainment: share of requests that must keep the SLO.
-        precision: the search ends when the lowest failing rate exceeds the highest holding rate by
-            at most this fraction.
+        attainment: share of the requests that must keep the SLO, so that a rate counts as held.
+        precision: the search ends when the lowest rate that failed exceeds the highest rate that
+            held by at most this fraction.
     """
 
     attainment: float = option(

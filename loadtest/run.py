@@ -1,4 +1,4 @@
-"""Run: plays a plan once against a target; all reports are made from the run's result."""
+"""Run: plays a plan once against a target; all reports are made from its RunResult."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RunResult:
     """The result of a run.
 
     Attributes:
-        target: the server's description of itself.
+        target: the target's description, for the report.
         elapsed_s: time from the first sending to the last answer.
-        cpu_share: share of one core that the generator used.
-        load_average_at_end: the machine's load in the last minute of the run.
+        cpu_share: CPU time of the load generator divided by the run's time.
+        load_average_at_end: the machine's load average over the last minute of the run.
         was_stopped: whether the user or a signal ended the run early.
     """
 
@@ -45,8 +45,8 @@ class RunResult:
 def _no_collection() -> Iterator[None]:
     """Pause garbage collection, which delays requests by 5 to 70 ms at 2,000 streams.
 
-    The player and targets do not make any reference cycles (a test counts cycles), so no garbage
-    accumulates.
+    The player and the targets make no reference cycles (a test counts them), so no garbage
+    accumulates meanwhile.
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -59,7 +59,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Run:
-    """One run of a plan against an open target; the target stays open afterwards."""
+    """Plays one plan against an open target, which stays open afterwards."""
 
     def __init__(
         self, plan: LoadPlan, target: Target, *, now: Callable[[], float] = time.perf_counter

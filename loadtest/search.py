@@ -1,8 +1,9 @@
-"""Searches for the highest rate that a server holds within an SLO, and its uncertainty.
+"""Searches the highest rate at which a server keeps an SLO, and its uncertainty.
 
-A rate is bracketed, then bisected. The whole search is repeated with other requests, because one
-search gives a bracket but not its error. Each repeat tries other rates: on a common grid, repeats
-would end at the same points and only seem to agree.
+The rate is bracketed between a rate that held and a rate that failed; then the bracket is bisected.
+The whole search is repeated with other requests, because one search gives a bracket but not its
+error. Each repeat tries other rates: on a common grid, repeats would end at the same rates and only
+seem to agree.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from loadtest.steps import OnStep, Play, Step, with_load
 
 MAX_TRIALS = 40
 _MAX_FACTOR = 2.0
-_GIVE_UP_AT = 1e-3  # lowest rate that is tried, as a fraction of the search's first rate
+_GIVE_UP_AT = 1e-3  # lowest rate to try, as a fraction of the search's first rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,14 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        steps: all trials in order, with their rates as values.
-        brackets: for each complete repeat, the highest rate that held (0: none did) and the lowest
-            rate above it that failed; the wanted rate is between them.
+        steps: all runs of the search in order; each step's ``value`` is its rate.
+        brackets: for each complete repeat, the highest rate that held (0: none did), and the lowest
+            rate above this rate that failed. The wanted rate is between both.
         max_rate_per_s: mean of the highest rates that held, with an interval that covers the
             brackets; None: no repeat is complete.
-        goodput_per_s: goodput measured at these rates; 0 if no rate held.
-        highest: the steps at these rates, one per complete repeat; None if no rate held.
+        goodput_per_s: mean goodput at the highest rates that held; 0 in a repeat in which none did.
+        highest: for each complete repeat, the step at the highest rate that held; None: no rate
+            held.
     """
 
     search: Search
@@ -50,11 +52,11 @@ class SearchResult:
 
 
 class _StoppedError(Exception):
-    """The search was stopped from outside."""
+    """Raised when the search was stopped from outside."""
 
 
 class _SilentError(Exception):
-    """The rate is so low that no request was sent in the measured window."""
+    """Raised when the rate is so low that no request was scheduled in the measured window."""
 
 
 async def find_highest(
@@ -64,14 +66,15 @@ async def find_highest(
     precision: float,
     least: float,
 ) -> tuple[float, float]:
-    """Find the highest value that holds like all lower values, and the lowest failing value.
+    """Find the highest value that holds, and the lowest value above it that does not.
 
-    Returns 0 in place of the first if no tried value held, and infinity in place of the second if
-    none failed.
+    Values that hold are assumed to be below all values that do not. The first result is 0 if no
+    tried value holds; the second is infinity if all tried values hold.
 
     Args:
         start: first value to try.
-        factor: factor to the next value, up or down; grows until both ends are found.
+        factor: factor from one value to the next, up or down; it grows until a holding and a
+            failing value are found.
         least: lowest value to try.
     """
     value, low, high = start, 0.0, math.inf
@@ -91,14 +94,14 @@ async def find_highest(
 
 
 def check_search(plan: LoadPlan) -> OpenLoop:
-    """Return the load with which a search begins; raises ConfigError without a load."""
+    """Return the plan's open loop, at whose rate a search begins; raises ConfigError."""
     if not plan.slo.limits or not isinstance(plan.load, OpenLoop):
         raise ConfigError("find_max_goodput: needs --slo, and --rate to begin with")
     return plan.load
 
 
 async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnStep) -> SearchResult:
-    """Play the search, with all its repeats; raises ConfigError."""
+    """Play all repeats of the search; raises ConfigError."""
     load = check_search(plan)
     steps: list[Step] = []
     highest: list[Step | None] = []
@@ -129,15 +132,16 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
             was_stopped = True
             break
         except _SilentError:
-            least = min(step.value for step in steps)  # steps are too short to judge lower rates
+            # The steps are too short to judge lower rates
+            least = min(step.value for step in steps)
         held = [step for step in steps if step.repeat == repeat and step.held]
         highest.append(max(held, key=lambda step: step.value, default=None))
-        # The next repeat begins where this repeat ended: if again no rate holds, one try shows
+        # The next repeat begins at this repeat's last rate: if again no rate holds, one try shows
         # this.
         found = highest[-1]
         factor = _MAX_FACTOR if found is None else min(1 + 2 * search.precision, _MAX_FACTOR)
         start = min(step.value for step in steps) if found is None else found.value
-        if found is not None:  # start at a random rate near the found rate
+        if found is not None:  # the next repeat starts at a random rate near the found rate
             start *= (1 + search.precision) ** chance.uniform(-0.5, 0.5)
     brackets = [_bracket(steps, repeat) for repeat in range(len(highest))]
     goodputs = [
@@ -155,7 +159,7 @@ async def play_search(play: Play, plan: LoadPlan, search: Search, on_step: OnSte
 
 
 def _bracket(steps: Sequence[Step], repeat: int) -> tuple[float, float]:
-    """Return a repeat's bracket (see SearchResult); without tries, the bracket of all repeats."""
+    """Return the bracket of a repeat's steps; if the repeat has no steps, that of all steps."""
     tried = [step for step in steps if step.repeat == repeat] or steps
     low = max((step.value for step in tried if step.held), default=0.0)
     return low, min((step.value for step in tried if step.value > low), default=low)

@@ -1,4 +1,4 @@
-"""Session: an open target, and the plans played against it one after another."""
+"""Session: plays plans one after another against a target that stays open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadtest.targets.base import Target
 
 
 class Session:
-    """Runs loads against a target that stays open; its owner closes it.
+    """Plays plans against an open target, which the session's owner closes.
 
     Args:
         stop: event that ends the current run when it is set from outside.

@@ -1,4 +1,4 @@
-"""Slo: the limits that a good request keeps."""
+"""Slo: the latency limits that a good request keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMITED = ("ttft", "tpot", "gap", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds by name (see LIMITED).
+    """Limits of latencies in seconds, by name (see `LIMITED`).
 
     Goodput is requests per second that keep all limits (Zhong et al., DistServe, arXiv 2401.09670).
     """
@@ -40,7 +40,7 @@ class Slo:
         return cls(tuple(limits.items()))
 
     def is_kept(self, seconds: Mapping[str, float | None]) -> bool:
-        """Return whether all latencies keep their limits; a missing one (None) counts as 0."""
+        """Return whether all latencies keep their limits; a missing latency (None) counts as 0."""
         return all((seconds[name] or 0.0) <= limit for name, limit in self.limits)
 
     def text(self) -> str:

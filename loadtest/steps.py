@@ -1,7 +1,8 @@
-"""Steps: one plan played under several loads in turn; a sweep lists the loads.
+"""Steps: a plan played with several loads, one after another. A sweep lists the loads.
 
-Each step is a separate run with its own warm-up, window and prompts: a server that had cached the
-previous step's prompts would look better with every step. Knows no search and no report.
+Each step is a separate run with its own warm-up, window and prompts, because a server that has
+cached the previous step's prompts would look better with every step. Refuses to know: searches,
+reports.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Play = Callable[[LoadPlan], Awaitable[RunResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One run of a series, with the value that the series varies.
+    """One run of a sweep or search, with the value that the sweep or search varies.
 
     Attributes:
         value: requests per second, or number of users.
-        repeat: number of the search's repeat in which the step was made.
-        held: whether enough requests of a search's step kept the SLO.
+        repeat: number of the search's repeat to which the step belongs.
+        held: in a search, whether enough requests of the step kept the SLO.
     """
 
     value: float
@@ -40,7 +41,7 @@ OnStep = Callable[[Step], None]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The loads of a sweep, in order."""
+    """The loads of a sweep: a variable, and its values in order."""
 
     variable: str
     values: tuple[float, ...]
@@ -65,7 +66,7 @@ class Sweep:
 
 
 def with_load(plan: LoadPlan, variable: str, value: float, number: int) -> LoadPlan:
-    """Return the plan of step ``number`` (from 0): the given plan with another load."""
+    """Return the plan of step ``number`` (from 0): ``plan`` with ``variable`` set to ``value``."""
     load = plan.load
     if variable == "rate":
         assert isinstance(load, OpenLoop)
@@ -79,7 +80,7 @@ def with_load(plan: LoadPlan, variable: str, value: float, number: int) -> LoadP
 
 
 async def play_sweep(play: Play, plan: LoadPlan, sweep: Sweep, on_step: OnStep) -> list[Step]:
-    """Play all steps, or stop when a step is stopped from outside; raises ConfigError."""
+    """Play all steps, up to a step that is stopped from outside; raises ConfigError."""
     steps: list[Step] = []
     for number, value in enumerate(sweep.values):
         result = await play(with_load(plan, sweep.variable, value, number))

@@ -1,7 +1,7 @@
 """Loads a model folder in Hugging Face layout as a torch module that runs on paged KV.
 
-Refuses to know: requests, schedulers, samplers, tokenizers, computer networks. Torch is imported on
-first use, so that programs without torch can read ``ModelConfig``.
+Refuses to know: requests, schedulers, samplers, tokenizers, computer networks. Torch is imported
+when `load_model` is first used, so that programs without torch can read ``ModelConfig``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from models.loading.loader import load_model
 
 
-if not TYPE_CHECKING:  # type checkers read the import above instead
+if not TYPE_CHECKING:  # type checkers read the import of load_model above instead of this function
 
     def __getattr__(name: str) -> object:
         """Import `load_model`, and torch with it, on first use."""

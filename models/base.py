@@ -1,4 +1,4 @@
-"""The input of a network for one step, and the protocol of models.
+"""The inputs of a model for one step, and the interface of models.
 
 Refuses to know: how a network is built or loaded, who allocates KV blocks.
 """
@@ -17,12 +17,13 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from models.config import ModelConfig
 
-# Cosines and sines of a step, each [num_tokens, rotary_dim], for each rotary embedding.
+# For each rotary embedding of the model: the cosines and sines of a step's positions, each
+# [num_tokens, rotary_dim].
 Rotations = tuple[tuple[Tensor, Tensor], ...]
 
 
-# A layer's views of the cache, each [num_blocks, ...]: one for attention, or one for each array of
-# the layer's state.
+# A layer's cache: one tensor [num_blocks, ...] for attention, or one tensor [num_slots, ...] for
+# each array of a recurrent state.
 LayerCache = Tensor | tuple[Tensor, ...]
 AttentionStep = tuple[AttentionMetadata, AttentionBackend]
 GroupStep = AttentionStep | tuple[StateMetadata, None]
@@ -33,7 +34,7 @@ class AdapterSpan(NamedTuple):
 
     Attributes:
         adapter: the adapter's digest.
-        first, end: range of the tokens' indices in the step.
+        first, end: index of the first token in the step, and the index after the last token.
     """
 
     adapter: str
@@ -46,8 +47,8 @@ class ImageRows(NamedTuple):
 
     Attributes:
         places: ``[n]`` int64, indices of the tokens in the step.
-        embeddings: ``[n, width]``: the tokens' embeddings; with DeepStack, followed by the vectors
-            to add after each of the first layers.
+        embeddings: ``[n, width]``: the tokens' embeddings; with DeepStack, each is followed by the
+            vectors to add to the residual stream after each of the first layers.
     """
 
     places: Tensor
@@ -55,19 +56,19 @@ class ImageRows(NamedTuple):
 
 
 class ImageEncoder(Protocol):
-    """A model's encoder of images."""
+    """A model's vision encoder: turns an image's pixels into embeddings."""
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
         """Return an image's embeddings, ``[num_placeholders, width]``.
 
         Args:
-            pixels: results of the model's image processor, by name.
+            pixels: arrays that the model's image processor returned for the image, by name.
         """
         ...
 
 
 def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
-    """Return the adapter spans of some of a step's tokens, as indices into ``rows``.
+    """Return which of the step's tokens in ``rows`` use which adapter, as indices into ``rows``.
 
     Args:
         spans: the step's spans.
@@ -82,29 +83,29 @@ def spans_of_rows(spans: tuple[AdapterSpan, ...], rows: Sequence[int]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """All inputs of one forward pass except token ids; always passed explicitly."""
+    """All inputs of one forward pass except token ids."""
 
-    # [num_tokens] int64, position of each token for RoPE; [3, num_tokens] for three axes: frame,
+    # [num_tokens] int64, each token's position for RoPE; with three axes, [3, num_tokens]: frame,
     # row and column
     positions: Tensor
-    # One input per KV cache group, with the plan of the group's attention backend; the first group
-    # has attention. Groups of states have no backend.
+    # For each KV cache group, its metadata and the attention backend that planned the step; a group
+    # of recurrent states has no backend. The first group has attention.
     groups: tuple[GroupStep, ...]
-    layer_groups: tuple[int, ...]  # each layer's group
+    layer_groups: tuple[int, ...]  # index into `groups`, per layer
     layer_caches: tuple[LayerCache, ...]  # one per layer
-    after_layer: Callable[[int], None] | None = None  # called after each layer
-    adapters: tuple[AdapterSpan, ...] = ()  # ascending; other tokens are the base model's
-    images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
+    after_layer: Callable[[int], None] | None = None  # called with each computed layer's index
+    adapters: tuple[AdapterSpan, ...] = ()  # ascending; tokens outside of all spans have no adapter
+    images: tuple[ImageRows, ...] = ()  # images whose tokens are in this step
 
     @property
     def max_seq_len(self) -> int:
-        """Return the length of the longest request, in tokens; equal in all groups."""
+        """Return the number of tokens of the longest request in the step."""
         metadata = self.groups[0][0]
         assert isinstance(metadata, AttentionMetadata)
         return metadata.max_seq_len
 
     def layer(self, layer_index: int) -> tuple[AttentionMetadata, AttentionBackend, Tensor]:
-        """Return a layer's metadata, the backend that planned the step, and the layer's KV cache.
+        """Return an attention layer's metadata, the backend that planned the step, and the cache.
 
         The cache is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, or ``[num_blocks,
         block_size, width]`` for latents.
@@ -117,7 +118,10 @@ class ForwardContext:
         return attention, backend, cache
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
-        """Return metadata of a layer with a state, and the state's arrays ``[num_slots, ...]``."""
+        """Return the metadata of a layer with a recurrent state, and the state's arrays.
+
+        Each array is ``[num_slots, ...]``.
+        """
         metadata, _ = self.groups[self.layer_groups[layer_index]]
         cache = self.layer_caches[layer_index]
         assert isinstance(metadata, StateMetadata)
@@ -129,7 +133,10 @@ class StateContext(Protocol):
     """The part of a step's inputs that layers with a recurrent state read."""
 
     def state_layer(self, layer_index: int) -> tuple[StateMetadata, tuple[Tensor, ...]]:
-        """Return a layer's metadata, and the arrays of its state, each ``[num_slots, ...]``."""
+        """Return the metadata of a layer with a recurrent state, and the state's arrays.
+
+        Each array is ``[num_slots, ...]``.
+        """
         ...
 
 
@@ -138,17 +145,17 @@ class CausalLM(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Return the configuration that the model was built from."""
+        """Return the configuration from which the model was built."""
         ...
 
     @property
     def vision(self) -> ImageEncoder | None:
-        """Return the encoder of images; None: no images are computed."""
+        """Return the encoder of images; None: the model accepts no images."""
         ...
 
     @property
     def mapped_bytes(self) -> int:
-        """Return the bytes of the weights that are mapped from a cached file."""
+        """Return the bytes of weights that are mapped from a file of packed weights."""
         ...
 
     @property
@@ -158,11 +165,11 @@ class CausalLM(Protocol):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Return the scales ``(key, value)`` of a float8 KV cache, by layer."""
+        """Return each layer's scales ``(key, value)`` for a float8 KV cache."""
         ...
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """Compute one step, and write its keys and values into the cache.
+        """Compute one step, and write the tokens' keys and values into the cache.
 
         Args:
             input_ids: ``[num_tokens]`` int64 or int32.
@@ -170,20 +177,21 @@ class CausalLM(Protocol):
                 layer ``i`` has been computed (on a GPU: launched).
 
         Returns:
-            ``[num_tokens, hidden_size]``, after the last norm.
+            Hidden states after the last norm, ``[num_tokens, hidden_size]``.
         """
         ...
 
     def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
-        """Return the logits of ``[n, hidden_size]`` rows: ``[n, vocab_size]`` of the same dtype.
+        """Return the logits of hidden states: ``[n, vocab_size]``, in the dtype of ``hidden``.
 
         Args:
-            adapters: the rows that use adapters.
+            hidden: ``[n, hidden_size]``, after the last norm.
+            adapters: the rows of ``hidden`` that use adapters.
         """
         ...
 
     def compute_labels(self, hidden: Tensor) -> Tensor:
-        """Return the classification head's logits, ``[n, num_labels]``; for models with a head.
+        """Return the classification head's logits, ``[n, num_labels]``, if the model has this head.
 
         Args:
             hidden: ``[n, hidden_size]``, after the last norm.

@@ -30,20 +30,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a model, its parts, and the token ids that end an output.
+    """The shape and parts of a model, and the token ids that end an output.
 
     Lengths are in tokens.
 
     Attributes:
         max_model_len: longest sequence (prompt and output) with correct results.
-        dtype: dtype in which the checkpoint stores weights: "float32", "bfloat16" or "float16".
-        compute_dtype: dtype to compute in if the device supports it; differs from ``dtype`` for
-            GGUF quantized files.
+        dtype: dtype of the checkpoint's weights: "float32", "bfloat16" or "float16".
+        compute_dtype: dtype to compute in if the device supports this dtype; differs from ``dtype``
+            only for quantized GGUF files.
         quantization: format of the stored weights; None: not quantized.
-        num_mtp_layers: number of multi-token prediction layers, which follow the model's own.
+        num_mtp_layers: number of multi-token prediction layers, stored after the model's layers.
         is_text_part: whether the checkpoint also has a vision encoder.
-        vision: the vision encoder; None: no images are computed.
-        head: what the checkpoint's head computes; without a head for tokens it generates no text.
+        vision: shape of the vision encoder; None: prompts may not contain images.
+        head: what the checkpoint's head computes. Only a model with a head for tokens generates
+            text.
         num_labels: number of labels of the classification head; 0: no such head.
     """
 
@@ -67,12 +68,12 @@ class ModelConfig:
 
     @property
     def generates(self) -> bool:
-        """Return whether the checkpoint has a head for tokens."""
+        """Return whether the model generates text: the checkpoint has a head for tokens."""
         return self.head is Head.TOKENS
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Return the recipe's layers."""
+        """Return the specs of all layers."""
         return self.recipe.layers
 
     @property
@@ -93,13 +94,13 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of KV heads; with latents, the number of all heads."""
+        """Return the number of KV heads; for latent attention, the number of attention heads."""
         found = self.attention
         return found.num_kv_heads if isinstance(found, AttentionSpec) else found.num_heads
 
     @property
     def head_dim(self) -> int:
-        """Return the size of a head; with latents, of its rotated part."""
+        """Return the size of a head; for latent attention, the size of a head's rotated part."""
         found = self.attention
         return found.head_dim if isinstance(found, AttentionSpec) else found.qk_rope_head_dim
 
@@ -117,7 +118,7 @@ class ModelConfig:
 
     @property
     def whole_image_layers(self) -> frozenset[int]:
-        """Return the layers in which the embeddings of one image attend to each other."""
+        """Return the indices of layers where one image's tokens attend in both directions."""
         mixers = enumerate(layer.mixer for layer in self.layers)
         return frozenset(
             index
@@ -139,8 +140,9 @@ class ModelConfig:
         Args:
             folder: a model folder in Hugging Face layout.
             max_model_len: the longest sequence to serve, at most ``max_position_embeddings``, which
-                is the default. For RoPE type ``longrope`` the default is the original length, up to
-                which results equal Hugging Face's (see ``RopeConfig``).
+                is the default. For RoPE type ``longrope`` the default is
+                ``original_max_position_embeddings``: up to this length, results equal Hugging
+                Face's (see ``RopeConfig``).
             images: whether to read the vision encoder, too.
 
         Raises:
@@ -166,7 +168,7 @@ class ModelConfig:
         max_model_len: int | None = None,
         images: bool = False,
     ) -> ModelConfig:
-        """Read the content of a config.json, as :meth:`from_folder` does."""
+        """Read a configuration from the parsed content of a config.json."""
         fields = Fields(values, "config.json")
         return _parse(fields, Fields({}, ""), max_model_len, images=images)
 
@@ -179,7 +181,7 @@ def _parse(
     *,
     images: bool = False,
 ) -> ModelConfig:
-    """Read the fields by the family's file; for a model that sees images, those of the text part.
+    """Read the configuration of the model, or of its text part if it also reads images.
 
     Args:
         images: whether to read the vision encoder, too.
@@ -199,7 +201,7 @@ def _parse(
         rms_norm_eps=model.rms_norm_eps,
         max_position_embeddings=model.max_position_embeddings,
         max_model_len=model.max_model_len,
-        # A checkpoint without a language model head gets none.
+        # If the checkpoint has no head for tokens, "tied" keeps the model from creating one.
         tie_word_embeddings=head is not Head.TOKENS or fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
         compute_dtype=_dtype(fields, "compute_dtype"),
@@ -214,14 +216,15 @@ def _parse(
 
 
 def _with_vision(config: ModelConfig, fields: Fields, part: Family | TextPart) -> ModelConfig:
-    """Return a text part's configuration with the vision encoder, and with three-axis rotation.
+    """Add the vision encoder, and RoPE with three axes if needed, to a text part's configuration.
 
     Args:
         config: configuration of the text part.
         fields: fields of the whole model.
-        part: the entry in the family's file.
+        part: the family's description of the model.
 
-    If the vision encoder is not supported, a warning is logged, and only the text part is served.
+    If the vision encoder is not supported, a warning is logged, and the configuration stays as it
+    is.
     """
     if part.vision is None:
         return config
@@ -239,7 +242,10 @@ def _with_vision(config: ModelConfig, fields: Fields, part: Family | TextPart) -
 
 
 def _architecture(fields: Fields) -> tuple[str, Head]:
-    """Return the name of a family's generating model, and the head that the checkpoint has."""
+    """Return the name of the text-generating architecture, and the checkpoint's kind of head.
+
+    For example, a classifier's name is replaced by the name of the model it was made from.
+    """
     names = fields.texts("architectures")
     supported = MODELS.names()
     name, head = split_architecture(names[0]) if len(names) == 1 else ("", Head.TOKENS)
@@ -263,7 +269,7 @@ def _num_mtp_layers(fields: Fields) -> int:
 
 
 def _dtype(fields: Fields, first: str = "dtype") -> str:
-    """Read a dtype from the first of the fields that exists."""
+    """Read a dtype from the first existing field: ``first``, ``dtype`` or ``torch_dtype``."""
     names = (first, "dtype", "torch_dtype")
     name = next((name for name in names if fields.has(name)), "dtype")
     dtype = fields.text(name, "float32").removeprefix("torch.")

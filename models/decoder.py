@@ -1,4 +1,4 @@
-"""The decoder-only transformer: builds modules from a recipe and computes them.
+"""The decoder-only transformer: builds its modules from a recipe, and computes steps.
 
 Refuses to know: families, files, where weights come from.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from baton.api.errors import ConfigError
 from baton.kv.layers import LayerKV, as_replicated
 from models.base import AdapterSpan, ForwardContext, Rotations
 from models.config import ModelConfig
@@ -45,7 +46,7 @@ from models.vision.layers import VisionEncoder
 
 
 def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
-    """Make a layer's token mixer: attention, or a recurrence."""
+    """Make a layer's token mixer: attention, or a mixer with a recurrent state."""
     spec, hidden_size, eps = (
         config.layers[layer_index].mixer,
         config.hidden_size,
@@ -65,7 +66,7 @@ def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
 
 
 def make_feed_forward(spec: FeedForwardSpec | None, hidden_size: int) -> nn.Module | None:
-    """Make the feed-forward part of a layer, if it has one."""
+    """Make the feed-forward part of a layer; None if the layer has no such part."""
     if spec is None:
         return None
     if isinstance(spec, ExpertsSpec):
@@ -82,12 +83,12 @@ def make_feed_forward(spec: FeedForwardSpec | None, hidden_size: int) -> nn.Modu
 
 
 def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
-    """Make a norm of the residual stream, or of a vector of another ``size``."""
+    """Make a norm of vectors of ``size``; by default, of the residual stream."""
     return RMSNorm(size or config.hidden_size, config.rms_norm_eps, config.recipe.norm_weight)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward on one residual stream, with norms before or after each."""
+    """A mixer and possibly a feed-forward part on one residual stream, and their norms."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
@@ -102,20 +103,20 @@ class DecoderLayer(nn.Module):
             self.add_module(name, made)
             return made
 
-        # a tuple, so that torch does not register the modules twice
+        # A tuple, because torch would register modules in an attribute a second time.
         norms = config.recipe.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
         if self.mlp is not None:
             last_norms = (norms.before_feed_forward, norms.after_feed_forward)
             self._feed_forward_norms = norm(last_norms[0]), norm(last_norms[1])
-        # Ranks over which results are summed: those of the mixer, and those of the feed-forward
-        # part.
+        # The ranks over which the mixer's results are summed, and the ranks over which the
+        # feed-forward part's results are summed.
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
 
-    def shard(self, group: Collective) -> None:
-        """Keep a rank's share of both parts; a part that cannot be divided stays whole."""
-        rank = Rank(group.rank, group.size)
+    def shard(self, group: Collective, expert_parallel: str) -> None:
+        """Keep one rank's share of mixer and feed-forward part; keep an indivisible part whole."""
+        rank = Rank(group.rank, group.size, expert_parallel)
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)
             self._mixer_group = group
@@ -126,12 +127,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, delta: Tensor, residual: Tensor | None, rotations: Rotations, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Compute one layer; the next norm adds its result to the stream, as one fused operation.
+        """Compute one layer. The next layer's norm adds the result to the stream, in one operation.
 
         Args:
-            delta: ``[num_tokens, hidden_size]``, what the previous layer adds to the stream.
-            residual: ``[num_tokens, hidden_size]``, the stream before; None in the first layer.
-            rotations: the step's rotations.
+            delta: ``[num_tokens, hidden_size]``, the previous layer's result, still to be added to
+                the residual stream.
+            residual: ``[num_tokens, hidden_size]``, the stream without ``delta``; None in the first
+                layer.
+            rotations: cosines and sines of the step.
             step: the forward context.
 
         Returns:
@@ -152,7 +155,7 @@ class DecoderLayer(nn.Module):
 
 
 class Shareable(Protocol):
-    """A part of a layer that ranks can divide; the ranks' results are summed.
+    """A part of a layer that ranks may divide. The sum of their results is the part's result.
 
     Attributes:
         can_share: whether ranks can divide this part; if not, each rank computes all of it.
@@ -161,7 +164,11 @@ class Shareable(Protocol):
     can_share: bool
 
     def shard(self, rank: Rank) -> None:
-        """Keep a rank's share, before there are weights; raises ConfigError if it is empty."""
+        """Keep one rank's share; call before weights are loaded.
+
+        Raises:
+            ConfigError: the share would be empty.
+        """
         ...
 
 
@@ -170,11 +177,11 @@ def _can_share(part: nn.Module) -> bool:
 
 
 class Elsewhere(nn.Module):
-    """A placeholder for a part that another pipeline stage computes."""
+    """A placeholder for a module that this pipeline stage (or this drafter) does not have."""
 
 
 class Decoder(Computing):
-    """Embedding, layers and last norm: all that checkpoints keep under ``model.``."""
+    """Embedding, layers and last norm: the modules that checkpoints name ``model.``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -189,18 +196,18 @@ class Decoder(Computing):
         self.norm = make_norm(config)
         self._embedding_scale = recipe.embedding_scale
         self._residual_scale = recipe.residual_scale
-        self.tapes: DecodeTapes | None = None  # set if the model is packed for CPU kernels
+        self.tapes: DecodeTapes | None = None  # set if weights are packed for a CPU
         self._ranks = ALONE
         self._vocab_start, self._vocab_size = 0, config.vocab_size
         self._hidden_size = config.hidden_size
         self._own_layers = range(config.num_layers)
-        # For drafters that read states between layers: layers whose input states are kept, and the
-        # latest step's states `[num_tokens, len(state_layers) * hidden_size]`.
+        # For drafters that read hidden states between layers: the layers whose inputs are kept, and
+        # the latest step's inputs of these layers, `[num_tokens, len(state_layers) * hidden_size]`.
         self.state_layers: tuple[int, ...] = ()
         self.states: Tensor | None = None
 
     def shard(self, ranks: Ranks, vocab: Span, *, needs_embedding: bool) -> None:
-        """Keep a rank's share of the layers and of the vocabulary, before there are weights."""
+        """Keep one rank's share of layers and vocabulary; call before weights are loaded."""
         self._ranks = ranks
         self._vocab_start, self._vocab_size = vocab[0], vocab[1] - vocab[0]
         self._own_layers = range(
@@ -214,10 +221,10 @@ class Decoder(Computing):
             if index not in self._own_layers:
                 self.layers[index] = Elsewhere()
             elif ranks.group.size > 1:
-                cast("DecoderLayer", layer).shard(ranks.group)
+                cast("DecoderLayer", layer).shard(ranks.group, ranks.expert_parallel)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """Implement ``CausalLM.forward``."""
+        """Compute one step, and write keys and values into the cache; see ``CausalLM.forward``."""
         if self._ranks.is_first_stage:
             delta = self.embed(input_ids)  # [num_tokens, hidden_size]
             for places, embeddings in context.images:
@@ -245,12 +252,12 @@ class Decoder(Computing):
         return self._ranks.num_stages
 
     def kept_states(self) -> Tensor:
-        """Return the latest step's input states of the layers in ``state_layers``."""
+        """Return the latest step's hidden states before each layer in ``state_layers``."""
         assert self.states is not None, "none are kept"
         return self.states
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings; ranks divide the vocabulary (vocab-parallel)."""
+        """Return the tokens' embeddings; ranks that divide the vocabulary sum their results."""
         if self._ranks.group.size == 1:
             embedded: Tensor = self.embed_tokens(input_ids)
         else:
@@ -265,8 +272,8 @@ class Decoder(Computing):
     def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> tuple[Tensor, ...]:
         """Run this stage's layers; the last stage also applies the final norm.
 
-        Returns hidden states, ``[num_tokens, hidden_size]``. The last stage also returns the input
-        states of each layer in ``state_layers``, in the same shape.
+        Returns hidden states, ``[num_tokens, hidden_size]``. The last stage also returns,
+        in the same shape, the hidden states before each layer in ``state_layers``.
         """
         delta, *angles = inputs
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
@@ -282,7 +289,7 @@ class Decoder(Computing):
             delta, residual = self.layers[index](delta, residual, rotations, context)
             for places, embeddings in context.images:
                 first = (index + 1) * self._hidden_size
-                # DeepStack: add the image's further vectors after this layer
+                # DeepStack: add the image's vectors for this layer to the residual stream
                 if first < embeddings.shape[1]:
                     more = embeddings[:, first : first + self._hidden_size]
                     delta.index_add_(0, places, more.to(delta.dtype))
@@ -296,26 +303,29 @@ class Decoder(Computing):
 
 @functools.cache
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """Round an embedding factor to a tensor's dtype, as Hugging Face does."""
+    """Round the embedding's factor to the embedding's dtype, as Hugging Face does."""
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 class AdaptedForward(Protocol):
-    """Computes steps in which some tokens have adapters."""
+    """Computes steps in which some tokens use adapters; `AdapterSlots` implements this."""
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """Implement ``CausalLM.forward``."""
+        """Compute one step, and write keys and values into the cache; see ``CausalLM.forward``."""
         ...
 
     def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
-        """Return the output head's results for ``[n, hidden_size]``; ``spans`` tells the adapted
-        rows.
+        """Return the output head's results for ``[n, hidden_size]``.
+
+        Args:
+            spans: the rows that use adapters.
+
         """
         ...
 
 
 class DecoderForCausalLM(Computing):
-    """A ``CausalLM``: decoder and output head. Weights are uninitialized until loaded.
+    """A ``CausalLM``: decoder and output head. Weights are not initialized until they are loaded.
 
     Args:
         config: the model's shape and recipe.
@@ -323,7 +333,7 @@ class DecoderForCausalLM(Computing):
     Attributes:
         mapped_bytes: bytes of the weights that are mapped from a file in the user's cache.
         adapted: computes steps with adapters; None: adapters are disabled.
-        vision: makes embeddings of images; None: no images are computed here.
+        vision: makes embeddings of images; None: this model or pipeline stage computes no images.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -344,7 +354,7 @@ class DecoderForCausalLM(Computing):
             else as_replicated(spec.mixer.kv)
             for spec, layer in zip(config.layers, self.model.layers, strict=True)
         )
-        self.lm_head: nn.Module | None = None  # None: the embedding is the head (tied)
+        self.lm_head: nn.Module | None = None  # None: tied to the embedding
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.score: nn.Module | None = None
@@ -353,14 +363,17 @@ class DecoderForCausalLM(Computing):
         self._group: Collective = SINGLE_RANK
 
     def shard(self, ranks: Ranks) -> None:
-        """Keep one rank's share, before there are weights.
+        """Keep one rank's share of the model; call before weights are loaded.
 
-        All ranks of the last stage compute equal results. Every rank of the first stage has the
+        All ranks of the last stage compute equal logits. Every rank of the first stage has the
         whole vision encoder.
 
         Raises:
-            ConfigError: there are more ranks than heads, or stages than layers.
+            ConfigError: a stage has more ranks than heads, there are more stages than layers, or
+                ranks cannot divide the experts as wanted.
         """
+        if ranks.expert_parallel == "on" and self.config.experts is None:
+            raise ConfigError("expert_parallel: the model has no experts to divide; use auto")
         self._group = group = ranks.group
         if not ranks.is_first_stage and self.vision is not None:
             self.vision = None
@@ -379,7 +392,7 @@ class DecoderForCausalLM(Computing):
 
     @property
     def kv_scales(self) -> tuple[tuple[float, float], ...]:
-        """Implement ``CausalLM.kv_scales``."""
+        """Return each layer's scales ``(key, value)`` for a float8 KV cache."""
         mixers = [getattr(layer, "self_attn", None) for layer in self.model.layers]
         return tuple(
             (mixer.k_scale, mixer.v_scale) if isinstance(mixer, Attention) else (1.0, 1.0)
@@ -387,20 +400,20 @@ class DecoderForCausalLM(Computing):
         )
 
     def checkpoint_name(self, name: str) -> str:
-        """Return a parameter's name in checkpoints; drafters override this."""
+        """Return the name that checkpoints give to a parameter called ``name`` in Baton's model."""
         return name if name.startswith(VISION) else self.config.recipe.stored_name(name)
 
     def ignores_weight(self, name: str) -> bool:
-        """Return whether a checkpoint may have this weight although the model does not use it.
+        """Return whether a checkpoint may have a weight of this name that this model ignores.
 
-        Examples are a drafter's layers, which the drafter reads, and the vision parts of multimodal
-        models.
+        Examples are layers for multi-token prediction, which a drafter reads instead, and unused
+        vision parts.
         """
         of_vision = () if self.vision is None else self.vision.ignored
         return name.startswith((*self._ignored, "mtp.", *(VISION + one for one in of_vision)))
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """Implement ``CausalLM.forward``."""
+        """Compute one step, and write keys and values into the cache; see ``CausalLM.forward``."""
         if context.adapters:
             assert self.adapted is not None, "no adapter is loaded"
             return self.adapted.forward(input_ids, context)
@@ -408,7 +421,7 @@ class DecoderForCausalLM(Computing):
         return hidden
 
     def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
-        """Implement ``CausalLM.compute_logits``."""
+        """Return the logits of hidden states, ``[n, vocab_size]``; see ``CausalLM``."""
         if adapters:
             assert self.adapted is not None, "no adapter is loaded"
             logits = self.adapted.logits(hidden, adapters)
@@ -429,13 +442,13 @@ class DecoderForCausalLM(Computing):
         )
 
     def compute_labels(self, hidden: Tensor) -> Tensor:
-        """Implement ``CausalLM.compute_labels``."""
+        """Return the classification head's logits, ``[n, num_labels]``."""
         assert self.score is not None, "there is no classification head"
         logits: Tensor = self.score(hidden)
         return logits
 
     def _gather(self, logits: Tensor) -> Tensor:
-        """Join all ranks' logits, some of which may have one column less: `[n, vocab_size]`."""
+        """Join the logits of all ranks, whose shares may differ in size: `[n, vocab_size]`."""
         ranks = [Rank(rank, self._group.size) for rank in range(self._group.size)]
         sizes = [end - first for first, end in (r.span(self.config.vocab_size) for r in ranks)]
         most = max(sizes)

@@ -1,4 +1,4 @@
-"""Families: how to read config.json for each name in ``architectures``.
+"""Family and TextPart: descriptions of how config.json is read for one architecture.
 
 Defaults equal those of transformers' configuration classes (tests/numerics/test_config_fields.py).
 A field that changes results is refused by name if the architecture does not use it.
@@ -16,7 +16,7 @@ from models.recipe import Recipe
 from models.rope_config import AxesRule
 from models.vision.specs import VisionSpec
 
-# Activation's name in config.json -> name in Baton.
+# Name of an activation in config.json -> Baton's name.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -25,7 +25,8 @@ _ACTIVATIONS = {
     "gelu": "gelu",
 }
 GELU = ("gelu_tanh", "gelu")
-# Optional fields -> values that have no effect, accepted for architectures that ignore the field.
+# Optional fields -> values that have no effect. Files of architectures that do not read the field
+# may have only these values.
 _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (None,),
     "attn_logit_softcapping": (None,),
@@ -37,41 +38,41 @@ _OPTIONAL: Mapping[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "no_rope_layers": (None,),
     "use_qk_norm": (None, False),
-    "attention_chunk_size": (None,),  # Llama 4, whose layers attend only within chunks
+    "attention_chunk_size": (None,),  # for Llama 4, whose layers attend only within chunks
     "per_layer_config": (None, {}),
     "rope_local_base_freq": (None,),
 }
-# Fields that few architectures use; every file is checked for them.
+# Fields that few architectures use, but whose types are checked in every file.
 _FLAGS, _INTERVAL = ("attention_out_bias", "qkv_bias"), "no_rope_layer_interval"
-# transformers' masks read this field for every architecture; null means false.
+# transformers reads this field for every architecture's mask, and takes null for false.
 _IS_CAUSAL = "is_causal"
 
 
 def as_written(fields: Fields) -> Fields:
-    """Return a file's fields unchanged, because they have the common names already."""
+    """Return a file's fields unchanged; their names are those that all families share."""
     return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Description of the models with one name in ``architectures``.
+    """Description of all models with one name in config.json's ``architectures``.
 
     Attributes:
-        recipe: makes the recipe; raises ModelLoadError for unsupported features.
-        translate: renames a file's fields to the common names.
+        recipe: makes the recipe from the fields; raises ModelLoadError for unsupported features.
+        translate: changes a file's fields to the names that all families share.
         defaults: values of fields that the file lacks; a null in the file stays null.
         defaults_for_null: values of fields that the file lacks or sets to null.
-        reads: optional fields that the model uses.
-        activations: activations of its gated units, besides silu.
-        activation_field: name of the field with the activation.
+        reads: optional fields that the recipe uses; others are refused if they have an effect.
+        activations: activations of gated units that the model may have, besides silu.
+        activation_field: name of the field that names the activation.
         layer_kinds: names that ``layer_types`` may give a layer.
-        sliding_window_pattern: without layer types in the file, the last of this many layers has
-            full attention; None: the file has this number.
-        ropes_by_layer_type: whether layers with a window may have a separate RoPE.
+        sliding_window_pattern: length of a run of layers whose last layer has full attention, for
+            files without layer types; None: the file has this number.
+        ropes_by_layer_type: whether layers with a sliding window may have a separate RoPE.
         partial_rotary: whether files may limit rotation to the first dims of a head.
         turning: default fraction of a head's dims that RoPE rotates.
-        vision, axes: see `TextPart`; for families whose models with images are not a text model
-            plus an encoder.
+        vision, axes: as in `TextPart`, if the models read images, and this object also describes
+            their text part.
     """
 
     recipe: Callable[[ModelFields], Recipe]
@@ -90,7 +91,7 @@ class Family:
     axes: AxesRule | None = None
 
     def read(self, fields: Fields, max_model_len: int | None) -> ModelFields:
-        """Read the fields that families share.
+        """Read and check the fields that all families share.
 
         Raises:
             ModelLoadError: a field is missing, out of range, or has an unsupported effect.
@@ -108,7 +109,7 @@ class Family:
         )
 
     def _fill(self, values: Mapping[str, object]) -> dict[str, object]:
-        """Return a file's fields, with the architecture's defaults for missing fields."""
+        """Add the architecture's defaults for missing fields to a file's fields."""
         found = {name: value for name, value in values.items() if value is not None}
         return {**self.defaults, **values, **self.defaults_for_null, **found}
 
@@ -124,7 +125,7 @@ class Family:
         return found
 
     def _refuse_unread(self, fields: Fields) -> None:
-        """Raise ModelLoadError if the architecture would ignore one of the optional fields."""
+        """Raise ModelLoadError if a field would change results, but the architecture ignores it."""
         for name, neutral in _OPTIONAL.items():
             if name not in self.reads and not _is_one_of(fields.get(name), neutral):
                 raise fields.wrong(name, "is not supported with this architecture")
@@ -136,22 +137,22 @@ class Family:
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Compare values as JSON does, where true is not 1."""
+    """Return whether ``value`` is in ``neutral``; as in JSON, true does not equal 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Description of the text network of a model that sees images.
+    """Description of a model that reads images and contains a text model of another name.
 
     Attributes:
-        architecture: the text network's architecture; None: ``by_type`` decides.
-        by_type: architectures by the ``model_type`` of the text network's configuration.
+        architecture: name of the text model's architecture; None: ``by_type`` decides.
+        by_type: text model's architecture by the ``model_type`` of the text part of config.json.
         defaults: values of text fields that the file lacks.
-        is_tied: whether the head uses the embedding's weight by default.
-        vision: reads the vision encoder from the fields of the whole model; None: images are not
-            computed.
-        axes: rule of RoPE with three axes (M-RoPE); None: a token has one position.
+        is_tied: whether the output head uses the embedding's weight if the file does not say.
+        vision: reads the vision encoder's spec from the fields of the whole model; None: only
+            text is supported.
+        axes: how RoPE pairs are divided among three axes (M-RoPE); None: RoPE has one axis.
     """
 
     architecture: str | None = None

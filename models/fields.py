@@ -1,4 +1,4 @@
-"""Typed reading of a JSON file's fields, with one-line errors that name file and field.
+"""Fields: typed reading of a JSON file's fields. Errors have one line with file and field.
 
 Refuses to know: which fields a model has.
 """
@@ -14,17 +14,17 @@ from baton.api.errors import ModelLoadError
 
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30
-# Maximum number of items of a list whose items are processed one by one, such as layers and
-# experts.
+# Maximum number of layers, experts and other things that are built one by one: a larger number in a
+# file is refused, so that a broken file does not keep a process busy.
 MAX_PARTS = 2**14
 _MAX_PROBLEM_CHARS = 2000
 
 
 class Fields:
-    """Fields of a JSON object, checked as they are read; null counts as absent or false.
+    """The fields of a JSON object, checked as they are read. A null counts as absent or false.
 
     Args:
-        values: the object.
+        values: the JSON object.
         source: the file, for error messages.
         prefix: path of the object within the file, for error messages ("rope_scaling.").
     """
@@ -40,18 +40,18 @@ class Fields:
         return cls(read_object(path), str(path))
 
     def replaced(self, change: Callable[[Mapping[str, object]], Mapping[str, object]]) -> Fields:
-        """Return a copy with changed attributes."""
+        """Return a copy whose values are the result of ``change``."""
         return Fields(change(self._values), self._source, self._prefix)
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
-        """Return an error about a field, for the caller to raise."""
+        """Return the error that the field ``name`` has ``problem``, for the caller to raise."""
         short = (
             problem if len(problem) <= _MAX_PROBLEM_CHARS else problem[:_MAX_PROBLEM_CHARS] + "..."
         )
         return ModelLoadError(f"{self._source}: {self._prefix}{name}: {short}")
 
     def get(self, name: str) -> object:
-        """Return the field's raw value, or None."""
+        """Return the field's value as it is; None if the field is absent or null."""
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
@@ -59,7 +59,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def with_values(self, values: Mapping[str, object]) -> Fields:
-        """Return a copy with these values replaced or added."""
+        """Return a copy in which these fields are replaced or added."""
         return Fields({**self._values, **values}, self._source, self._prefix)
 
     def names(self) -> list[str]:
@@ -74,7 +74,7 @@ class Fields:
         minimum: int = 1,
         maximum: int = MAX_INTEGER,
     ) -> int:
-        """Return an integer within limits; required unless there is a default."""
+        """Return an integer within the limits; the field is required if there is no default."""
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.wrong(name, f"expected an integer >= {minimum}, found {_shown(value)}")
@@ -83,9 +83,9 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above 0, at most `MAX_NUMBER`; required unless there is a default."""
+        """Return a number above 0, at most `MAX_NUMBER`; required if there is no default."""
         value = self._required(name, default)
-        if not _is_number(value) or not 0 < value <= MAX_NUMBER:  # also false for NaN
+        if not _is_number(value) or not 0 < value <= MAX_NUMBER:  # NaN fails, too
             raise self.wrong(name, f"expected a number > 0, found {_shown(value)}")
         return float(value)
 
@@ -98,7 +98,7 @@ class Fields:
         return self.number(name) if self.has(name) else None
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return a true or false field; the default if absent, False if null."""
+        """Return a boolean; ``default`` if the field is absent, False if it is null."""
         value = self._values.get(name, default)
         if value is None:
             return False
@@ -107,21 +107,21 @@ class Fields:
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return a string; required unless there is a default."""
+        """Return a string; the field is required if there is no default."""
         value = self._required(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, f"expected a string, found {_shown(value)}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of strings; required."""
+        """Return a list of strings from a required field."""
         value = self._required(name, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.wrong(name, f"expected a list of strings, found {_shown(value)}")
         return tuple(value)
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """Return a list of exactly ``length`` numbers; required."""
+        """Return a list of exactly ``length`` numbers from a required field."""
         value = self._required(name, None)
         if not isinstance(value, list) or not all(map(_is_reckoned_with, value)):
             raise self.wrong(name, f"expected a list of numbers, found {_shown(value)}")
@@ -130,7 +130,7 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return one token id or a list of them as a tuple; empty if the field is absent."""
+        """Return a token id, or a list of token ids, as a tuple; empty if the field is absent."""
         value = self.get(name)
         if value is None:
             return ()
@@ -141,7 +141,7 @@ class Fields:
         return tuple(ids)
 
     def child(self, name: str) -> Fields:
-        """Return a nested object; required."""
+        """Return a required field's JSON object as ``Fields``."""
         value = self._required(name, None)
         if not isinstance(value, dict):
             raise self.wrong(name, f"expected an object, found {_shown(value)}")

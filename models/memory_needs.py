@@ -1,4 +1,4 @@
-"""Computes from a model's configuration the memory of weights in each format, and of the KV cache.
+"""Computes, from a model's configuration, the memory that weights and KV cache take on a CPU.
 
 Refuses to know: tensors (this module does not import torch), how much memory a machine has.
 """
@@ -19,8 +19,8 @@ from models.config import ModelConfig
 from models.recipe import Matrix, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Per format: bytes of a weight, bytes per group of an output's inputs, and inputs per group, as in
-# `PackedWeight`; 0: all inputs are one group.
+# Per format: bytes per weight, bytes of scales and minima per group, and inputs per group (0: all
+# inputs of an output are one group), as `PackedWeight` keeps them.
 _FORMATS = {
     "fp32": (4.0, 0.0, 1),
     "bf16": (2.0, 0.0, 1),
@@ -29,12 +29,12 @@ _FORMATS = {
     "int8": (1.0, 2.0, 128),
     "int4": (0.5, 2.5, 32),
     "fp8": (1.0, 4.0, 0),
-    "mxfp4": (0.5, 2.0, 32),  # only in checkpoints, for experts
+    "mxfp4": (0.5, 2.0, 32),  # only if the checkpoint's experts are MXFP4
 }
-# Formats that are not used for the output head -> the head's format.
+# Format of the other layers -> format of the output head, where they differ.
 _HEADS_FORMATS = {"int4": "int8", "fp8": "int8"}
 _OF_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Bytes per weight of a GGUF file's types in memory: codes of 4, 6 or 8 bits, and group scales.
+# GGUF type -> bytes per weight in memory, with the groups' scales; integers have 4, 6 or 8 bits.
 _KEPT_BYTES = {
     **{"F16": 2.0, "BF16": 2.0, "Q8_0": 1.0625, "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.8125},
     **{"Q5_1": 0.875, "Q2_K": 0.640625, "Q3_K": 0.5703125, "Q4_K": 0.578125},
@@ -46,10 +46,10 @@ _EMBEDDING = "token_embd.weight"
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that a model takes on a CPU, not counting biases, which take less than a thousandth.
+    """The bytes that a model takes on a CPU, except biases (less than a thousandth).
 
     Attributes:
-        weights: bytes of the weights, by value of ``--weights``.
+        weights: bytes of the weights for each value of ``--weights``.
         kv_token_bytes: bytes of one token's keys and values, over all layers.
         block_size: tokens per KV block.
     """
@@ -60,7 +60,7 @@ class MemoryNeeds:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Return the bytes of one block of tokens, over all layers with attention."""
+        """Return the bytes of a block of ``block_size`` tokens, over all layers with attention."""
         return self.kv_token_bytes * self.block_size
 
 
@@ -75,18 +75,18 @@ def memory_needs(
 ) -> MemoryNeeds:
     """Compute the memory that a model takes on a CPU.
 
-    With ``auto``, a quantized checkpoint's weights take at least the sum of its files: grouped
-    integers and float8 keep their size, and other formats are dequantized. For a GGUF file, each
-    tensor is counted.
+    For ``--weights auto``, a quantized checkpoint is counted with the size of its files: grouped
+    integers and float8 keep their size. Formats that must be dequantized take more. A GGUF file is
+    counted tensor by tensor.
 
     Args:
         config: the model's configuration.
         dtype: dtype of the computation, and of weights that are not packed.
-        kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
+        kv_cache_dtype: ``auto`` (equal to ``dtype``) or ``fp8``.
         block_size: tokens per KV block.
-        folder: the model's folder; None: a quantized checkpoint's size is estimated.
-        native_kernels: whether native kernels exist; without them ``auto`` keeps all weights in
-            ``dtype``.
+        folder: the model's folder; None: a quantized checkpoint is counted as if not quantized.
+        native_kernels: whether native kernels are used; without them, ``--weights auto`` keeps all
+            weights in ``dtype``.
     """
     value_bytes = 1 if kv_cache_dtype == "fp8" else _DTYPE_BYTES[dtype]
     kv_token_bytes = sum(layer.mixer.kv.token_values for layer in config.layers) * value_bytes
@@ -101,25 +101,25 @@ def memory_needs(
 
 
 def memory_needs_of_folder(folder: Path) -> MemoryNeeds:
-    """Compute ``memory_needs`` of a model folder's configuration; raises ModelLoadError."""
+    """Compute the memory that a folder's model takes on a CPU; raises ModelLoadError."""
     return memory_needs(ModelConfig.from_folder(folder), folder=folder)
 
 
 def _stored_bytes(config: ModelConfig, folder: Path, dtype: str) -> int | None:
-    """Return the bytes of a quantized checkpoint's weights; None: it is not quantized."""
+    """Return the bytes that a quantized checkpoint's weights take; None: it is not quantized."""
     if (folder / GGUF_WEIGHTS).exists():
         return _gguf_bytes(config, read_folder(folder), dtype)
     if config.quantization is None:
         return None
-    if config.quantization.method == "mxfp4":  # other weights have 16 bits
+    if config.quantization.method == "mxfp4":  # only experts are quantized
         return _weight_bytes(config, _format(config, "auto", dtype), dtype, experts="mxfp4")
     files = sorted(folder.glob("*.safetensors"))
     return sum(path.stat().st_size + _widened_bytes(path) for path in files) or None
 
 
 def _widened_bytes(path: Path) -> int:
-    """Return the bytes added by NVFP4's e4m3 scales, which are stored in memory as float32."""
-    from safetensors import safe_open  # imported here, as routers lack the package
+    """Return by how many bytes NVFP4's e4m3 scales grow when they become float32 in memory."""
+    from safetensors import safe_open  # imported here, because routers may lack this package
 
     with safe_open(path, "pt") as file:
         scales = [file.get_slice(name) for name in file.keys() if name.endswith("_scale")]  # noqa: SIM118
@@ -146,9 +146,9 @@ def _weight_bytes(
 
     Args:
         config: the model's configuration.
-        format_: format of linear layers; a dtype: they are not packed.
+        format_: format of linear layers; if this is a dtype, they are not packed.
         dtype: dtype of weights that are not packed.
-        experts: format of experts; None: the format of other layers.
+        experts: format of the experts; None: ``format_``.
     """
     head: Matrix = (config.vocab_size, config.hidden_size)
     norms = config.hidden_size * (2 * config.num_layers + 1) * _DTYPE_BYTES[dtype]
@@ -172,13 +172,13 @@ def _weight_bytes(
 
 
 def _is_narrow(config: ModelConfig) -> bool:
-    """Return whether the embedding is kept in bfloat16, even if the model computes in float32."""
+    """Return whether the embedding stays bfloat16 in memory, even for computing in float32."""
     is_plain = config.quantization is None or config.quantization.method == "mxfp4"
     return config.dtype == "bfloat16" and is_plain
 
 
 def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool = True) -> str:
-    """Return the layers' format, or a dtype if they are not packed."""
+    """Return the format of linear layers for a value of ``--weights``; a dtype: not packed."""
     if weights != "auto":
         return weights
     if not native_kernels:
@@ -187,17 +187,17 @@ def _format(config: ModelConfig, weights: str, dtype: str, native_kernels: bool 
 
 
 def layer_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the layers' matrices, except experts and matrices that are never quantized."""
+    """Count matrices by shape, without routed experts and matrices that are never quantized."""
     return _count(config, lambda part: part.matrices(config.hidden_size))
 
 
 def exact_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the layers' matrices that are never quantized."""
+    """Count the matrices that are never quantized, by shape."""
     return _count(config, lambda part: part.exact_matrices(config.hidden_size))
 
 
 def expert_matrices(config: ModelConfig) -> Counter[Matrix]:
-    """Count the matrices of routed experts, which only some tokens use."""
+    """Count the matrices of routed experts, by shape."""
     return _count(config, lambda part: part.expert_matrices(config.hidden_size))
 
 

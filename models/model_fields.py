@@ -1,7 +1,6 @@
-"""Config.json fields that families share, checked and typed; no torch.
+"""ModelFields: the config.json fields that families share, checked and typed; no torch.
 
-Fields have the file's values; a family's file decides what they mean for a network. Refuses to
-know: families, tensors.
+A family's file decides what the values mean for a network. Refuses to know: families, tensors.
 """
 
 from __future__ import annotations
@@ -16,22 +15,23 @@ from models.recipe import AttentionSpec, FeedForwardSpec, LayerSpec, MlpSpec, Re
 from models.rope_config import RopeConfig, parse_ropes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Layer type -> whether its mixer has a recurrent state.
+# Value in ``layer_types`` -> whether the layer's mixer has a recurrent state.
 STATE_KINDS = {FULL: False, "attention": False, "linear_attention": True, "mamba": True}
 Windows = Sequence[int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFields:
-    """Fields of a config.json; lengths are in tokens.
+    """The config.json fields that families share; lengths are in tokens.
 
     Attributes:
-        fields: all fields, with the family's defaults.
+        fields: all fields of the file, with the family's defaults.
         max_model_len: longest sequence (prompt and output) with correct results.
         activation: activation of gated units: "silu", "gelu_tanh" or "gelu".
         rope: rotary embedding of all layers, or of layers without a sliding window.
-        sliding_rope: rotary embedding of layers with a window; None: as ``rope``.
-        sliding_window_pattern: without layer types, the last of this many layers has no window.
+        sliding_rope: rotary embedding of layers with a sliding window; None: ``rope``.
+        sliding_window_pattern: length of a run of layers whose last layer has no window, if
+            ``layer_types`` is None.
     """
 
     fields: Fields
@@ -67,7 +67,16 @@ class ModelFields:
         sliding_window_pattern: int | None,
         rope_options: tuple[bool, bool, float],
     ) -> ModelFields:
-        """Read and check the fields; raises ModelLoadError. See `Family` for the options."""
+        """Read and check the fields; raises ModelLoadError.
+
+        Args:
+            fields: fields of config.json.
+            max_model_len: longest sequence to serve, in tokens; None: the file's limit.
+            activation: activation of gated units.
+            layer_kinds: names that ``layer_types`` may contain.
+            sliding_window_pattern: as in `Family`.
+            rope_options: ``ropes_by_layer_type``, ``partial_rotary`` and ``turning`` of `Family`.
+        """
         num_heads = fields.integer("num_attention_heads")
         num_layers = fields.integer("num_hidden_layers", maximum=MAX_PARTS)
         head_dim = _head_dim(fields, num_heads)
@@ -101,7 +110,7 @@ class ModelFields:
     # ------------------------------------------------------------------ specs of common parts
 
     def attention(self, **options: Any) -> AttentionSpec:
-        """Return an `AttentionSpec` with these options, and the file's numbers of heads."""
+        """Make an `AttentionSpec` from these options and the file's sizes of heads."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -110,18 +119,18 @@ class ModelFields:
         )
 
     def mlp(self, **options: Any) -> MlpSpec:
-        """Return the file's MLP as a spec, with these options of `MlpSpec`."""
+        """Make an `MlpSpec` from these options and the file's size and activation."""
         return MlpSpec(inner_size=self.intermediate_size, activation=self.activation, **options)
 
     def recipe(
         self, mixers: Iterable[AttentionSpec], feed_forward: FeedForwardSpec, **options: Any
     ) -> Recipe:
-        """Return a recipe whose layers differ only in their attention.
+        """Make a recipe whose layers differ only in their attention.
 
         Args:
             mixers: attention of each layer.
             feed_forward: feed-forward part of every layer.
-            options: options of `Recipe`; by default, ``ropes`` is the file's rotation.
+            options: options of `Recipe`; by default, ``ropes`` is the file's rotary embedding.
         """
         layers = tuple(LayerSpec(mixer, feed_forward) for mixer in mixers)
         options.setdefault("ropes", (self.rope,))
@@ -130,10 +139,10 @@ class ModelFields:
     def attention_layers(
         self, windows: Windows | None = None, **options: Any
     ) -> list[AttentionSpec]:
-        """Return the attention of each layer; the layers differ only in their windows.
+        """Make the attention of each layer; the layers differ only in their windows.
 
         Args:
-            windows: window of each layer; None: no windows.
+            windows: sliding window of each layer; None: no layer has a window.
             options: options of `AttentionSpec`.
         """
         by_window = {
@@ -144,20 +153,23 @@ class ModelFields:
     # ------------------------------------------------------------------ which layers have a window
 
     def windows_by_type(self, types: Sequence[str]) -> list[int | None]:
-        """Return the window of each layer, given the layers' types.
+        """Return the sliding window of each layer, given the layers' types.
 
         Raises:
-            ModelLoadError: a layer needs a window, but the file gives none.
+            ModelLoadError: a layer has a window, but the file does not give its size.
         """
         if self.sliding_window is None and SLIDING in types:
             raise ModelLoadError("config.json: sliding_window: missing, but some layers have one")
         return [self.sliding_window if name == SLIDING else None for name in types]
 
     def windows_by_pattern(self) -> list[int | None]:
-        """Return each layer's window, for models in which most layers have a window.
+        """Return each layer's window, for models in which most layers have a sliding window.
 
-        ``layer_types`` decides if given; otherwise, the last of each ``sliding_window_pattern``
-        layers has no window. Raises ModelLoadError like `windows_by_type`.
+        ``layer_types`` decides if the file has it; otherwise, the last of every
+        ``sliding_window_pattern`` layers has no window.
+
+        Raises:
+            ModelLoadError: a layer has a window, but the file does not give its size.
         """
         layers, pattern = range(self.num_layers), self.sliding_window_pattern
         return self.windows_by_type(
@@ -167,11 +179,12 @@ class ModelFields:
     def windows_if_switched_on(self) -> list[int | None]:
         """Return each layer's window, for models with the switch ``use_sliding_window``.
 
-        ``layer_types`` decides if given; otherwise, layers from ``max_window_layers`` on have a
-        window.
+        With the switch on, ``layer_types`` decides which layers have a window; without
+        ``layer_types``, all layers from ``max_window_layers`` on have one.
 
         Raises:
-            ModelLoadError: ``layer_types`` needs a window, but the file gives none.
+            ModelLoadError: ``layer_types`` has a window, but the switch is off, or the file does
+                not give the window's size.
         """
         window = self.sliding_window if self.use_sliding_window else None
         if self.layer_types is None:
@@ -185,13 +198,14 @@ class ModelFields:
     # ------------------------------------------------------------------ which layers have a state
 
     def recurrent_layers(self, *, interval: int) -> tuple[bool, ...]:
-        """Return whether each layer has a recurrent state, by ``layer_types``.
+        """Return for each layer whether its mixer has a recurrent state, by ``layer_types``.
 
         Args:
-            interval: without ``layer_types``, every ``interval``-th layer attends; 0: none does.
+            interval: if the file has no ``layer_types``, every ``interval``-th layer has attention;
+                0: no layer has.
 
         Raises:
-            ModelLoadError: no layer attends.
+            ModelLoadError: no layer has attention.
         """
         if self.layer_types is not None:
             recurrent = tuple(STATE_KINDS[name] for name in self.layer_types)
@@ -233,7 +247,7 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """Return the sliding window, or None; accept 0 if use_sliding_window is false."""
+    """Return the sliding window, or None; allow a window of 0 if use_sliding_window is false."""
     switched_off = fields.get("use_sliding_window") is False
     window = fields.optional_integer("sliding_window", minimum=0 if switched_off else 1)
     return window or None

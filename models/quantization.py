@@ -1,7 +1,8 @@
-"""QuantizationConfig: how a checkpoint's weights are stored; refuses unsupported schemes.
+"""QuantizationConfig: how a checkpoint says that its weights are quantized.
 
-Refuses to know: tensors. Each layer's tensors show how it is stored
-(`models/loading/quantized_weights.py`), so no list of unquantized layers is needed.
+Schemes that are not supported are refused. Refuses to know: tensors. The lists of layers that are
+not quantized are not read, because each layer's tensors show how it is stored
+(`models/loading/quantized_weights.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ _SPARSE_FORMATS = ("dense",)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The part of a checkpoint's configuration that is needed to read its weights.
+    """Facts that are needed, besides a layer's tensors, to read quantized weights.
 
     Attributes:
         method: value of `quant_method`.
-        block_shape: rows and columns that share a scale; None: scales are not per block.
-        group_size: adjacent numbers of a row that share a scale, if the tensors do not tell each
-            column's group; the last group may be smaller. 0: the tensors tell, or groups have equal
+        block_shape: rows and columns of a block whose weights share a scale; None: no blocks.
+        group_size: number of adjacent weights of a row that share a scale; the last group may be
+            smaller. 0: the layer's tensors tell each column's group, or all groups have equal
             sizes.
         zero_point_offset: number to add to the stored zero points.
-        rounds_inputs: whether layers' inputs are also rounded to the weights' dtype.
+        rounds_inputs: whether the inputs of layers are rounded to the weights' dtype, too.
     """
 
     method: str
@@ -37,14 +38,14 @@ class QuantizationConfig:
 
 
 def parse_quantization(fields: Fields, beside: Fields | None = None) -> QuantizationConfig | None:
-    """Read ``quantization_config``; None: weights are not quantized.
+    """Read a checkpoint's quantization; return None if its weights are not quantized.
 
     Args:
         fields: fields of config.json.
-        beside: fields of `MODELOPT_FILE`; None: no such file.
+        beside: fields of the file `MODELOPT_FILE`; None: the folder has no such file.
 
     Raises:
-        ModelLoadError: the scheme is not supported; names the field.
+        ModelLoadError: the scheme is not supported; the error names the field.
     """
     for name in ("quantization_config", "compression_config"):
         if not fields.has(name):
@@ -59,7 +60,7 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
                 "quant_method", f"{method!r} is not supported; supported: {known}"
             )
         for turned in ("rotation_config", "spinquant_config"):
-            # The weights were rotated, so inputs would have to be rotated, too.
+            # Such weights were rotated, so inputs would have to be rotated, which is not supported.
             if quantization.has(turned):
                 raise quantization.wrong(turned, "not supported")
         return _PARSERS[method](quantization)
@@ -67,14 +68,14 @@ def parse_quantization(fields: Fields, beside: Fields | None = None) -> Quantiza
 
 
 def _is_of_kv_cache_only(quantization: Fields) -> bool:
-    """Return whether only keys and values are quantized: float8 with one scale per layer.
+    """Return whether the checkpoint only has scales for a float8 KV cache, and plain weights.
 
-    compressed-tensors writes such files. The loader finds the scales among the weights; they are
-    used for a float8 KV cache, and ignored otherwise.
+    compressed-tensors writes such files. The loader finds the scales, one per layer, among the
+    weights.
     """
     if not quantization.has("kv_cache_scheme") or _groups(quantization):
         return False
-    # ModelOpt's configuration has no groups
+    # ModelOpt's configuration never has groups, even if weights are quantized
     if _PARSERS.get(quantization.text("quant_method", "")) is _modelopt:
         return False
     _check_kv_cache(quantization)
@@ -94,7 +95,7 @@ def _check_kv_cache(quantization: Fields) -> None:
 
 
 def _groups(quantization: Fields) -> list[Fields]:
-    """Return each config group that quantizes weights, inputs or outputs."""
+    """Return the members of ``config_groups`` that quantize weights, inputs or outputs."""
     if not quantization.has("config_groups"):
         return []
     groups = quantization.child("config_groups")
@@ -104,9 +105,9 @@ def _groups(quantization: Fields) -> list[Fields]:
 
 
 def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
-    """Read compressed-tensors: weights of 4 or 8 bits.
+    """Read the scheme of compressed-tensors: weights of 1 to 8 bits.
 
-    Static input scales are not read, as kernels compute a scale per token.
+    Static scales of inputs are ignored, because kernels compute a scale per token.
     """
     _check_kv_cache(quantization)
     for name in ("sparsity_config", "transform_config"):
@@ -115,8 +116,8 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
     blocks, groups = set[tuple[int, int]](), _groups(quantization)
-    # The lists of layers per group are not read, so inputs are rounded only if all groups ask for
-    # it.
+    # Which layers belong to which group is not read, so inputs are rounded only if all groups
+    # round inputs.
     rounds_inputs = bool(groups) and all(group.has("input_activations") for group in groups)
     for group in groups:
         weights = group.child("weights")
@@ -140,7 +141,9 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
 
 
 def _fp8(quantization: Fields) -> QuantizationConfig:
-    """Read e4m3 weights with block scales (DeepSeek-AI, arXiv:2412.19437) or one scale."""
+    """Read the scheme ``fp8``: e4m3 weights with a scale per block (DeepSeek-AI,
+    arXiv:2412.19437) or per weight.
+    """
     if not quantization.has("weight_block_size"):
         return QuantizationConfig("fp8", rounds_inputs=True)
     rows, columns = quantization.numbers("weight_block_size", 2)
@@ -150,7 +153,10 @@ def _fp8(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_bits(quantization: Fields, supported: tuple[int, ...]) -> None:
-    """Check the default number of bits; a layer with another number shows it by its tensors."""
+    """Raise ModelLoadError if the default number of bits is not supported.
+
+    If a layer has another number of bits, its tensors show the number.
+    """
     num_bits = quantization.integer("bits")
     if num_bits not in supported:
         known = ", ".join(map(str, supported))
@@ -158,7 +164,7 @@ def _check_bits(quantization: Fields, supported: tuple[int, ...]) -> None:
 
 
 def _gptq(quantization: Fields) -> QuantizationConfig:
-    """Read GPTQ: integers with zero points (Frantar et al., arXiv:2210.17323)."""
+    """Read the scheme GPTQ: integers with zero points (Frantar et al., arXiv:2210.17323)."""
     layout = quantization.text("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise quantization.wrong(
@@ -172,12 +178,12 @@ def _gptq(quantization: Fields) -> QuantizationConfig:
 
 
 def _group_size(quantization: Fields) -> int:
-    """Return the group size; 0: a group is a whole row, or the size is not given."""
+    """Return the group size; 0: a group is a whole row, or the file does not give the size."""
     return max(0, quantization.integer("group_size", 0, minimum=-1))
 
 
 def _awq(quantization: Fields) -> QuantizationConfig:
-    """Read AWQ: integers of 4 bits in groups (Lin et al., arXiv:2306.00978)."""
+    """Read the scheme AWQ: integers of 4 bits in groups (Lin et al., arXiv:2306.00978)."""
     layout = quantization.text("version", "gemm")
     if layout.lower() != "gemm":
         raise quantization.wrong("version", f"{layout!r} is not supported; supported: gemm")
@@ -186,12 +192,15 @@ def _awq(quantization: Fields) -> QuantizationConfig:
 
 
 def _mxfp4(quantization: Fields) -> QuantizationConfig:
-    """Read MXFP4, used for gpt-oss's experts: 4-bit numbers, with a power of two per group."""
+    """Read the scheme MXFP4 of gpt-oss: only experts are quantized, to 4 bits."""
     return QuantizationConfig("mxfp4")
 
 
 def _auto_round(quantization: Fields) -> QuantizationConfig:
-    """Read AutoRound's fields, which name another format's layout (arXiv:2309.05516)."""
+    """Read the scheme AutoRound, which stores weights in another scheme's layout.
+
+    Source: arXiv:2309.05516.
+    """
     data_type = quantization.text("data_type", "int")
     _check_other_layers(quantization, data_type)
     if data_type == "fp":
@@ -215,16 +224,16 @@ def _auto_round(quantization: Fields) -> QuantizationConfig:
 
 
 def _check_other_layers(quantization: Fields, data_type: str) -> None:
-    """Refuse layers whose number type differs from the default.
+    """Raise ModelLoadError if a quantized layer has another data type than the default.
 
-    The tensors of such layers look like those of the default type.
+    The tensors of such a layer do not show the data type.
     """
     if not quantization.has("extra_config"):
         return
     others = quantization.child("extra_config")
     for layer in others.names():
         other = others.child(layer)
-        if other.integer("bits", _FLOAT8_BITS) > _FLOAT8_BITS:  # a layer that is not quantized
+        if other.integer("bits", _FLOAT8_BITS) > _FLOAT8_BITS:  # this layer is not quantized
             continue
         found = other.text("data_type", data_type)
         if found != data_type:
@@ -232,7 +241,7 @@ def _check_other_layers(quantization: Fields, data_type: str) -> None:
 
 
 _FLOAT8_BITS = 8
-# Layout -> number to add to stored zero points: 1 as in AutoGPTQ, else 0; newest layouts first.
+# AutoRound's names of GPTQ layouts -> number to add to the stored zero points.
 _AUTO_ROUND_GPTQ = {
     **dict.fromkeys(("auto_round:auto_gptq", "auto", "auto_round:gptq", "auto_gptq"), 1),
     **dict.fromkeys(("auto_round:gptq:exllamav2", "gptq:exllamav2", "gptq"), 1),
@@ -243,7 +252,7 @@ _AUTO_ROUND_AWQ = ("auto_round:auto_awq", "auto_round:awq:gemm", "auto_round:awq
 
 
 def _modelopt(quantization: Fields) -> QuantizationConfig | None:
-    """Read NVIDIA ModelOpt's fields; in mixed exports, each layer's tensors show its format."""
+    """Read the scheme of NVIDIA ModelOpt; return None if only the KV cache has scales."""
     _check_kv_of_modelopt(quantization)
     if not quantization.has("quant_algo"):
         return None
@@ -259,7 +268,7 @@ def _modelopt(quantization: Fields) -> QuantizationConfig | None:
 
 
 def _check_kv_of_modelopt(quantization: Fields) -> None:
-    """Check the KV cache's format; its scales, one per layer, are stored with the weights."""
+    """Raise ModelLoadError if ModelOpt's format of the KV cache is not float8."""
     name = "kv_cache_quant_algo"
     if quantization.has(name) and quantization.text(name).upper() != "FP8":
         raise quantization.wrong(
@@ -273,7 +282,7 @@ def _check_kv_of_modelopt(quantization: Fields) -> None:
             )
 
 
-# Algorithm -> whether inputs are also rounded to the weights' dtype, in which kernels then
+# ModelOpt's algorithm -> whether inputs are rounded to the weights' dtype, in which kernels then
 # multiply.
 _MODELOPT = {
     "FP8": True,
@@ -293,7 +302,7 @@ _MODELOPT_BLOCK = (128, 128)
 
 
 def _fbgemm(quantization: Fields) -> QuantizationConfig:
-    """Read Meta's FBGEMM checkpoints: e4m3 weights with a scale per row."""
+    """Read the scheme of Meta's FBGEMM: e4m3 weights with a scale per row."""
     return QuantizationConfig("fbgemm_fp8", rounds_inputs=True)
 
 

@@ -1,7 +1,8 @@
-"""Recipes: the parts of a model as plain values; each layer has a mixer and a feed-forward part.
+"""Recipe: the parts of a model as plain values. A layer has a mixer and a feed-forward part.
 
-A family's file makes a recipe from config.json; `Decoder` builds modules from it. Each spec also
-tells what its layer stores per token, and the layer's matrices, for memory and work.
+A family's file makes the recipe from config.json, and `Decoder` builds modules from the recipe.
+Each spec also tells which matrices a part has, and what a mixer keeps per token or request, so that
+memory and work can be estimated.
 Refuses to know: families, files, tensors (this module does not import torch).
 """
 
@@ -14,9 +15,9 @@ from enum import Enum, auto
 from baton.kv.layers import LatentKV, PagedKV, StateArray, StateKV
 from models.rope_config import RopeConfig
 
-# A matrix: (outputs, inputs).
+# Shape of a weight matrix: (outputs, inputs).
 Matrix = tuple[int, int]
-# Activation of experts and MLPs without gates.
+# Squared ReLU, the activation of experts and MLPs without gates.
 RELU2 = "relu2"
 
 
@@ -24,25 +25,25 @@ class NormWeight(Enum):
     """How a norm's weight is applied."""
 
     OWN = auto()  # in the model's dtype, applied after rounding the normalized value (Llama)
-    WIDE = auto()  # in float32, applied before rounding (OLMo 2)
-    OFFSET = auto()  # like WIDE, with 1 added to the weight (Gemma)
+    WIDE = auto()  # in float32, applied before the result is rounded (OLMo 2)
+    OFFSET = auto()  # like WIDE, but 1 is added to the weight (Gemma)
 
 
 class Part:
-    """A part of a layer; ``hidden_size`` is the width of the residual stream."""
+    """A mixer or a feed-forward part; ``hidden_size`` is the size of the residual stream."""
 
     __slots__ = ()
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that all tokens use and that may be quantized."""
+        """List the part's matrices that all tokens use and that may be quantized."""
         raise NotImplementedError
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that are never quantized."""
+        """List the part's matrices that are never quantized."""
         return []
 
     def expert_matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that only some tokens use (experts)."""
+        """List the part's matrices that only some tokens use: those of routed experts."""
         return []
 
 
@@ -53,20 +54,23 @@ class AttentionSpec(Part):
     Attributes:
         num_heads, num_kv_heads, head_dim: shape of queries, and of keys and values.
         window: number of tokens that a token attends to, itself included; None: all.
-        rotation: index of the layer's rotation in the recipe's ``ropes``.
+        rotation: index of the layer's rotary embedding in the recipe's ``ropes``.
         qkv_bias: whether queries, keys and values have a bias.
         output_bias: whether the output projection has a bias.
         qk_norm: whether queries and keys have an RMSNorm, before the rotation.
-        qk_norm_of_all_heads: whether a norm spans all heads of a token.
+        qk_norm_of_all_heads: whether one RMSNorm spans all query heads of a token, and one all key
+            heads.
         norm_weight: how the norms' weights are applied.
         scale: factor of dot products; None: ``head_dim ** -0.5``.
-        soft_cap: soft cap of the attention scores, see ``AttentionBackend.run``; None: no cap.
+        soft_cap: attention scores become ``soft_cap * tanh(score / soft_cap)``; None: no cap.
         sinks: whether each head has a learned sink.
-        output_gate: whether each result is scaled by a sigmoid of a projection of the input.
-        stored_joined: whether checkpoints have query, key and value joined.
-        pair_dims: dims of a head that checkpoints store as adjacent pairs (GPT-J style RoPE); None:
-            dims are stored in halves. Not with ``stored_joined``.
-        whole_images: whether the embeddings of one image attend to each other in both directions.
+        output_gate: whether the attention's results are multiplied by the sigmoid of a further
+            projection of the input.
+        stored_joined: whether checkpoints have one tensor for query, key and value projections.
+        pair_dims: number of a head's dims in which checkpoints store the two dims of a RoPE pair
+            next to each other (GPT-J style); None: the pairs' first dims come before the second
+            dims. Not supported with ``stored_joined``.
+        whole_images: whether the tokens of one image attend to each other in both directions.
     """
 
     num_heads: int
@@ -89,16 +93,16 @@ class AttentionSpec(Part):
 
     @property
     def kv(self) -> PagedKV:
-        """Return what the layer keeps: keys and values of all tokens, or of a window."""
+        """Return what the layer caches: keys and values of all tokens, or of those in a window."""
         return PagedKV(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def attended_flops(self) -> int:
-        """Return the operations per pair of a token and a token that it attends to."""
+        """Return the FLOPs per pair of a token and a token that it attends to."""
         return 4 * self.num_heads * self.head_dim
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         joined = query + 2 * key + (query if self.output_gate else 0)
         return [(joined, hidden_size), (hidden_size, query)]
@@ -109,9 +113,9 @@ class LatentSpec(Part):
     """Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Attributes:
-        num_heads: number of heads, whose keys and values come from one latent.
+        num_heads: number of heads; the keys and values of all heads come from one latent.
         q_lora_rank: rank of the queries' low-rank projection; None: a single projection.
-        kv_lora_rank: size of a token's latent.
+        kv_lora_rank: size of a token's latent, without the rotated part.
         qk_nope_head_dim: size of the part of query and key heads that is not rotated.
         qk_rope_head_dim: size of the rotated part, which all key heads share.
         v_head_dim: size of a value head.
@@ -132,28 +136,31 @@ class LatentSpec(Part):
 
     @property
     def width(self) -> int:
-        """Return the number of elements that a layer stores per token."""
+        """Return the number of elements that the layer caches per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def kv(self) -> LatentKV:
-        """Return what the layer keeps: a latent of every token."""
+        """Return what the layer caches: a latent of every token."""
         return LatentKV(self.width)
 
     @property
     def attended_flops(self) -> int:
-        """Implement `AttentionSpec.attended_flops`; queries and outputs are projected."""
+        """Return the FLOPs per pair of a token and a token that it attends to.
+
+        Scores and sums are computed in latents.
+        """
         return 2 * self.num_heads * (self.width + self.kv_lora_rank)
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         query = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         rank, output = self.q_lora_rank, self.num_heads * self.v_head_dim
         queries = [(query, hidden_size)] if rank is None else [(rank, hidden_size), (query, rank)]
         return [*queries, (self.width, hidden_size), (hidden_size, output)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.exact_matrices`: the projection of latents to keys and values."""
+        """List the matrices that are never quantized: the one from latents to keys and values."""
         size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [(size, self.kv_lora_rank)]
 
@@ -165,9 +172,9 @@ class Mamba2Spec(Part):
     Attributes:
         num_heads: number of heads of the state.
         head_dim: size of a head's inputs and results.
-        num_groups: groups of adjacent heads; a group's states share inputs and outputs.
-        state_dim: rows of a head's state; each has ``head_dim`` numbers.
-        kernel_size: tokens that the convolution reads.
+        num_groups: number of groups of adjacent heads that share the vectors ``b`` and ``c``.
+        state_dim: number of rows of a head's state; each row has ``head_dim`` numbers.
+        kernel_size: number of tokens that the convolution reads, including the token itself.
         conv_bias: whether the convolution has a bias.
         proj_bias: whether the projections have a bias.
     """
@@ -182,23 +189,23 @@ class Mamba2Spec(Part):
 
     @property
     def inner_size(self) -> int:
-        """Return the size of all heads together."""
+        """Return the size of all heads' inputs together."""
         return self.num_heads * self.head_dim
 
     @property
     def num_channels(self) -> int:
-        """Return the convolution's number of channels."""
+        """Return the number of channels that the convolution reads."""
         return self.inner_size + 2 * self.num_groups * self.state_dim
 
     @property
     def kv(self) -> StateKV:
-        """Return what the layer keeps: inputs of the convolution, and the heads' states."""
+        """Return what the layer keeps per request: the convolution's inputs, the heads' states."""
         conv = StateArray((self.num_channels, self.kernel_size - 1))
         heads = StateArray((self.num_heads, self.state_dim, self.head_dim), "float32")
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         size = self.inner_size + self.num_channels + self.num_heads
         return [(size, hidden_size), (hidden_size, self.inner_size)]
 
@@ -208,11 +215,11 @@ class DeltaNetSpec(Part):
     """A gated delta net (Yang et al., arXiv:2412.06464).
 
     Attributes:
-        num_key_heads: number of key heads; each serves adjacent value heads.
-        num_value_heads: heads of the state.
-        key_dim: rows of a head's state; each has ``value_dim`` numbers.
-        value_dim: size of a head's values and results.
-        kernel_size: tokens that the convolution reads.
+        num_key_heads: number of key heads; adjacent value heads share a key head.
+        num_value_heads: number of value heads, each of which has a state.
+        key_dim: size of a key, and number of rows of a head's state.
+        value_dim: size of a head's values and results, and of a row of its state.
+        kernel_size: number of tokens that the convolution reads, including the token itself.
         stored_by_key_head: whether checkpoints group the rows of projections by key head.
     """
 
@@ -225,18 +232,18 @@ class DeltaNetSpec(Part):
 
     @property
     def num_channels(self) -> int:
-        """Return the convolution's number of channels."""
+        """Return the number of channels that the convolution reads."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
     def kv(self) -> StateKV:
-        """Return what the layer keeps: inputs of the convolution, and the heads' states."""
+        """Return what the layer keeps per request: the convolution's inputs, the heads' states."""
         conv = StateArray((self.num_channels, self.kernel_size - 1))
         heads = StateArray((self.num_value_heads, self.key_dim, self.value_dim), "float32")
         return StateKV((conv, heads))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         values = self.num_value_heads * self.value_dim
         size = self.num_channels + values + 2 * self.num_value_heads
         return [(size, hidden_size), (hidden_size, values)]
@@ -248,7 +255,7 @@ class ShortConvSpec(Part):
 
     Attributes:
         num_channels: size of input, output and residual stream.
-        kernel_size: number of inputs that a result depends on, the token's own included.
+        kernel_size: number of tokens that the convolution reads, including the token itself.
         bias: whether convolution and projections have biases.
     """
 
@@ -258,11 +265,11 @@ class ShortConvSpec(Part):
 
     @property
     def kv(self) -> StateKV:
-        """Return what the layer keeps: inputs of the convolution."""
+        """Return what the layer keeps per request: the latest inputs of the convolution."""
         return StateKV((StateArray((self.num_channels, self.kernel_size - 1)),))
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         return [(3 * hidden_size, hidden_size), (hidden_size, hidden_size)]
 
 
@@ -271,10 +278,10 @@ class MlpSpec(Part):
     """A feed-forward part that all tokens go through.
 
     Attributes:
-        inner_size: intermediate size.
+        inner_size: intermediate size, after gating.
         bias: whether the projections have biases.
-        activation: ``silu``, ``gelu_tanh`` or ``gelu`` for gates; ``relu2`` without gates.
-        stored_joined: whether checkpoints have gate and up projections joined.
+        activation: ``silu``, ``gelu_tanh`` or ``gelu`` of gates; ``relu2``: no gates, squared ReLU.
+        stored_joined: whether checkpoints have one tensor for gate and up projection.
     """
 
     inner_size: int
@@ -283,7 +290,7 @@ class MlpSpec(Part):
     stored_joined: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`."""
+        """List the matrices that all tokens use and that may be quantized."""
         return mlp_matrices(hidden_size, self.inner_size, self.activation)
 
 
@@ -294,22 +301,22 @@ class ExpertsSpec(Part):
     Attributes:
         num_experts: number of experts.
         inner_size: intermediate size of each expert, after gating.
-        top_k: experts per token.
-        scoring: function of a router's logits, see ``baton_kernels.routing.Scoring``.
+        top_k: number of experts per token.
+        scoring: how the router's logits become scores: a value of ``baton_kernels.Scoring``.
         normalize: whether the weights of a token's experts are divided by their sum.
-        scale: factor of the experts' weights.
+        scale: factor of the weights of a token's experts.
         num_groups: number of groups of experts; if more than one, groups are chosen before experts.
         top_groups: number of groups from which a token's experts are chosen.
         group_best: a group's score is the sum of this many best scores of its experts.
-        has_bias: whether checkpoints have a bias per expert, added to scores for choosing experts,
-            but not for weighting them.
+        has_bias: whether checkpoints have a bias per expert. The bias is added to the scores when
+            experts are chosen, but not when their results are weighted.
         shared_size: intermediate size of the shared experts, after gating; 0: no shared experts.
-        shared_bias: whether shared experts without gates have biases.
-        has_shared_gate: whether a logit per token scales the shared experts' result.
-        activation: the experts' activation, see ``baton_kernels.experts``.
+        shared_bias: whether the shared experts have biases, if they are without gates.
+        has_shared_gate: whether the sigmoid of a logit per token scales the shared experts' result.
+        activation: the experts' activation, as for an MLP, or gpt-oss's clamped gate.
         has_biases: whether router and experts have biases.
         latent_size: size of the experts' input and output; None: the residual stream's size.
-        stored_by_turns: whether checkpoints interleave gates and ups in fused experts.
+        stored_by_turns: whether rows of gates and ups alternate in checkpoints' fused experts.
         stored_as_linears: whether checkpoints store fused and shared experts as two linear layers
             each.
     """
@@ -334,23 +341,26 @@ class ExpertsSpec(Part):
     stored_as_linears: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.matrices`: projections to and from latents, and the shared experts."""
+        """List the matrices that all tokens use: projections of latents, and shared experts."""
         latent = self.latent_size
         around = [] if latent is None else [(latent, hidden_size), (hidden_size, latent)]
         return [*around, *mlp_matrices(hidden_size, self.shared_size, self.activation)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.exact_matrices`: the router, and the shared experts' gate."""
+        """List the matrices that are never quantized: the router, and the shared experts' gate."""
         return [(self.num_experts + self.has_shared_gate, hidden_size)]
 
     def expert_matrices(self, hidden_size: int) -> list[Matrix]:
-        """Implement `Part.expert_matrices`."""
+        """List the matrices of all routed experts."""
         width = hidden_size if self.latent_size is None else self.latent_size
         return mlp_matrices(width, self.inner_size, self.activation) * self.num_experts
 
 
 def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Matrix]:
-    """List the two linear layers of an MLP; empty if its intermediate size is 0."""
+    """List the matrices of an MLP's two layers; gate and up projection count as one layer.
+
+    The list is empty if ``inner_size`` is 0.
+    """
     if not inner_size:
         return []
     num_first = 1 if activation == RELU2 else 2
@@ -366,9 +376,9 @@ class LayerSpec:
     """A decoder layer: a token mixer, and a feed-forward part after it.
 
     Attributes:
-        mixer: the part in which tokens read each other, by attention or a state.
+        mixer: the part in which a token reads other tokens, by attention or a recurrent state.
         feed_forward: the part that processes each token alone; None: no such part.
-        stored_names: parts of this layer's parameter names -> replacements in checkpoints.
+        stored_names: parts of this layer's parameter names -> what checkpoints have instead.
     """
 
     mixer: MixerSpec
@@ -377,13 +387,13 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Return the layer's parts in order."""
+        """Return the layer's mixer, and its feed-forward part if it has one."""
         return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Checkpoint names of a layer's norms, by place; None: no norm.
+    """The names that checkpoints give to a layer's norms, by place; None: no norm there.
 
     A norm after a part is applied to the part's result, before the addition to the residual stream.
     """
@@ -396,20 +406,20 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The parts of a decoder.
+    """The parts of a decoder, from which its modules are built.
 
     Attributes:
         layers: the layers, in order.
-        ropes: the rotations that layers choose from.
+        ropes: the model's rotary embeddings; each layer uses one.
         norms: names of a layer's norms, by place.
-        norm_weight: kind of weight of all norms outside of mixers.
-        embedding_scale: factor of the embeddings, rounded to their dtype.
-        residual_scale: factor of each part's result before it is added to the stream.
-        logits_divisor: divisor of the head's results.
-        logits_soft_cap: cap of the head's results, see ``ops.soft_cap``; None: no cap.
-        stored_names: parts of parameter names -> replacements in checkpoints.
-        stored_prefix: prefix in checkpoints in place of ``model.``.
-        ignored: prefixes of unused names in checkpoints.
+        norm_weight: how the weights of all norms outside of mixers are applied.
+        embedding_scale: factor of the embeddings; it is rounded to their dtype.
+        residual_scale: factor of each part's result when it is added to the residual stream.
+        logits_divisor: number by which the output head's results are divided.
+        logits_soft_cap: logits become ``cap * tanh(logit / cap)``; None: no cap.
+        stored_names: parts of parameter names -> what checkpoints have instead.
+        stored_prefix: prefix that checkpoints have instead of ``model.``.
+        ignored: prefixes of the names of checkpoints' tensors that the model does not use.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -425,7 +435,7 @@ class Recipe:
     ignored: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """Return a parameter's name in checkpoints; ``name`` is its name in the built module."""
+        """Return the name that checkpoints give to a parameter called ``name`` in Baton's model."""
         words = name.split(".", 3)
         if len(words) > 3 and words[1] == "layers" and int(words[2]) < len(self.layers):
             for ours, theirs in self.layers[int(words[2])].stored_names.items():

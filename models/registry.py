@@ -1,6 +1,6 @@
 """The table of supported architectures: name in config.json -> family.
 
-Refuses to know: torch, the content of families, which are imported when needed.
+A family's file is imported when it is needed. Refuses to know: torch, the content of families.
 """
 
 from __future__ import annotations

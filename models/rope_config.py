@@ -1,7 +1,7 @@
-"""The rotary position embedding in config.json, in the formats of transformers 4 and 5.
+"""RopeConfig: the rotary position embedding (RoPE) that config.json describes.
 
-Transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters``.
-Defaults and precedence follow ``transformers.modeling_rope_utils``.
+transformers 4 writes the fields ``rope_theta`` and ``rope_scaling``, transformers 5 one field
+``rope_parameters``. Defaults and precedence follow ``transformers.modeling_rope_utils``.
 Refuses to know: tensors, frequencies (``layers/rope_frequencies.py``).
 """
 
@@ -21,14 +21,14 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One model's rotary embedding; fields that its type does not use have defaults.
+    """One rotary embedding of a model; attributes that its type does not use have defaults.
 
-    In Hugging Face, the frequencies of ``dynamic`` and ``longrope`` depend on the sequence's
-    current length, so early keys are rotated differently from later ones. Paged blocks outlive a
-    request and are shared by prefix, so a key must depend only on its token and position.
-    Therefore, frequencies are fixed when the model is loaded: ``dynamic`` serves up to
-    ``max_position_embeddings``, where it equals ``default``; ``longrope`` uses its short factors if
-    ``max_model_len <= original_max_position_embeddings``, else its long factors for all lengths
+    In Hugging Face, the frequencies of ``dynamic`` and ``longrope`` depend on the current length of
+    the sequence, so early keys are rotated differently from later keys. Baton's requests share
+    cached blocks, so the rotation of a key may depend only on its position. Therefore, frequencies
+    are fixed when the model is loaded: ``dynamic`` serves up to ``max_position_embeddings``, where
+    it equals ``default``; ``longrope`` uses its short factors if ``max_model_len <=
+    original_max_position_embeddings``, else its long factors for all lengths
     (``use_long_factors``).
     """
 
@@ -37,7 +37,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
     original_max_position_embeddings: int | None = None
-    attention_factor: float = 1.0  # factor of cosines and sines
+    attention_factor: float = 1.0  # factor of all cosines and sines
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -48,12 +48,13 @@ class RopeConfig:
     use_long_factors: bool = False
     # Maximum number of positions with correct results; None: no such limit
     max_len: int | None = None
-    # Axis (0: frame, 1: row, 2: column) whose position rotates each pair; empty: one axis.
+    # For each pair, the axis (0: frame, 1: row, 2: column) whose position rotates it; empty: one
+    # axis
     axes: tuple[int, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of a head's dims that are rotated."""
-        whole = self.rope_type == "proportional"  # these frequencies cover all dims
+        whole = self.rope_type == "proportional"  # all dims are rotated, some of them by 0
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 
@@ -64,7 +65,7 @@ class AxesRule:
     ::
 
         sections 2, 3, 3     | 0 0 1 1 1 2 2 2 |
-        interleaved          | 0 1 2 0 1 2 1 2 |      as far as a section goes, else axis 0
+        interleaved          | 0 1 2 0 1 2 1 2 |      after a section's end: axis 0
 
     Attributes:
         sections: default number of rotary pairs per axis.
@@ -78,8 +79,8 @@ class AxesRule:
         """Return each pair's axis; raises ModelLoadError if the sections do not fit.
 
         Args:
-            rope: fields of the rotary embedding.
-            num_pairs: rotary pairs of a head.
+            rope: the file's section about RoPE, which may override ``sections``.
+            num_pairs: number of rotary pairs of a head.
         """
         sections = self.sections
         if rope.has("mrope_section"):
@@ -93,7 +94,7 @@ class AxesRule:
         return tuple(place % 3 if place < 3 * sections[place % 3] else 0 for place in places)
 
 
-# No rotation: all cosines are 1 and all sines 0.
+# The embedding of models without RoPE: all cosines are 1, and all sines are 0.
 NO_ROPE = RopeConfig(rope_type=NO_ROPE_TYPE)
 
 
@@ -111,20 +112,20 @@ def parse_ropes(
     Args:
         fields: fields of config.json.
         head_dim: size of one attention head.
-        max_position_embeddings: value of config.json.
-        max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
-        by_layer_type: whether layers with a window may have a separate rotary embedding.
-        partial: whether the file may limit rotation to a part of each head.
+        max_position_embeddings: the field of this name in config.json.
+        max_model_len: longest sequence to serve, in tokens; None: the longest supported.
+        by_layer_type: whether layers with a sliding window may have a separate rotary embedding.
+        partial: whether the file may limit the rotation to a part of each head.
         turning: default fraction of a head's dims that is rotated.
 
     Returns:
-        The embedding of all layers, or of layers with full attention; and the embedding of layers
-        with a window, if separate, else None.
+        Two rotary embeddings: the first for layers with full attention, the second for layers with
+        a sliding window. The second is None if the first is for all layers.
 
     Raises:
-        ModelLoadError: an unknown type, or a field missing or out of range.
+        ModelLoadError: the type is unknown, or a field is missing or out of range.
     """
-    # If a file has both names, the older name takes precedence, as in transformers.
+    # If a file has both fields, the older field is used, as in transformers.
     older, newer = (
         fields.child(name) if fields.get(name) else Fields({}, "")
         for name in ("rope_scaling", "rope_parameters")
@@ -144,13 +145,13 @@ def parse_ropes(
 
     if not by_layer_type:
         return parse(older if older.names() else newer, theta), None
-    # transformers reads this field only within a layer type.
+    # With RoPE by layer type, transformers reads this field only in a layer type's section.
     fields = fields.with_values({"original_max_position_embeddings": None})
     if older.has("type") and not older.has("rope_type") and not newer.names():
         raise older.wrong("type", "is not supported with this architecture, but rope_type is")
     local_theta = fields.number("rope_local_base_freq", theta)
-    # Read the newer section only if the section names layer types; the older section is for
-    # full attention.
+    # The newer field is read only if it has a section per layer type; the older field is for
+    # layers with full attention.
     full, sliding = (
         newer.child(name) if newer.has(name) else Fields({}, "") for name in _LAYER_TYPES
     )
@@ -158,7 +159,7 @@ def parse_ropes(
         only_newer = [name for name in full.names() if name not in older.names()]
         full = older.with_values({name: full.get(name) for name in only_newer})
     for section in (newer, full, sliding):
-        # transformers ignores this field in a RoPE of one layer type.
+        # With RoPE by layer type, transformers ignores this field.
         if not section.boolean("truncate", True):
             raise section.wrong("truncate", "only true is supported with this architecture")
     return parse(full, theta), parse(sliding, local_theta)
@@ -180,7 +181,7 @@ def _parse_one(
         partial = fields.number("partial_rotary_factor", turning)
     may_differ = may_be_partial or rope_type == "proportional"
     if partial > 1.0 or (partial != turning and not may_differ):
-        # In transformers, these networks ignore the field.
+        # transformers ignores the field for these models.
         raise fields.wrong("partial_rotary_factor", f"{partial} is not supported with {rope_type}")
     original = fields.optional_integer("original_max_position_embeddings")
     if original is None:
@@ -232,7 +233,7 @@ def _llama3(common: RopeConfig, scaling: Fields) -> RopeConfig:
 
 
 def _yarn(common: RopeConfig, scaling: Fields, ratio: float) -> RopeConfig:
-    """Read YaRN (Peng et al., arXiv:2309.00071); ``ratio`` is the default factor."""
+    """Read RoPE of type YaRN (Peng et al., arXiv:2309.00071); ``ratio`` is the default factor."""
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")
     if attention_factor is None:
@@ -259,10 +260,10 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 def _longrope(
     common: RopeConfig, scaling: Fields, ratio: float, num_pairs: int, max_model_len: int | None
 ) -> RopeConfig:
-    """Read LongRoPE (Ding et al., arXiv:2402.13753); ``ratio`` is the default factor."""
+    """Read RoPE of type LongRoPE (Ding et al., arXiv:2402.13753); ``ratio``: the default factor."""
     original = common.original_max_position_embeddings
     assert original is not None
-    if original < 2:  # at least this much, because its logarithm is a divisor
+    if original < 2:  # its logarithm is a divisor
         raise scaling.wrong("original_max_position_embeddings", f"must exceed 1, got {original}")
     factor = scaling.number("factor", ratio)
     attention_factor = scaling.optional_number("attention_factor")

@@ -1,7 +1,7 @@
-"""Estimates a step's FLOPs and bytes of weights and KV, from the model's configuration.
+"""Estimates, from a model's configuration, the FLOPs of a step and the bytes that it reads.
 
-Only matrix products are counted. Refuses to know: tensors (this module does not import torch),
-steps, devices.
+Only matrix products count as FLOPs, and only weights and KV as bytes. Refuses to know: tensors
+(this module does not import torch), steps, devices.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from models.recipe import Matrix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """The work of one model.
+    """The FLOPs and the bytes of weights and KV that a model's steps need.
 
     Attributes:
-        token_flops: operations per token that do not depend on earlier tokens.
-        head_flops: operations per token whose logits are computed.
-        attended_flops: a layer's operations per (token, attended token) pair.
-        attended_bytes: bytes of KV that a layer reads per (token, attended token) pair.
-        weight_bytes: size of the weights that every step reads.
-        expert_bytes: size of all layers' experts, of which a step reads only some.
-        num_experts, top_k: number of experts of a layer, and number of experts per token; 0: no
-            experts.
+        token_flops: FLOPs per token, without attention to other tokens and without the output head.
+        head_flops: FLOPs of the output head per token whose logits are computed.
+        attended_flops: FLOPs of one layer per pair of a token and a token that it attends to.
+        attended_bytes: bytes of KV that one layer reads per pair of a token and a token that it
+            attends to.
+        weight_bytes: bytes of the weights that every step reads.
+        expert_bytes: bytes of the experts of all layers; a step reads only the chosen experts.
+        num_experts, top_k: number of experts of a layer, and number of experts per token; 0: the
+            model has no experts.
     """
 
     token_flops: float
@@ -40,7 +41,10 @@ class ModelWork:
     top_k: int = 0
 
     def expert_share(self, num_tokens: int) -> float:
-        """Return the expected share of experts that ``num_tokens`` tokens choose at random."""
+        """Return the share of a layer's experts that ``num_tokens`` tokens are expected to use.
+
+        Each token is assumed to choose its experts at random.
+        """
         if not self.num_experts:
             return 0.0
         return 1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens
@@ -53,8 +57,8 @@ def model_work(
 
     Args:
         dtype: type of the computation.
-        weights: format of the linear layers.
-        kv_cache_dtype: ``auto`` (as ``dtype``) or ``fp8``.
+        weights: format of the linear layers, a value of ``--weights``.
+        kv_cache_dtype: ``auto`` (equal to ``dtype``) or ``fp8``.
     """
     latents = Counter(
         one for layer in config.layers for one in layer.mixer.exact_matrices(config.hidden_size)
@@ -82,5 +86,5 @@ def model_work(
 
 
 def _size(matrices: Mapping[Matrix, int]) -> int:
-    """Return the total number of elements of these matrices, each with its count."""
+    """Return the number of elements of all matrices, given how many there are of each shape."""
     return sum(number * outputs * inputs for (outputs, inputs), number in matrices.items())

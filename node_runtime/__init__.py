@@ -1,1 +1,1 @@
-"""Turns a prefill or decode node into a process: threads, engine loop, collector, events."""
+"""Turns a prefill or decode node into a process: threads, engine loop, metrics, router events."""

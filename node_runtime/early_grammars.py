@@ -1,4 +1,4 @@
-"""Early grammars: loads and forks what grammars need before the node starts threads. No torch."""
+"""Early grammars: before the node starts threads, loads and forks what grammars need; no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_early_tokenizer(model: str) -> None:
-    """Load a model's tokenizer for grammars into this process, whose forks then share it.
+    """Load a model's tokenizer for grammars into this process, so that its forks share it.
 
     Does nothing if the model is missing or unusable: loading the model will report the reason.
     """
@@ -30,13 +30,13 @@ def load_early_tokenizer(model: str) -> None:
 
 
 def fork_early_grammars(model: str) -> EarlyGrammars | None:
-    """Load a model's tokenizer for grammars, and fork the template process of the trials.
+    """Load a model's tokenizer for grammars, and fork the process that tries grammars.
 
     Call this before the program starts any thread.
 
     Returns:
-        The grammar parts. None if threads have started, or if the model is missing or unusable;
-        loading the model will report the reason.
+        The tokenizer and the process. None if threads have started already, or if the model is
+        missing or unusable; in the latter case, loading the model will report why.
     """
     if not may_fork():
         return None
@@ -60,7 +60,7 @@ def _load(path: Path, eos_token_ids: frozenset[int]) -> LLTokenizer:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Log errors only at debug level, because loading the model will report them again."""
+    """Log errors of this context only at debug level, because loading the model reports them."""
     try:
         yield
     except (BatonError, OSError) as error:

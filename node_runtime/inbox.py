@@ -1,4 +1,4 @@
-"""Inbox and Outbox: the queues between a node's thread and its program, for nodes of both roles.
+"""Inbox and Outbox: the queues between a node's thread and its program, for all kinds of node.
 
 router -> Inbox (-> AdapterQueue) -> a method of the node          on the node's thread
 the node's deltas and reports -> Outbox -> router
@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from baton.adapters.digest import AdapterMissingError
 from baton.api.errors import TransferError
 from baton.api.outputs import RequestDelta
+from baton.kv.prefixes import fetch_end
 from baton.link.words import (
     ADAPTER_MISSING,
     AbortAll,
@@ -24,6 +25,7 @@ from baton.link.words import (
     PeerUpdate,
     RequestError,
     RouterCommand,
+    ShareCommand,
     failed_delta,
 )
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -47,27 +49,33 @@ class CommandHandler(Protocol[HandledJob]):
         """Start a prefill or decode command, after ending a running job of the same request."""
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End this attempt of a request if it is open."""
+        """End an attempt of a request, if this attempt is open."""
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests to which the abort applies."""
+        """End all requests that an abort message concerns."""
 
     def connect_peer(self, peer: PeerInfo) -> None:
-        """Connect to a node of the other role; raises TransferError."""
+        """Connect to a node of the other role; raises TransferError if this fails."""
 
     def remove_peer(self, engine_id: str) -> None:
-        """Forget a departed node of the other role."""
+        """Disconnect a departed node of the other role, and handle the requests that need it."""
+
+    def connect_fetch_peer(self, peer: PeerInfo) -> None:
+        """Connect to a node's end for cached prefixes; raises TransferError."""
+
+    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
+        """Send a cached prefix to a prefill node."""
 
 
 class Inbox(Generic[Job]):
-    """Commands for one node, and the time of its next check for expired requests.
+    """The commands for one node, and when the node must next look for expired requests.
 
     Args:
-        job: the class of commands that this node's role executes.
+        job: class of the commands with requests that this node's role executes.
         engine: computes with the adapters.
         clock: returns seconds, never going back.
-        adapters: holds commands until their adapters are in memory; None: one that does not read
-            any files.
+        adapters: holds commands until their adapters are in memory; None: a queue that reads no
+            files.
     """
 
     def __init__(
@@ -79,7 +87,8 @@ class Inbox(Generic[Job]):
     ) -> None:
         self._job, self._adapters = job, adapters or AdapterQueue(engine, clock=clock)
         self._clock = clock
-        self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()  # (arrival, ...)
+        # Queued commands, each with the time of its arrival.
+        self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()
         self._expire_at = 0.0
 
     def put(self, command: RouterCommand | AbortAll) -> None:
@@ -96,11 +105,11 @@ class Inbox(Generic[Job]):
 
     @property
     def adapter_load_s(self) -> float:
-        """Return how long it took lately to read and load an adapter; 0: unknown."""
+        """Return the seconds that it took lately to read and load an adapter; 0: unknown."""
         return self._adapters.load_s
 
     def deliver_commands(self, node: CommandHandler[Job], outbox: Outbox) -> None:
-        """Call the node's method for each command, in order of arrival."""
+        """Call the method of the node that handles each queued command, in order of arrival."""
         while self._commands:
             received_at, command = self._commands.popleft()
             if isinstance(command, self._job):
@@ -112,12 +121,13 @@ class Inbox(Generic[Job]):
                     node.cancel_job(command.request_id, command.epoch)
                 case PeerUpdate(removed=True):
                     node.remove_peer(command.engine_id)
-                case PeerUpdate():
-                    try:
-                        info = PeerInfo.decode(command.peer_info, engine_id=command.engine_id)
-                        node.connect_peer(info)
-                    except TransferError as error:
-                        outbox.emit(PeerReport(command.engine_id, False, problem=str(error)))
+                case PeerUpdate(engine_id=engine_id):
+                    _connect(node.connect_peer, engine_id, command.peer_info, outbox)
+                    if command.fetch_peer_info:
+                        end, info = fetch_end(engine_id), command.fetch_peer_info
+                        _connect(node.connect_fetch_peer, end, info, outbox)
+                case ShareCommand():
+                    node.share_prefix(command, received_at)
                 case AbortAll():
                     self._adapters.abort(command)
                     node.abort_jobs(command)
@@ -141,7 +151,7 @@ class Inbox(Generic[Job]):
         *,
         has_waited: bool = False,
     ) -> None:
-        """Start a job now, or once its adapter is in memory."""
+        """Let the node start a command now, or once the command's adapter is in memory."""
         try:
             if has_waited or self._adapters.admit(command, received_at):
                 node.start_job(command, received_at)
@@ -149,9 +159,9 @@ class Inbox(Generic[Job]):
             outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
 
     def is_expiry_due(self, now: float) -> bool:
-        """Return whether to check for expired requests now.
+        """Return whether the node must check for expired requests now.
 
-        Returning True starts the next interval.
+        If the result is True, the next interval begins.
         """
         if now < self._expire_at:
             return False
@@ -159,8 +169,18 @@ class Inbox(Generic[Job]):
         return True
 
 
+def _connect(
+    connect: Callable[[PeerInfo], None], engine_id: str, peer_info: bytes, outbox: Outbox
+) -> None:
+    """Connect to an end of a peer, or report why this is impossible."""
+    try:
+        connect(PeerInfo.decode(peer_info, engine_id=engine_id))
+    except TransferError as error:
+        outbox.emit(PeerReport(engine_id, False, problem=str(error)))
+
+
 class Outbox:
-    """Deltas that are sent at the end of a step, and reports that are sent at once.
+    """Sends a node's events to the router: deltas at the end of a step, reports at once.
 
     Args:
         emit: sends events to the router; called on the node's thread.
@@ -171,20 +191,21 @@ class Outbox:
         self._deltas: list[RequestDelta] = []
 
     def put(self, delta: RequestDelta) -> None:
-        """Queue a delta for the router."""
+        """Queue a delta (a request's new tokens or end) for the router."""
         self._deltas.append(delta)
 
     def fail(self, request_id: str, epoch: int, code: str, message: str) -> None:
         """Queue the failure of a request for the router."""
         self._deltas.append(failed_delta(request_id, epoch, RequestError(code, message)))
 
-    def report_peer(self, event: TransferEvent) -> None:
+    def report_peer(self, event: TransferEvent, *, is_encode_node: bool = False) -> None:
         """Tell the router at once that a peer has connected or failed."""
+        peer, shown = event.engine_id, is_encode_node
         if event.kind is TransferEventKind.PEER_CONNECTED:
             rate = event.bandwidth_bytes_per_s
-            self.emit(PeerReport(event.engine_id, True, event.transport, "", rate))
+            self.emit(PeerReport(peer, True, event.transport, "", rate, is_encode_node=shown))
         else:
-            self.emit(PeerReport(event.engine_id, False, problem=event.reason))
+            self.emit(PeerReport(peer, False, problem=event.reason, is_encode_node=shown))
 
     def flush(self) -> None:
         """Send the queued deltas as one event."""
@@ -194,11 +215,11 @@ class Outbox:
 
 
 def is_busy(engine: Engine, scheduled: SchedulerOutput, result: StepResult) -> bool:
-    """Return whether to step again at once.
+    """Return whether the node must step again at once.
 
-    Requests that wait for blocks can continue only after another step has ended, so `has_work` is
-    not used.
+    `Engine.has_work` would be wrong here: requests that wait for blocks can continue only after
+    another step has ended.
     """
     has_ended = bool(result.scheduled.scheduled)
     busy = scheduled.scheduled or has_ended or engine.step_in_flight
-    return bool(busy or engine.awaits_masks)  # threads that compute masks do not wake the node
+    return bool(busy or engine.awaits_masks)  # no thread wakes the node for a mask

@@ -1,4 +1,4 @@
-"""Makes an engine's request from a router's command to a node of either role."""
+"""Makes an engine's request from a router's command to a prefill node or a decode node."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def new_request(
     """Check a command, and make the engine's request for it.
 
     Args:
-        max_tokens: upper limit of new tokens, in addition to the command's own limit; prefill nodes
-            give 1.
+        max_tokens: maximum number of new tokens, if fewer than the command allows.
 
     Raises InvalidRequestError.
     """

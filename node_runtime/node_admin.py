@@ -28,7 +28,7 @@ _CHANGES = ("flush_cache", "set_log_level", "profile", "load_adapter", "unload_a
 
 
 class AskedNode(Protocol):
-    """The part of a node that operators' questions need; see `NodeProgram`."""
+    """The part of a node from which operators' questions are answered; see `NodeProgram`."""
 
     def beat(self) -> NodeBeat: ...
     def requests(self) -> Iterable[RequestView]: ...
@@ -37,7 +37,7 @@ class AskedNode(Protocol):
 
 
 class ChangedAdapters(Protocol):
-    """Loads and unloads a node's adapters; see `NodeAdapters`. Each method returns all adapters."""
+    """Loads and unloads a node's adapters, and returns all in memory; see `NodeAdapters`."""
 
     async def load(
         self, digest: str, source: str, *, pinned: bool
@@ -53,13 +53,13 @@ class ChangedWeights(Protocol):
 
 
 class NodeAdmin:
-    """Answers `NodeAdminRequest` messages.
+    """Answers `NodeAdminRequest` messages of operators.
 
     Args:
         num_blocks: the node's number of KV blocks.
-        access: logs operators' requests.
-        adapters: the node's adapters; None: the node does not compute adapters.
-        weights: the node's weights; None: the node has no weights.
+        access: has the audit log, to which operators' changes are written.
+        adapters: changes the node's adapters; None: the node does not compute adapters.
+        weights: changes the node's weights; None: the node has no weights.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class NodeAdmin:
         self._access = access or Access()
 
     async def answer(self, call: AdminCall) -> Sequence[bytes]:
-        """Return `NodeAdminResponse`s that form the answer when merged; raises BatonError."""
+        """Return `NodeAdminResponse`s, which together are the answer; raises BatonError."""
         try:
             request = admin_pb2.NodeAdminRequest.FromString(call.request)
         except DecodeError:
@@ -89,7 +89,8 @@ class NodeAdmin:
                 response = admin_pb2.NodeAdminResponse(list_requests=self._list_requests())
             case "list_blocks":
                 ledger = await asyncio.wrap_future(self._node.ledger())
-                # In a thread: a ledger may be large, and beats and tokens must not wait for it.
+                # Use a thread, because a ledger may be large, and beats and tokens must not wait
+                # for it.
                 return await asyncio.to_thread(_ledger_parts, ledger)
             case "flush_cache":
                 response = admin_pb2.NodeAdminResponse(flush_cache=await self._flush_cache())
@@ -112,7 +113,7 @@ class NodeAdmin:
         return [response.SerializeToString()]
 
     def _list_requests(self) -> admin_pb2.ListRequestsResponse:
-        """Return open requests with status and transfer state, and the state of the cache."""
+        """Return open requests with status and transfer state, and figures of the cache."""
         beat = self._node.beat()
         return admin_pb2.ListRequestsResponse(
             requests=[wire.request_view_to_proto(view) for view in self._node.requests()],
@@ -122,7 +123,7 @@ class NodeAdmin:
         )
 
     async def _flush_cache(self) -> admin_pb2.FlushCacheResponse:
-        """Forget all cached prefixes; requests in progress keep their blocks."""
+        """Drop all cached prefixes; requests in progress keep their blocks."""
         num_prefixes = await asyncio.wrap_future(self._node.flush_prefix_cache())
         logger.info("flush-cache: %d prefixes", num_prefixes)
         return admin_pb2.FlushCacheResponse(num_prefixes=num_prefixes)
@@ -152,7 +153,7 @@ class NodeAdmin:
 
 
 def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
-    """Return the ledger in small messages: one large message would block all threads."""
+    """Divide the ledger into small messages: encoding a large one would block all threads."""
     return [
         admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
         for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)

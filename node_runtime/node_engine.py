@@ -1,4 +1,4 @@
-"""Loads the engine of a node of either role, and describes it to routers."""
+"""Loads the engine of a prefill node or a decode node, and describes it to routers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FirstSteps:
-    """Times of the steps that the node computed before its first request.
+    """Measured times of the steps that a node computed before its first request.
 
     Attributes:
         step_times: prompt tokens and seconds of measured steps; see `StepTime`.
@@ -42,14 +42,14 @@ class FirstSteps:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine and its identity.
+    """A loaded engine, and what its node tells routers about it.
 
     Attributes:
         engine_id: unique id of this start of the process.
-        compatibility: entries that must be equal on two nodes of a pair.
+        compatibility: properties that must be equal on two nodes that exchange KV.
         prefix_hash: algorithm of the block hashes; empty: the engine has no prefix cache.
         loads_adapters: whether the node can load the adapters of its commands.
-        weights: the engine's weights; None: no weights, as in simulated nodes.
+        weights: the engine's weights; None: there are none, as in simulated nodes.
     """
 
     engine: Engine
@@ -60,7 +60,7 @@ class LoadedEngine:
     weights: ServedWeights | None = None
 
     def renamed(self) -> LoadedEngine:
-        """Return this engine with the identity that its present weights give it."""
+        """Return a copy whose ``compatibility`` describes the weights that the engine has now."""
         return replace(self, compatibility={**self.compatibility, **self.engine.compatibility})
 
     def registration(
@@ -108,10 +108,11 @@ def load_engine(
     grammars: EarlyGrammars | None = None,
     loads_adapters: bool = False,
 ) -> LoadedEngine:
-    """Load a model for a node.
+    """Load the model of a node, and make its engine.
 
     Args:
-        grammars: grammar parts made before any thread started; None: they are made later.
+        grammars: the parts that compile grammars, made before any thread started; None: the engine
+            makes them later.
         loads_adapters: whether the node can load the adapters of its commands.
 
     Raises:
@@ -120,7 +121,8 @@ def load_engine(
     """
     folder = find_model_folder(model)
     identity = folder_identity(folder)
-    if "weights" not in identity:  # the index also lists files that are not needed
+    # The identity lacks the weights if a file in the index is missing; not every file is needed.
+    if "weights" not in identity:
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()
     engine = make_engine(folder, config, identity, grammars=grammars)
@@ -159,14 +161,15 @@ def load_engine(
 
 
 def load_adapters(engine: Engine, root: Path | None, sources: Sequence[str]) -> None:
-    """Load adapters at start.
+    """Load the adapters that the options name, before the node serves.
 
     Args:
-        root: folder below which folders must lie; None: there are no folders.
+        root: folder below which the folders of adapters must lie; None: adapters in folders are
+            refused.
         sources: where the adapters' files are; see `find_named`.
 
     Raises:
-        ConfigError: a file is wrong, or an adapter does not fit the model.
+        ConfigError: a file is malformed, or an adapter does not fit the model.
     """
     for source in sources:
         try:
@@ -178,13 +181,13 @@ def load_adapters(engine: Engine, root: Path | None, sources: Sequence[str]) -> 
 
 
 def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
-    """Compute the steps that would slow down the first requests; return their measured times.
+    """Compute steps that would otherwise slow down the first requests; return their times.
 
-    Call this on the thread that will compute all steps: kernels' threads and their scratch memory
-    belong to the calling thread.
+    Call this on the thread that will compute all steps: the threads of kernels, and their scratch
+    memory, belong to the calling thread.
 
     Args:
-        pushes: whether the node sends a prompt's layers while it computes later layers.
+        pushes: whether the node sends the KV of a prompt's layers while it computes later layers.
     """
     began_at = time.perf_counter()
     compiles = engine.kv_memory.tensor.device.type != "cpu"

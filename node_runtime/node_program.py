@@ -1,7 +1,7 @@
 """NodeProgram: a node's asyncio side: gRPC server, router links, signals, and shutdown.
 
-Nodes of both roles run this program. The engine and the connector run on other threads; this file
-only has queues to and from these threads.
+All kinds of node run this program. The engine and the connector run on other threads; this file
+exchanges commands and events with them through queues.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds in one round of a thread after which health checks fail.
+# If a thread stays in one round for this many seconds, health checks fail.
 STALLED_S = 10.0
 
 
 class NodeProgram(Protocol):
-    """The part of a node that its program needs; all methods are thread-safe."""
+    """A node, as its program sees it; all methods are safe from any thread."""
 
     @property
     def adapters(self) -> ChangedAdapters | None:
@@ -62,7 +62,7 @@ class NodeProgram(Protocol):
 
     @property
     def weights(self) -> EngineWeights | None:
-        """Return the part that changes weights; None: the node has none."""
+        """Return the part that changes weights; None: the node's weights cannot be changed."""
 
     def compute_first_steps(self) -> Future[None]:
         """Compute steps before any request, on the thread that will compute all steps.
@@ -84,13 +84,13 @@ class NodeProgram(Protocol):
         """Return which requests hold which blocks, read between two steps."""
 
     def flush_prefix_cache(self) -> Future[int]:
-        """Forget all cached prefixes between two steps; return their number."""
+        """Drop all cached prefixes or encodings between two steps; return their number."""
 
     def rounds(self) -> Mapping[str, Rounds]:
-        """Return the rounds of the node's threads, by thread name."""
+        """Return by thread name how many rounds each of the node's threads has completed."""
 
     def dump(self, error: Exception) -> None:
-        """Write the engine's state to a file; works even if the engine's thread is stuck."""
+        """Write the node's state to a file or log; works even if the engine's thread is stuck."""
 
     def collector(self) -> Collector:
         """Return the collector for the node's metrics page."""
@@ -117,20 +117,22 @@ async def run_node_program(
     """Run a node until it is told to stop.
 
     Args:
-        make_node: loads the model and starts the node's threads. Its arguments: a function for
-            events, and a function to call when the engine dies. Called before the node registers.
+        make_node: loads the model and starts the node's threads; called before the node registers.
+            Its arguments are a function that takes events for routers, and a function to call when
+            the engine dies.
         routers: ``host:port`` of each router to join.
         listen: ``host:port`` of the node's own server; port 0: any free port.
         join_timeout_s: seconds to wait for a router that does not answer.
         drain_timeout_s: seconds that open requests have to end when the node is told to stop.
-        ready_with_peer: whether health checks succeed only while a peer is connected.
+        ready_with_peer: whether health checks succeed only while a node of the other role is
+            connected.
         engine_timeout_s: the process ends itself if a thread stays in one round for this long; 0:
             never.
         node_token: authorizes this node to join.
         metrics_listen: ``host:port`` of the node's Prometheus page; empty: no page.
-        access: decides who may use metrics page and reflection; has the audit log.
+        access: decides who may use the metrics page and gRPC reflection; has the audit log.
         tls: this node's certificates, also for its own server and metrics page.
-        insecure: whether to listen beyond loopback without TLS or authentication.
+        insecure: whether the node may listen beyond loopback without TLS or authentication.
 
     Raises:
         BatonError: the node could not start or join, or its engine died.
@@ -144,21 +146,21 @@ async def run_node_program(
     stopping, leaving = stop_event(loop), asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     drain = Drain()
-    links: list[RouterLinks] = []  # empty until the node is loaded
+    links: list[RouterLinks] = []  # filled in once the node is loaded
     death: list[Exception] = []
 
     def emit(event: NodeEvent) -> None:
         loop.call_soon_threadsafe(_emit_to, links, event)
 
     def on_death(error: Exception) -> None:
-        end_within(END_AFTER_DEATH_S)  # runs even if something below hangs or fails
+        end_within(END_AFTER_DEATH_S)  # ends the process even if the code below hangs
         death.append(error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+        with contextlib.suppress(RuntimeError):  # the loop is closed, because the process ends
             loop.call_soon_threadsafe(stopping.set)
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping, death)
     await _compute_first_steps(node)
-    # Only health and reflection: operators' questions arrive over the links.
+    # This server has only health and reflection: operators' questions arrive over the links.
     server = RpcServer(
         [],
         lambda grpc_server: None,
@@ -205,10 +207,10 @@ async def run_node_program(
 
 
 async def _compute_first_steps(node: NodeProgram) -> None:
-    """Wait for the first steps; raises EngineDeadError if one fails."""
+    """Let the node compute its first steps; raises EngineDeadError if one of them fails."""
     try:
         await asyncio.wrap_future(node.compute_first_steps())
-    except Exception as error:  # any error of a step; the engine's thread has logged it
+    except Exception as error:  # the engine's thread has logged this error
         raise _died_of(error) from error
 
 
@@ -218,10 +220,10 @@ def _make_admin(
     drain: Drain,
     links: Sequence[RouterLinks],
 ) -> NodeAdmin:
-    """Return the object that answers operators; ``links`` may still be empty."""
+    """Make the object that answers operators; ``links`` may be filled in later."""
     changes = None
     if node.weights is not None:
-        register = functools.partial(node.registration, "")  # the links know the address
+        register = functools.partial(node.registration, "")  # the links add the address
         changes = WeightsAdmin(node.weights, drain, lambda: links[0], register)
     return NodeAdmin(node, node.registration("").num_blocks, access, node.adapters, changes)
 
@@ -231,7 +233,7 @@ def _died_of(error: Exception) -> EngineDeadError:
 
 
 def _tls_files(tls: TlsOptions) -> TlsFiles | None:
-    """Return the TLS files of the node's own server; None without a certificate."""
+    """Return the TLS files of the node's own server; None: it has no certificate."""
     if not tls.cert:
         return None
     files = TlsFiles(tls)
@@ -242,7 +244,7 @@ def _tls_files(tls: TlsOptions) -> TlsFiles | None:
 def _make_page(
     node: NodeProgram, access: Access, tls: TlsFiles | None, is_ready: Callable[[], bool]
 ) -> MetricsPage:
-    # Imported here, because most nodes have no page and aiohttp is slow to import.
+    # Import here, because most nodes have no metrics page, and aiohttp is slow to import.
     from baton.serving.metrics_page import MetricsPage
 
     return MetricsPage(node.collector(), access=access, tls=tls, is_ready=is_ready)
@@ -256,7 +258,7 @@ def _emit_to(links: Sequence[RouterLinks], event: NodeEvent) -> None:
 async def _drained(
     stopping: asyncio.Event, drain: Drain, death: Sequence[Exception], timeout_s: float
 ) -> None:
-    """Wait for a stop signal, and then until open requests have ended or the time is up."""
+    """Wait for a stop signal, and then, up to ``timeout_s``, until open requests have ended."""
     await stopping.wait()
     if death:
         return
@@ -270,7 +272,7 @@ async def _drained(
 
 
 def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
-    """Return how the node's listeners are protected, which limits the addresses they may use."""
+    """Return how the node's listeners are protected; it decides where they may listen."""
     return Exposure(
         authentication="--tls-ca or --api-keys-file",
         is_authenticated=not access.is_open,
@@ -282,13 +284,14 @@ def _exposure(access: Access, tls: TlsOptions, *, insecure: bool) -> Exposure:
 async def _make_or_stop(
     make: Callable[[], NodeProgram], stopping: asyncio.Event, death: Sequence[Exception]
 ) -> NodeProgram:
-    """Load the node in a thread that ends before this returns.
+    """Load the node in a thread that ends before this function returns.
 
-    A living thread that has called a kernel keeps a team of OpenMP threads, which torch's OpenMP
-    also counts. With more threads than cores, torch's threads sleep at every barrier. So the
-    loading thread must end.
+    The loading thread must end, because a living thread that has called a kernel keeps a team of
+    OpenMP threads, which torch's OpenMP counts, too. With more threads than cores, torch's threads
+    would sleep at every barrier.
 
-    A stop signal or a death during loading ends the process, because loading cannot be interrupted.
+    A stop signal, or a death of the engine, during loading ends the process, because loading cannot
+    be interrupted.
     """
     loader = ThreadPoolExecutor(1, thread_name_prefix="load-model")
     making = asyncio.get_running_loop().run_in_executor(loader, make)
@@ -307,14 +310,14 @@ async def _make_or_stop(
 
 
 async def _wait_remote_stop(leaving: asyncio.Event, drain: Drain) -> None:
-    """Wait until an operator stops the node through a router, and then until it has drained."""
+    """Wait until an operator stops the node through a router, and then until it is drained."""
     await leaving.wait()
     logger.info("told to leave by an operator; stops when no request is open")
     await drain.drained.wait()
 
 
 class _Serving:
-    """Computes health: joined to a router, no thread stalled, a peer connected if required."""
+    """Computes health: the node has joined, no thread stalls, a required peer is connected."""
 
     def __init__(self, tell: Callable[[bool], Awaitable[None]], *, needs_peer: bool) -> None:
         self._tell = tell
@@ -331,7 +334,7 @@ class _Serving:
         await self._tell(self.is_ready)
 
     async def set_reaching(self, has_peer: bool) -> None:
-        """Note whether a node of the other role is connected."""
+        """Record whether any node of the other role is connected."""
         if has_peer is not self._has_peer:
             self._has_peer = has_peer
             await self._tell(self.is_ready)
@@ -343,8 +346,8 @@ class _Serving:
 
 
 def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
-    """Write dumps and end the process if a stalled thread would block its shutdown."""
-    end_within(END_AFTER_DEATH_S)  # the dump may hang too
+    """Write dumps and end the process, because a stalled thread would block its shutdown."""
+    end_within(END_AFTER_DEATH_S)  # ends the process even if the dump hangs
     error = EngineDeadError(
         f"the {watch.stalled_thread} thread has been in one round for {watch.stalled_s:g} s"
     )
@@ -355,7 +358,7 @@ def _end_stalled(node: NodeProgram, watch: RoundWatch) -> NoReturn:
 
 
 def _with_rounds(beat: NodeBeat, watch: RoundWatch) -> NodeBeat:
-    """Return the beat with the number of rounds and the name of the stalled thread."""
+    """Add the number of rounds and the name of a stalled thread, if any, to a beat."""
     return dataclasses.replace(
         beat,
         num_rounds=watch.num_rounds,
@@ -391,7 +394,7 @@ async def _run_until(
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()  # raises the task's error
+            task.result()  # raises the error of the task
     finally:
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Checks a node's options early, before torch is imported or a model is loaded.
+"""Checks the options of a node early, before torch is imported or a model is loaded.
 
 Only names and addresses are checked; loading shows whether options fit the model and the device.
 """
@@ -20,17 +20,22 @@ from node_runtime.options import NodeOptions, ProgramOptions
 
 
 def check_options(options: NodeOptions) -> None:
-    """Raise ConfigError for unknown names and for addresses that cannot be listened on."""
+    """Raise ConfigError for names of unknown things and for addresses that cannot be used."""
     if options.kv_connector == "tls" and options.engine.num_ranks > 1:
         raise ConfigError(
             f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
+        )
+    executor = options.engine.executor_name
+    if options.fetch_prefixes and executor not in ("uniproc", "multiproc"):
+        raise ConfigError(
+            f"fetch_prefixes: needs all ranks on one machine (executor multiproc), got {executor}"
         )
     check_program_options(options)
     _check_adapters(options)
 
 
 def check_program_options(options: ProgramOptions) -> None:
-    """Raise ConfigError as `check_options` does, for a node without an engine."""
+    """Raise ConfigError for wrong names and addresses in the options of any kind of node."""
     for router in options.routers:
         split_address("router", router)
     check_is_free("listen", options.listen)
@@ -47,12 +52,12 @@ def check_program_options(options: ProgramOptions) -> None:
 
 
 def source_of(adapter: str) -> str:
-    """Return the source of ``[NAME=]SOURCE``; only the router uses the name."""
+    """Return SOURCE of an option ``[NAME=]SOURCE``; only the router uses the name."""
     return adapter.partition("=")[2] or adapter
 
 
 def _check_adapters(options: NodeOptions) -> None:
-    """Check the adapters to load at start; whether they fit the model is checked later."""
+    """Check that the adapters to load at the start can be found; their fit is checked later."""
     if options.weights_root and not Path(options.weights_root).is_dir():
         raise ConfigError(f"weights_root: {options.weights_root}: no such folder")
     if options.adapter_root and not Path(options.adapter_root).is_dir():
@@ -73,7 +78,7 @@ def _check_adapters(options: NodeOptions) -> None:
 
 
 def check_model(options: NodeOptions) -> None:
-    """Raise ModelLoadError if the model is missing, ConfigError for an impossible length.
+    """Raise ModelLoadError if the model is missing, ConfigError for a wrong max_model_len.
 
     Downloads the model if it is not on this machine.
     """
@@ -82,5 +87,5 @@ def check_model(options: NodeOptions) -> None:
 
 
 def check_vision_model(options: ProgramOptions) -> None:
-    """Raise ModelLoadError if the model is missing; fetches it if this machine lacks it."""
+    """Raise ModelLoadError if the model is missing; download it if this machine lacks it."""
     ModelConfig.from_folder(find_model_folder(options.model))

@@ -1,6 +1,6 @@
-"""ProgramOptions: options of all kinds of node; NodeOptions: those of nodes with an engine.
+"""ProgramOptions: the options of every node. NodeOptions: the options of nodes with an engine.
 
-Each kind adds options in its own package.
+Each kind of node adds more options in its own package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.telemetry.trace_options import TraceOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOptions:
-    """Options of every node; raises ConfigError naming the field."""
+    """Options of every node; a wrong value raises ConfigError with the field's name."""
 
     model: str = option(help="Model folder, GGUF file, or hub id.")
     routers: tuple[str, ...] = option(
@@ -34,7 +34,8 @@ class ProgramOptions:
     ready_with_peer: bool = option(
         False,
         help="Be ready (health checks, /ready) only while a node of the other role can be "
-        "reached, so that a rolling update waits for both roles.",
+        "reached, so that a rolling update waits for both roles. A prefill node needs a decode "
+        "node, and an encode node needs a prefill node.",
     )
     listen: str = option(
         "127.0.0.1:0", help="host:port for health, reflection and admin; port 0: any free port."
@@ -111,7 +112,7 @@ class ProgramOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions(ProgramOptions):
-    """Options of a node with an engine; raises ConfigError naming the field."""
+    """Options of a node with an engine; a wrong value raises ConfigError with the field's name."""
 
     metrics_compat: str = option("none", choices=COMPAT_NAMES, help=COMPAT_HELP)
     served_model_name: str = option(
@@ -136,7 +137,14 @@ class NodeOptions(ProgramOptions):
         "node takes no new weights.",
     )
 
+    fetch_prefixes: bool = option(
+        False,
+        help="Let prefill nodes get cached parts of prompts from decode nodes, such as earlier "
+        "turns of a conversation, instead of computing them; on nodes of both roles. For models "
+        "with full attention in all layers, on nodes with all ranks on one machine.",
+    )
+
     @property
     def vllm_model(self) -> str:
-        """Return the model's name in metrics with vLLM's names; empty: no such metrics."""
+        """Return the model's name for metrics with vLLM's names; empty: show no such metrics."""
         return (self.served_model_name or self.model) if self.metrics_compat == "vllm" else ""

@@ -3,9 +3,9 @@
     held -> the sender sends Quiet -------------------------------------------> free
       `---> the sender's process has ended, and all its messages are read ----> free
 
-A sender that the router has lost may be alive, so it stays connected while blocks are held for it.
-Decode nodes hold KV blocks, and prefill nodes hold units of encodings. Refuses to know: requests,
-except for their keys.
+A sender that the router has lost may be alive, so it stays connected while blocks that it may write
+are held. Decode nodes hold KV blocks, and prefill nodes hold units of encodings. Refuses to know:
+requests, except for their keys.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess
 
-# A Cancel or its Quiet may be lost, so Cancel is repeated while blocks are held.
+# Seconds after which `Cancel` is repeated while blocks are held, because `Cancel` or its `Quiet`
+# may be lost.
 RECANCEL_S = 1.0
 
 
 class HeldBlocks(Protocol):
-    """Blocks with counted references."""
+    """A node's blocks (or units of encodings), which are free once they have no references."""
 
     def hold(self, block_ids: Iterable[int], /) -> None:
-        """Add a reference to each block."""
+        """Add a reference to each of these blocks."""
 
     def release(self, block_ids: Iterable[int], /) -> None:
-        """Drop a reference to each block."""
+        """Drop a reference to each of these blocks."""
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class Quarantine:
     """The blocks of ended transfers that peers may still write, on one node.
 
     Args:
-        blocks: the node's blocks.
+        blocks: the node's blocks, which have reference counts.
         receiver: watches, drains and disconnects peers.
         clock: returns seconds, never going back.
     """
@@ -56,7 +57,7 @@ class Quarantine:
         self._receiver = receiver
         self._clock = clock
         self._held: dict[TransferKey, _Held] = {}
-        self._processes: dict[str, PeerProcess] = {}  # known peers by engine id
+        self._processes: dict[str, PeerProcess] = {}  # processes of known peers, by engine id
         self._gone: set[str] = set()
         self._draining: set[str] = set()
 
@@ -73,19 +74,19 @@ class Quarantine:
     def meet(self, peer: PeerInfo) -> None:
         """Watch the process of a peer that connects, or connects again.
 
-        Watching must begin while the process id certainly belongs to the peer.
+        Call this while the process id certainly still belongs to the peer.
         """
         if peer.engine_id not in self._processes:
             self._processes[peer.engine_id] = self._receiver.watch(peer)
         self._forget_loss(peer.engine_id)
 
     def lose(self, engine_id: str) -> None:
-        """Note that the router has lost a peer."""
+        """Record that the router has lost a peer, which stays connected while blocks are held."""
         if engine_id in self._processes:
             self._gone.add(engine_id)
 
     def end_drained(self, engine_id: str) -> None:
-        """Free the blocks held for a dead peer whose messages are read, unless it came back."""
+        """Free the blocks of a dead peer whose messages are all read, unless it connected again."""
         if engine_id in self._draining:
             for key in [key for key, held in self._held.items() if held.engine_id == engine_id]:
                 self.free(key, engine_id)
@@ -95,7 +96,7 @@ class Quarantine:
         self._draining.discard(engine_id)
 
     def _is_dead(self, engine_id: str) -> bool:
-        """Return whether a peer's process has certainly ended; always False for other machines."""
+        """Return whether a peer's process has certainly ended; False if on another machine."""
         process = self._processes.get(engine_id)
         return process is not None and process.has_ended()
 
@@ -104,10 +105,10 @@ class Quarantine:
     def hold_blocks(
         self, key: TransferKey, engine_id: str, block_ids: tuple[int, ...], parked_at: float
     ) -> None:
-        """Hold the blocks of an ended request whose prefill node was asked to stop writing.
+        """Hold the blocks of an ended request until its sender certainly writes no more.
 
         Args:
-            parked_at: when the request arrived.
+            parked_at: when the request arrived, by the node's clock.
         """
         self._blocks.hold(block_ids)
         self._held[key] = _Held(engine_id, block_ids, parked_at, self._clock())
@@ -115,7 +116,7 @@ class Quarantine:
     def free(self, key: TransferKey, engine_id: str) -> None:
         """Free a request's blocks, because its peer writes no more.
 
-        Do nothing if no blocks are held.
+        Do nothing if no blocks are held for the request and this peer.
         """
         held = self._held.get(key)
         if held is not None and held.engine_id == engine_id:
@@ -123,7 +124,7 @@ class Quarantine:
             self._blocks.release(reversed(held.block_ids))
 
     def tick(self) -> None:
-        """Drain dead peers, forget lost peers without held blocks, repeat Cancel to other peers."""
+        """Drain dead peers, disconnect lost peers without held blocks, repeat `Cancel`."""
         now = self._clock()
         may_write = {held.engine_id for held in self._held.values()}
         for engine_id in list(self._gone):
@@ -136,13 +137,13 @@ class Quarantine:
                 self._receiver.drain(engine_id)
         for (request_id, epoch), held in self._held.items():
             if now - held.cancelled_at >= RECANCEL_S:
-                if self._is_dead(held.engine_id):  # perhaps no router has reported the death
+                if self._is_dead(held.engine_id):  # no router may have reported this death
                     self._gone.add(held.engine_id)
                 held.cancelled_at = now
                 self._receiver.cancel(request_id, epoch, held.engine_id)
 
     def ledger(self) -> list[BlockHolding]:
-        """Return the blocks in quarantine, for the operators' ledger."""
+        """Return the blocks in quarantine, for the ledger that operators read."""
         now = self._clock()
         return [
             BlockHolding(

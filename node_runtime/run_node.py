@@ -1,4 +1,4 @@
-"""Runs a node program from its options to its exit code. Imports torch only to make the node."""
+"""Runs the program of a node, from options to exit code; imports torch only to make the node."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def run_node(
     """Run a node until it is told to stop; return the exit code.
 
     Args:
-        role: the node's role, from which a missing name is made.
-        load: imports the code that makes the node. Called late, because it imports torch, and in a
-            thread, because it may download the model.
-        grammars: grammar parts made before any thread started; None: they are made later.
+        role: the node's role, from which a name is made if the options have none.
+        load: imports and returns the code that makes the node. It is called late, because it
+            imports torch, and in a thread, because it may download the model.
+        grammars: the parts that compile grammars, made before any thread started; None: the engine
+            makes them later.
     """
-    # Imported here, so that --help is fast.
+    # Import here, so that `--help` is fast.
     from baton.access.access import Access
     from baton.access.audit_log import AuditLog
     from node_runtime.node_program import run_node_program

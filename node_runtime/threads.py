@@ -1,7 +1,7 @@
-"""NodeThreads: a node and its engine's thread, used from a program's asyncio thread.
+"""NodeThreads: runs a node on its engine's thread; used from a program's asyncio thread.
 
-Nodes of both roles use this class; they differ in the loop (`node.py`) and in the end of the KV
-connector, which `make_node` makes.
+Prefill nodes and decode nodes use this class; they differ in the loop (`node.py`) and the end of
+the KV connector that `make_node` makes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from baton.link.words import (
     AbortAll,
@@ -42,11 +42,11 @@ from node_runtime.weights.node_weights import NodeWeights
 logger = logging.getLogger(__name__)
 
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
-ENCODINGS_THREAD = "encodings-io"
+ENCODINGS_THREAD, PREFIXES_THREAD = "encodings-io", "prefixes-io"
 
 
 class Node(Protocol):
-    """A node's loop; see `prefill_node/node.py` and `decode_node/node.py`."""
+    """The loop of a node; see `prefill_node/node.py` and `decode_node/node.py`."""
 
     def submit(self, command: RouterCommand | AbortAll) -> None: ...
 
@@ -62,7 +62,7 @@ class Node(Protocol):
 
 
 class ConnectorEnd(Protocol):
-    """The methods of a KV sender or receiver that a node's threads use."""
+    """A node's end of the KV connector (sender or receiver), as `NodeThreads` uses it."""
 
     def describe(self) -> bytes:
         """Return the peer info for nodes of the other role."""
@@ -75,25 +75,81 @@ class ConnectorEnd(Protocol):
     def close(self) -> None: ...
 
 
-class NodeThreads:
+@dataclass(frozen=True, slots=True)
+class ConnectorEnds:
+    """A node's ends of the KV connector.
+
+    Attributes:
+        kv: the end for hand-offs.
+        encodings: the end that receives encodings of images; None: the node receives none.
+        prefixes: the end that sends or receives cached prefixes; None: the node does neither.
+    """
+
+    kv: ConnectorEnd
+    encodings: ConnectorEnd | None = None
+    prefixes: ConnectorEnd | None = None
+
+    def others(self) -> dict[str, ConnectorEnd]:
+        """Return the ends besides that for hand-offs, by the names of their threads."""
+        ends = {ENCODINGS_THREAD: self.encodings, PREFIXES_THREAD: self.prefixes}
+        return {name: end for name, end in ends.items() if end is not None}
+
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+class NodeOnThread(Generic[AnyNode]):
+    """A node whose loop runs on a thread of its own: the calls that all roles answer equally.
+
+    A subclass makes the three parts in its constructor, and starts the thread.
+    """
+
+    _loop: EngineLoop
+    _node: AnyNode
+    _end: ConnectorEnd
+
+    def submit(self, command: RouterCommand | AbortAll) -> None:
+        self._node.submit(command)
+        self._loop.wake()
+
+    def beat(self) -> NodeBeat:
+        return self._node.beat()
+
+    def requests(self) -> list[RequestView]:
+        return self._node.requests()
+
+    def ledger(self) -> Future[Ledger]:
+        return self._loop.call(self._node.ledger)
+
+    def rounds(self) -> dict[str, Rounds]:
+        return {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
+
+    def handoff_metrics(self) -> HandoffMetrics:
+        return self._node.handoff_metrics()
+
+    def connector_metrics(self) -> ConnectorMetrics:
+        return self._end.metrics()
+
+
+class NodeThreads(NodeOnThread[Node]):
     """A node and its engine's thread; see `node_runtime.node_program.NodeProgram` for the contract.
 
     Args:
         name: name of the node.
         role: role of the node.
         loaded: the engine that the node steps.
-        make_node: makes the node, its end of the KV connector, and the end that receives encodings
-            (None: it receives none), given a function that wakes the engine's thread.
+        make_node: makes the node and its ends of the KV connector, given a function that wakes the
+            engine's thread.
         emit: sends events to the router; called on the engine's thread.
-        on_death: called when the engine cannot continue.
-        pushes: whether the node sends a prompt's layers while it computes later layers.
-        on_close: called when both threads have ended.
+        on_death: called with the error when the engine cannot continue.
+        pushes: whether the node sends the KV of a prompt's layers while it computes later layers.
+        on_close: called when the threads of engine and connector have ended.
         adapter_root: folder below which adapters may be loaded; None: no adapter may be loaded.
         weights_root: folder below which new weights may be loaded; None: no weights may be loaded.
         vllm_model: model name in metrics with vLLM's names; empty: no metrics with these names.
-        hang_at: injected fault: hang after this many busy rounds; 0: never.
-        poison: injected fault: kill the process when it computes for a request whose id
-            contains this text; empty: never.
+        hang_at: injected fault: the engine's thread hangs after this many busy rounds; 0: never.
+        poison: injected fault: the process is killed when a request runs whose id contains this
+            text; empty: never.
     """
 
     def __init__(
@@ -101,7 +157,7 @@ class NodeThreads:
         name: str,
         role: NodeRole,
         loaded: LoadedEngine,
-        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd, ConnectorEnd | None]],
+        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnds]],
         emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
         *,
@@ -134,7 +190,8 @@ class NodeThreads:
             changing = loaded.weights, self._loop.ask, weights_root, self._rename
             self.weights = NodeWeights(loaded.engine, *changing)
         loaded.engine.features.wake_with(self._loop.wake)
-        self._node, self._end, self._encodings_end = make_node(self._loop.wake)
+        self._node, self._ends = make_node(self._loop.wake)
+        self._end = self._ends.kv
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
@@ -148,25 +205,19 @@ class NodeThreads:
         registered = self._loaded.registration(
             self._name, self._role, address, peer_info, self._first_steps
         )
-        if self._encodings_end is None:
-            return registered
-        return replace(registered, encodings_peer_info=self._encodings_end.describe())
+        ends = self._ends
+        return replace(
+            registered,
+            encodings_peer_info=ends.encodings.describe() if ends.encodings else b"",
+            fetch_peer_info=ends.prefixes.describe() if ends.prefixes else b"",
+        )
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         if isinstance(command, SendKVSnapshot):
             self._kv_events.request_snapshot()
+            self._loop.wake()
         else:
-            self._node.submit(command)
-        self._loop.wake()
-
-    def beat(self) -> NodeBeat:
-        return self._node.beat()
-
-    def requests(self) -> list[RequestView]:
-        return self._node.requests()
-
-    def ledger(self) -> Future[Ledger]:
-        return self._loop.call(self._node.ledger)
+            super().submit(command)
 
     def flush_prefix_cache(self) -> Future[int]:
         def flush() -> int:
@@ -178,10 +229,8 @@ class NodeThreads:
         return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
-        rounds = {ENGINE_THREAD: self._loop.rounds, KV_THREAD: self._end.rounds}
-        if self._encodings_end is not None:
-            rounds[ENCODINGS_THREAD] = self._encodings_end.rounds
-        return rounds
+        others = {name: end.rounds for name, end in self._ends.others().items()}
+        return super().rounds() | others
 
     def dump(self, error: Exception) -> None:
         """Write a crash dump of the engine; never raises, but may hang on a dead disk."""
@@ -193,20 +242,14 @@ class NodeThreads:
     def engine_metrics(self) -> EngineMetrics:
         return self._loaded.engine.metrics()
 
-    def handoff_metrics(self) -> HandoffMetrics:
-        return self._node.handoff_metrics()
-
-    def connector_metrics(self) -> ConnectorMetrics:
-        return self._end.metrics()
-
     def _rename(self) -> None:
-        """Register from now on with the identity that other weights give the engine."""
+        """Let later registrations describe the weights that the engine has now."""
         self._loaded = self._loaded.renamed()
 
     def _step(self) -> bool:
-        self._loaded.engine.executor.check_health()  # a rank process may also die between steps
+        self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            return False  # commands from a router that does not know of the drain wait
+            return False  # commands wait: routers may send some before they learn of the drain
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:
@@ -227,8 +270,8 @@ class NodeThreads:
     def close(self) -> None:
         self._loop.stop()
         self._end.close()
-        if self._encodings_end is not None:
-            self._encodings_end.close()
+        for end in self._ends.others().values():
+            end.close()
         self._loaded.engine.close()
         if self._loaded.weights is not None:
             self._loaded.weights.close()

@@ -1,6 +1,7 @@
 """LayerTail: pushes a prompt's last blocks, group by group of layers, while later layers compute.
 
-A tail is made before its step and called on the computing thread; the sender posts on another.
+The tail of a step is made before the step, and called on the thread that computes the step; the
+sender posts the writes on another thread.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from kvconnector.ends import Sender
 
 
 class LayerTail:
-    """Pushes blocks after each layer of one step.
+    """Pushes the blocks that one step completes, one group of layers after the other.
 
     Args:
-        sender: takes the pushes.
-        layer_groups: ranges of a block's layers, in order; each is pushed once its last layer is
-            computed.
-        num_layers: number of the model's layers if blocks can be pushed only whole, after the last
-            layer; None: each layer group can be pushed by itself.
+        sender: sends the pushed blocks.
+        layer_groups: ranges of a block's layers, in order; each range is pushed once its last layer
+            is computed.
+        num_layers: number of the model's layers if blocks must be pushed whole, after the last
+            layer; None: each layer group is pushed by itself.
         fence: returns a function that tells whether a GPU has finished all work launched so far;
             see `KVMemory.fence`.
 
@@ -41,7 +42,7 @@ class LayerTail:
     ) -> None:
         self._sender = sender
         self._layer_groups = layer_groups
-        # Number of computed layers at which each group may be pushed.
+        # For each group, the number of computed layers from which on it may be pushed.
         self._ends = [end for _, end in layer_groups] if num_layers is None else [num_layers]
         assert len(self._ends) == len(layer_groups)
         self._fence = fence
@@ -49,12 +50,12 @@ class LayerTail:
         self.num_groups_pushed = 0
 
     def add_push(self, push: BlockPush) -> None:
-        """Add blocks that the step completes to this tail's pushes."""
+        """Add blocks of one request to those that this tail pushes."""
         self._pushes.append(push)
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all layers were pushed."""
+        """Return whether all layer groups were pushed."""
         return self.num_groups_pushed == len(self._layer_groups)
 
     def after_layer(self, layer: int) -> None:
@@ -74,9 +75,9 @@ class LayerTail:
 class LayerTails:
     """Makes the tails of one node's steps.
 
-    Blocks in the order `KVOrder.HEADS` cannot be divided by layers: each is sent whole, after the
-    last layer and before sampling. A model with several KV cache groups has no tail, because a
-    group's layers are not computed one after another.
+    A block whose bytes are in the order `KVOrder.HEADS` cannot be divided by layers: the whole
+    block is sent after the last layer, before sampling. A model with several KV cache groups has no
+    tail, because a group's layers are not computed one after another.
 
     Attributes:
         has_any: whether steps that end a prompt get a tail.
@@ -93,5 +94,5 @@ class LayerTails:
         self._num_layers = None if can_cut else num_layers
 
     def make_tail(self) -> LayerTail:
-        """Return the tail of one step."""
+        """Make the tail of the next step."""
         return LayerTail(self._sender, self._layer_groups, self._fence, self._num_layers)

@@ -12,13 +12,11 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from baton.api.errors import InvalidRequestError, status_name
-from baton.api.outputs import FinishReason, PrefillReceipt, RequestDelta
-from baton.kv.encodings import holds_encodings
+from baton.api.outputs import FinishReason, RequestDelta
 from baton.link.words import (
     AbortAll,
     NodeBeat,
@@ -26,9 +24,10 @@ from baton.link.words import (
     PrefillCommand,
     RequestView,
     RouterCommand,
+    ShareCommand,
 )
 from baton.telemetry.ledger import Ledger
-from engine.core.outputs import SchedulerOutput, StepResult
+from engine.core.outputs import StepResult
 from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
@@ -37,28 +36,11 @@ from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
 from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
-from prefill_node.arrivals import Arrivals, PromptWait
+from prefill_node.jobs import Jobs
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
-from prefill_node.spans import PrefillTraces
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Job:
-    """A prefill command in progress.
-
-    Attributes:
-        encodings: encodings that encode nodes send for it; None: none.
-    """
-
-    command: PrefillCommand
-    request: Request
-    received_at: float
-    encodings: PromptWait | None = None
-    started_at: float = 0.0
-    num_chunks: int = 0
 
 
 class PrefillNode:
@@ -70,9 +52,8 @@ class PrefillNode:
         emit: sends events to the router; called on this node's thread.
         push_mode: when blocks are sent.
         clock: returns seconds, never going back.
-        traces: emits spans of traced requests; None: no tracing.
-        inbox: queue of commands; None: one that does not read any files of adapters.
-        arrivals: encodings that encode nodes send; None: this node encodes all images.
+        inbox: queue of commands; None: a queue that cannot read the files of adapters.
+        jobs: table of open commands; None: without tracing, and without encode nodes.
     """
 
     def __init__(
@@ -82,19 +63,16 @@ class PrefillNode:
         emit: Callable[[NodeEvent], None],
         push_mode: PushMode = PushMode.LAYERS,
         clock: Callable[[], float] = time.monotonic,
-        traces: PrefillTraces | None = None,
         inbox: Inbox[PrefillCommand] | None = None,
-        arrivals: Arrivals | None = None,
+        jobs: Jobs | None = None,
     ) -> None:
         self.engine = engine
-        self.arrivals = arrivals
+        self.jobs = jobs or Jobs(clock)
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
-        self._traces = PrefillTraces(None, clock) if traces is None else traces
-        self._inbox = inbox or Inbox(PrefillCommand, engine, clock)
+        self._inbox = Inbox(PrefillCommand, engine, clock) if inbox is None else inbox
         self._outbox = Outbox(emit)
-        self._jobs: dict[str, _Job] = {}
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         """Queue a command for the next step; thread-safe."""
@@ -103,15 +81,16 @@ class PrefillNode:
     def step(self) -> bool:
         """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
-        if self.arrivals is not None:
-            for event in self.arrivals.step():
-                self._outbox.report_peer(event)
+        for event in self.jobs.poll_encode_nodes():
+            self._outbox.report_peer(event, is_encode_node=True)
+        for event in self.jobs.poll_holders():
+            self._outbox.report_peer(event)
         scheduled = self.engine.schedule()
-        self._note_starts(scheduled)
+        self.jobs.note_scheduled(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         continued = self._answer(result)
-        self._outbox.flush()  # before any push: a client waits for token 1
+        self._outbox.flush()  # before pushes, as clients wait for token 1
         self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
@@ -132,90 +111,89 @@ class PrefillNode:
             num_waiting=len(requests) - num_running + num_held,
             num_running=num_running,
             num_free_blocks=self.engine.block_pool.num_free,
-            num_quarantined_blocks=self.push_tracker.num_draining_blocks,
-            num_transfers=self.push_tracker.num_transfers + self._num_arrivals,
+            num_quarantined_blocks=(
+                self.push_tracker.num_draining_blocks + self.jobs.num_quarantined_blocks
+            ),
+            num_transfers=(
+                self.push_tracker.num_transfers + self.jobs.num_encodings + self.jobs.num_fetches
+            ),
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
             adapter_load_s=self._inbox.adapter_load_s,
+            num_waiting_for_encodings=self.jobs.num_waiting_for_encodings,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests
             ),
         )
 
-    @property
-    def _num_arrivals(self) -> int:
-        return 0 if self.arrivals is None else self.arrivals.num_transfers
-
     def requests(self) -> list[RequestView]:
-        """Return all open requests; safe from any thread."""
-        local = [job for job in list(self._jobs.values()) if not job.command.decode_engine_id]
+        """Return all open requests of this node, for operators; safe from any thread."""
+        local = [job for job in self.jobs.open() if not job.command.decode_engine_id]
         now = self._clock()
         views = [view_request(job.request, "", now - job.received_at) for job in local]
         return views + self.push_tracker.views()
 
     def ledger(self) -> Ledger:
-        """Return the owners of all blocks; call between steps, on this node's thread."""
-        return take_ledger(self.engine, self.push_tracker.held())
+        """Return which owners hold which blocks; call between steps, on this node's thread."""
+        ledger = take_ledger(self.engine, [*self.push_tracker.held(), *self.jobs.held()])
+        return dataclasses.replace(ledger, encodings=self.jobs.encodings_ledger())
 
     def handoff_metrics(self) -> HandoffMetrics:
-        """Return counts of hand-offs and encodings; safe from any thread."""
-        metrics = self.push_tracker.metrics()
-        if self.arrivals is None:
-            return metrics
-        return dataclasses.replace(
-            metrics,
-            encodings_open=self._num_arrivals,
-            encodings_lost=self.arrivals.num_lost_total,
-        )
+        """Return counts of hand-offs, encodings and prefixes; safe from any thread."""
+        return self.jobs.add_metrics(self.push_tracker.metrics())
 
     # ------------------------------------------------------------------ commands
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
-        """End a request, or its hand-off if token 1 was already sent."""
-        job = self._jobs.get(request_id)
-        if job is not None and job.command.epoch == epoch:
+        """End a request, or only its hand-off if token 1 was sent already."""
+        if self.jobs.has(request_id, epoch):
             self._end(request_id)
         else:
             self.push_tracker.drop(request_id, "", epoch)
-            self._traces.end_trace(request_id, epoch, has_pushed=True)
+            self.jobs.end_trace(request_id, epoch)
 
     def abort_jobs(self, abort: AbortAll) -> None:
-        """End all requests and hand-offs that the abort concerns."""
-        for request_id in filter(abort.concerns, list(self._jobs)):
-            self._end(request_id)
+        """End all requests and hand-offs that an abort message of the router concerns."""
+        for job in self.jobs.open():
+            if abort.concerns(job.command.request_id):
+                self._end(job.command.request_id)
         # Also end hand-offs after token 1: the decode node may belong to another router.
         self.push_tracker.drop_all(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
-        """Connect to a decode node or an encode node; raises TransferError."""
-        if not holds_encodings(peer.manifest):
+        """Connect to a decode node or an encode node; raises TransferError if this fails."""
+        if not self.jobs.connect_encode_node(peer):
             self.sender.connect(peer)
-        elif self.arrivals is not None:
-            self.arrivals.add_peer(peer)
 
     def remove_peer(self, engine_id: str) -> None:
         """Disconnect a departed decode node or encode node."""
         self.sender.disconnect(engine_id)
-        if self.arrivals is not None:
-            self.arrivals.lose_peer(engine_id)
+        self.jobs.lose_encode_node(engine_id)
+        self.jobs.lose_holder(engine_id)
+
+    def connect_fetch_peer(self, peer: PeerInfo) -> None:
+        """Connect to a node that sends cached prefixes; raises TransferError if this fails."""
+        self.jobs.connect_holder(peer)
+
+    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
+        """Ignore a command for decode nodes, because prefill nodes send no cached prefixes."""
+        logger.warning("this node does not send cached prefixes")
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
-        """Queue a prompt, and its hand-off if a decode node continues."""
-        if command.request_id in self._jobs:
+        """Queue a prompt in the engine, and track its hand-off if a decode node continues."""
+        if self.jobs.get(command.request_id) is not None:
             self._end(command.request_id)
         engine = self.engine
-        self._traces.start_trace(command, received_at)
+        self.jobs.start_trace(command, received_at)
         try:
             request = new_request(engine, command, max_tokens=1)
         except InvalidRequestError as error:
             self._fail(command.request_id, command.epoch, "INVALID_ARGUMENT", str(error))
             return
-        encodings = None
-        if self.arrivals is not None:
-            encodings = self.arrivals.expect(request, command, received_at)
+        job = self.jobs.new_job(command, request, received_at)
         engine.add_request(request)
-        self._jobs[command.request_id] = _Job(command, request, received_at, encodings)
+        self.jobs.add(job)
         logger.debug(
             "has a prompt of %d tokens to compute, for %s",
             request.num_initial_tokens,
@@ -229,50 +207,28 @@ class PrefillNode:
 
     # ------------------------------------------------------------------ results
 
-    def _note_starts(self, scheduled: SchedulerOutput) -> None:
-        """Count each scheduled chunk, and note when a request's first chunk was scheduled."""
-        for item in scheduled.scheduled:
-            job = self._jobs[item.request.request_id]
-            job.num_chunks += 1
-            job.started_at = job.started_at or self._clock()
-            if self._traces and (trace := self._traces.get(*_key(job.command))):
-                trace.started_at = job.started_at
-                trace.begin_chunk(self._clock())
-
     def _answer(self, result: StepResult) -> dict[str, RequestDelta]:
-        """Queue each token 1 for the router.
+        """Queue every token 1 of a step for the router.
 
-        Return the outputs that a decode node continues, by id.
+        Return the outputs that a decode node continues, by request id.
         """
         continued = {}
-        if self._traces:
-            self._note_chunks(result.scheduled)
+        self.jobs.note_computed(result.scheduled)
         for output in result.outputs:
-            job = self._jobs.pop(output.request_id)
-            # The engine stops after one token, even if a decode node continues the output.
-            goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             now = self._clock()
-            receipt = PrefillReceipt(
-                queue_s=job.started_at - job.received_at,
-                prefill_s=now - job.started_at,
-                num_chunks=job.num_chunks,
-                num_computed_tokens=job.request.num_prompt_tokens_computed,
-                num_cached_tokens=job.request.num_cached_tokens,
-                num_encodings_received=job.encodings.num_received if job.encodings else 0,
-                num_encodings_lost=job.encodings.num_lost if job.encodings else 0,
-                encodings_wait_s=job.encodings.waited_s if job.encodings else 0.0,
-            )
+            job, receipt = self.jobs.finish(output.request_id, now)
+            # The engine ends each request after one token, also if a decode node continues.
+            goes_on = job.command.decode_engine_id and not self._ends(job.request, output)
             reason = None if goes_on else output.finish_reason
             delta = msgspec.structs.replace(
                 output, finish_reason=reason, prefill=receipt, sampled_at=now
             )
             self._outbox.put(delta)
-            self._traces.note_computed(job.command, receipt, job.started_at, now)
             if goes_on:
                 continued[output.request_id] = delta
             else:
                 self.push_tracker.drop(output.request_id, "")
-                self._traces.end_trace(*_key(job.command))
+                self.jobs.end_unpushed(job)
             logger.debug(
                 "computed its prompt in %.3g s, %d tokens of it were cached",
                 receipt.prefill_s,
@@ -281,22 +237,16 @@ class PrefillNode:
             )
         return continued
 
-    def _note_chunks(self, computed: SchedulerOutput) -> None:
-        for item in computed.scheduled:
-            job = self._jobs.get(item.request.request_id)
-            if job is not None and (trace := self._traces.get(*_key(job.command))):
-                trace.end_chunk(self._clock())
-
     def _end_failed(self) -> None:
-        """End requests that the engine cannot continue."""
+        """End the requests that the engine cannot continue, and tell the router."""
         for request_id, error in self.engine.take_failures():
-            job = self._jobs.get(request_id)
+            job = self.jobs.get(request_id)
             if job is not None:
                 self.push_tracker.drop(request_id, "refused")
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether token 1 ends the output, even without this node's one-token limit."""
+        """Return whether token 1 ends the output, apart from this node's limit of one token."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full
@@ -307,55 +257,35 @@ class PrefillNode:
                 self._outbox.report_peer(event)
             case _:
                 if not self.push_tracker.settle(event):
-                    self._traces.end_trace(event.request_id, event.epoch, has_pushed=True)
-                elif not event.reason:  # the decode node cancelled the request; the router knows
-                    job = self._jobs.get(event.request_id)
-                    if job is not None and job.command.epoch == event.epoch:
+                    self.jobs.end_trace(event.request_id, event.epoch)
+                elif not event.reason:  # cancelled by the decode node: the router knows
+                    if self.jobs.has(event.request_id, event.epoch):
                         self._end(event.request_id)
                 else:
                     self._fail(event.request_id, event.epoch, "UNAVAILABLE", event.reason)
 
     def _fail(self, request_id: str, epoch: int, code: str, reason: str) -> None:
-        # An error about a request's field keeps its text, because the client wrote the field.
+        # Keep the text of an error about a field of the request, because it is for the client.
         message = reason if code == "INVALID_ARGUMENT" else f"prefill: {reason}"
-        self._cancel_encodings(request_id, epoch)
-        job = self._jobs.pop(request_id, None)
+        job = self.jobs.fail(request_id, epoch, message)
         ids = ids_of(job.command) if job is not None else {"request_id": request_id}
         logger.debug("%s: %s", code, message, extra=ids)
         self._outbox.fail(request_id, epoch, code, message)
-        self._traces.end_trace(request_id, epoch, message, has_pushed=True)
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """Forget a request that was cancelled."""
-        job = self._jobs.pop(request_id, None)
-        if job is not None:
-            self._traces.end_trace(*_key(job.command))
-            self._cancel_encodings(*_key(job.command))
+        """End a cancelled request; send nothing to the router."""
+        self.jobs.end(request_id)
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")
-
-    def _cancel_encodings(self, request_id: str, epoch: int) -> None:
-        if self.arrivals is not None:
-            self.arrivals.cancel(request_id, epoch)
 
     def _expire(self) -> None:
         now = self._clock()
         if not self._inbox.is_expiry_due(now):
             return
         self.push_tracker.expire()
-        if self._traces:
-            self._traces.end_others(self._is_at_work)
-        for request_id, job in list(self._jobs.items()):
-            if now - job.received_at > job.command.timeout_s:
-                self.push_tracker.drop(request_id, "deadline")
-                self._fail(request_id, job.command.epoch, "DEADLINE_EXCEEDED", "deadline passed")
-
-    def _is_at_work(self, request_id: str, epoch: int) -> bool:
-        job = self._jobs.get(request_id)
-        is_computing = job is not None and job.command.epoch == epoch
-        return is_computing or self.push_tracker.has(request_id, epoch)
-
-
-def _key(command: PrefillCommand) -> tuple[str, int]:
-    return command.request_id, command.epoch
+        self.jobs.end_other_traces(self.push_tracker.has)
+        for job in self.jobs.overdue(now):
+            request_id, epoch = job.key
+            self.push_tracker.drop(request_id, "deadline")
+            self._fail(request_id, epoch, "DEADLINE_EXCEEDED", "deadline passed")

@@ -1,4 +1,4 @@
-"""PrefillOptions: the options of a prefill node, and when it sends the KV blocks of a prompt."""
+"""PrefillOptions: the options of a prefill node. PushMode: when it sends a prompt's KV blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from node_runtime.options import NodeOptions
 
 
 class PushMode(StrEnum):
-    """When KV blocks are sent, from latest to earliest. All modes send the same bytes."""
+    """When KV blocks are sent, from the latest mode to the earliest. All send the same bytes."""
 
     AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
     CHUNKS = "chunks"  # a chunk's full blocks are sent while the next chunk computes
@@ -20,10 +20,10 @@ class PushMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOptions(NodeOptions):
-    """Options of a prefill node; raises ConfigError naming the field."""
+    """Options of a prefill node; a wrong value raises ConfigError with the field's name."""
 
-    # Preempted prompts are recomputed, because no other node has their blocks. The decode node
-    # verifies drafts made here, and decides their number.
+    # Preempted prompts are recomputed here, because no other node has their blocks. All drafts are
+    # made here, because the decode node, which verifies them, decides how many it uses.
     engine: EngineConfig = group(
         lambda: EngineConfig(cuda_graph_max_batch=0), without=("preemption", "adaptive_speculation")
     )
@@ -33,9 +33,20 @@ class PrefillOptions(NodeOptions):
         help="Receive the encodings of images from encode nodes (`baton encode`). This node "
         "encodes the images whose encodings do not come.",
     )
+    encodings_listen: str = option(
+        "",
+        help="With --encode-nodes and --kv-connector tls: host:port to which encode nodes send "
+        "encodings; by default a free port of the host in --kv-listen.",
+    )
     encode_timeout_s: float = option(
         3.0,
         above=0,
         help="With --encode-nodes: how long a prompt waits for an encoding before this node "
         "encodes the image, seconds.",
+    )
+    fetch_timeout_s: float = option(
+        2.0,
+        above=0,
+        help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
+        "computes the prompt, seconds.",
     )

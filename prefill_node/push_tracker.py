@@ -1,10 +1,10 @@
 """PushTracker: which blocks of each request may be transferred, and which are still in use.
 
-Turns scheduled and computed steps into pushes for the sender. References each block until the end
-event of the block's transfer, so a request may finish or be aborted at any time.
+Turns scheduled and computed steps into pushes for the sender. Holds a reference on each block until
+the event that ends the block's transfer, so that a request may end at any time.
 
 A logical block is ``block_size`` tokens: one block in each KV cache group. In a group whose layers
-attend to a sliding window only, blocks before the window at the prompt's end are not transferred:
+attend only to a sliding window, blocks before the prompt's last window are not transferred:
 
     logical block     0    1    2    3          * travels
     full attention    *    *    *    *
@@ -44,13 +44,13 @@ class _Handoff:
     """One request whose KV is being handed over to a decode node.
 
     Attributes:
-        indices: indexes of the transferred blocks in ``Request.block_ids``, which lists the groups'
+        indices: indices of the transferred blocks in ``Request.block_ids``, which lists the groups'
             blocks of logical block 0, then those of logical block 1, and so on.
-        epoch: number of the attempt.
+        epoch: number of the router's attempt.
         engine_id: engine id of the decode node.
         block_ids: ids of the transferred blocks that are allocated so far.
         start_is_sent: whether the decode node was told that this node computes the prompt.
-        held_block_ids: ids of all referenced blocks, including blocks from before a preemption.
+        held_block_ids: ids of all blocks referenced here, also those from before a preemption.
         tail: pushes the blocks from ``tail_first`` on, some layers at a time; None: no tail.
     """
 
@@ -98,8 +98,8 @@ class PushTracker:
     """The hand-offs of one prefill node.
 
     Args:
-        engine: owner of the blocks and their references.
-        sender: sends the pushes.
+        engine: owner of the blocks and of their reference counts.
+        sender: sends the pushed blocks.
         mode: when blocks are pushed. With `PushMode.LAYERS`, the last chunk is sent in groups of
             layers if the model allows this (`LayerTails`), and otherwise whole, with token 1.
         clock: returns seconds, never going back.
@@ -121,14 +121,14 @@ class PushTracker:
         self._block_size = engine.kv_memory.spec.block_size
         self._num_groups = engine.kv_memory.spec.num_groups
         self._handoffs: dict[str, _Handoff] = {}
-        # Hand-offs that ended here while their writes are in flight, by (request_id, epoch).
+        # Hand-offs that ended here although writes may be in flight, by (request_id, epoch).
         self._draining: dict[tuple[str, int], _Handoff] = {}
         self._ended: Counter[TransferOutcome] = Counter()
 
     def track_request(self, request: Request, epoch: int, engine_id: str, timeout_s: float) -> None:
         """Register a request whose KV a decode node will receive.
 
-        Ends an older attempt's hand-off; its blocks stay held until no write is in flight.
+        Ends an older attempt's hand-off; its blocks stay referenced while writes are in flight.
         """
         self.drop(request.request_id, "")
         now = self._clock()
@@ -144,7 +144,7 @@ class PushTracker:
     def before_step(self, scheduled: SchedulerOutput) -> Callable[[int], None] | None:
         """Send `Start` for requests whose first chunk is scheduled; hold all new blocks.
 
-        Returns a callback to call after each layer of the step, or None.
+        Returns a function to call after each layer of the step; None: no blocks are sent by layers.
         """
         tail: LayerTail | None = None
         for item in scheduled.scheduled:
@@ -165,7 +165,8 @@ class PushTracker:
                     if self._num_groups > 1
                     else (),
                 )
-            if request.num_preemptions != handoff.num_preemptions:  # recomputed in other blocks
+            # The prompt is recomputed in other blocks.
+            if request.num_preemptions != handoff.num_preemptions:
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
             # Transferred blocks stay in the window until the prompt's end, so none was freed.
@@ -175,7 +176,8 @@ class PushTracker:
             self._engine.block_pool.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
-            if is_first and self._mode is not PushMode.AFTER_PREFILL:  # push the cached prefix
+            # Push the blocks of the cached prefix at once.
+            if is_first and self._mode is not PushMode.AFTER_PREFILL:
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):
                 tail = tail or self._tails.make_tail()
@@ -186,7 +188,7 @@ class PushTracker:
         """Push the blocks that became full; with token 1, push the rest.
 
         Args:
-            outputs: outputs of the step by request id; those that end a request are left out.
+            outputs: outputs of the step that a decode node continues, by request id.
         """
         for item in scheduled.scheduled:
             handoff = self._handoffs.get(item.request.request_id)
@@ -196,13 +198,13 @@ class PushTracker:
             num_tokens = handoff.request.num_computed_tokens
             if output is None and self._mode is PushMode.AFTER_PREFILL:
                 continue
-            if output is None:  # push full blocks only: the last one is still being filled
+            if output is None:  # the last block is not full yet
                 self._push(handoff, num_tokens // self._block_size, None)
             else:
                 self._push(handoff, -(-num_tokens // self._block_size), output.token_ids[0])
 
     def drop(self, request_id: str, reason: str, epoch: int | None = None) -> None:
-        """End a hand-off early; do nothing if it is unknown.
+        """End a hand-off early; do nothing if the hand-off is unknown.
 
         Args:
             reason: error for the decode node's client; empty: no client waits for the decode node.
@@ -219,24 +221,24 @@ class PushTracker:
         self._sender.abort(request_id, handoff.epoch, reason)
 
     def has(self, request_id: str, epoch: int) -> bool:
-        """Return whether this attempt's hand-off is open."""
+        """Return whether the hand-off of this attempt is open."""
         handoff = self._handoffs.get(request_id)
         return handoff is not None and handoff.epoch == epoch
 
     def expire(self) -> None:
-        """End hand-offs whose deadline has passed before they were granted or written."""
+        """End the hand-offs whose deadline has passed."""
         now = self._clock()
         for request_id, handoff in list(self._handoffs.items()):
             if now > handoff.expires_at:
                 self.drop(request_id, "deadline passed")
 
     def drop_all(self, abort: AbortAll) -> None:
-        """End all hand-offs of a router."""
+        """End all hand-offs that the abort of a router's requests concerns."""
         for request_id in filter(abort.concerns, list(self._handoffs)):
             self.drop(request_id, "its prefill node lost its router")
 
     def settle(self, event: TransferEvent) -> bool:
-        """Release an ended transfer's blocks; return whether an open hand-off has failed."""
+        """Release an ended transfer's blocks; return whether its hand-off was open and failed."""
         draining = self._draining.pop((event.request_id, event.epoch), None)
         if draining is not None:
             self._ended[event.outcome] += 1
@@ -251,7 +253,7 @@ class PushTracker:
         return event.kind is TransferEventKind.FAILED
 
     def views(self) -> list[RequestView]:
-        """Return the open hand-offs, including those whose prompt is computed; thread-safe."""
+        """Return the open hand-offs for operators, also after token 1; safe from any thread."""
         now = self._clock()
         return [
             view_request(handoff.request, handoff.state, now - handoff.added_at)
@@ -276,7 +278,7 @@ class PushTracker:
 
     @property
     def num_draining_blocks(self) -> int:
-        """Return how many blocks of ended hand-offs a write in flight may still read."""
+        """Return how many blocks of ended hand-offs may still be read by writes in flight."""
         return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
 
     def held(self) -> list[BlockHolding]:
@@ -287,9 +289,9 @@ class PushTracker:
         return [*pushed, *drained]
 
     def _add_tail(self, handoff: _Handoff, tail: LayerTail) -> None:
-        """Make a tail push the blocks that the prompt's last step writes, layer by layer."""
+        """Let a tail push the blocks that the last step of a prompt writes, layer by layer."""
         request = handoff.request
-        # Blocks that the step in flight fills are pushed after that step, not by the tail.
+        # The tail leaves out blocks that the step in flight fills: they are pushed after that step.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
         first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
         handoff.tail, handoff.tail_first = tail, first
@@ -303,7 +305,7 @@ class PushTracker:
         )
 
     def _push(self, handoff: _Handoff, num_logical_blocks: int, token_id: int | None) -> None:
-        """Push the blocks of the first logical blocks that were not pushed before.
+        """Push those blocks of the first ``num_logical_blocks`` that were not pushed before.
 
         Args:
             token_id: token 1, which makes this the last push; None: more pushes follow.
@@ -314,8 +316,8 @@ class PushTracker:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)
         if token_id is not None and handoff.tail is not None and handoff.tail.is_complete:
-            num_blocks = handoff.tail_first  # the tail has pushed the rest
-        # A block that is not full is sent only with token 1.
+            num_blocks = handoff.tail_first  # the tail has pushed the last blocks
+        # Only the last push, with token 1, may have a block that is not full.
         num_tokens, record = num_logical_blocks * self._block_size, None
         if token_id is not None:
             num_tokens = handoff.request.num_computed_tokens

@@ -1,10 +1,10 @@
-"""Spans of a request on a prefill node, made when the request ends here.
+"""Trace spans of a request on a prefill node; they are made when the request ends on this node.
 
 prefill                                         from its command to the end of its push
   prefill.queue                                 waits for its first chunk; the receipt's queue_s
   prefill.compute                               up to token 1; the receipt's prefill_s
     prefill.chunk ...
-  prefill.push                                  from its first chunk until D has all its KV
+  prefill.push                                  from first chunk until the decode node has its KV
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PrefillTrace:
 
     Attributes:
         parent: context of the router's attempt.
-        chunks: per chunk its start time and, once it is computed, its end time.
-        error: why the request failed; empty: no failure.
+        chunks: for each chunk, the time when it was scheduled and, later, when it was computed.
+        error: why the request failed; empty: it did not fail.
     """
 
     parent: TraceContext
@@ -49,18 +49,18 @@ class PrefillTrace:
     error: str = ""
 
     def begin_chunk(self, now: float) -> None:
-        """Note that the next chunk is scheduled."""
+        """Record the time when the next chunk is scheduled."""
         self.chunks.append([now])
 
     def end_chunk(self, now: float) -> None:
-        """Note that the oldest chunk in flight is computed."""
+        """Record the time when the oldest chunk in flight is computed."""
         for chunk in self.chunks:
             if len(chunk) == 1:
                 chunk.append(now)
                 return
 
     def spans(self, now: float, *, has_pushed: bool) -> list[Span]:
-        """Return all spans; open spans end now.
+        """Return all spans of the request; spans that have no end yet end now.
 
         Args:
             has_pushed: whether the request's KV was sent to a decode node.
@@ -73,6 +73,9 @@ class PrefillTrace:
             if self.receipt.num_encodings_received or self.receipt.num_encodings_lost:
                 counts["baton.encodings_received"] = self.receipt.num_encodings_received
                 counts["baton.encodings_lost"] = self.receipt.num_encodings_lost
+            if self.receipt.num_fetched_tokens or self.receipt.num_fetches_lost:
+                counts["baton.fetched_tokens"] = self.receipt.num_fetched_tokens
+                counts["baton.fetches_lost"] = self.receipt.num_fetches_lost
         parent, request_id, begin_s = self.parent, self.request_id, self.received_at
         whole = request_span(
             "prefill", parent, request_id, begin_s, now, counts=counts, error=self.error
@@ -95,7 +98,7 @@ class PrefillTrace:
 
 
 class PrefillTraces:
-    """The traced requests of one node; empty without tracing.
+    """The traced requests of one prefill node; empty if there is no tracing.
 
     Args:
         sink: receives the spans of ended requests; None: no tracing.
@@ -111,7 +114,7 @@ class PrefillTraces:
         return bool(self._open)
 
     def start_trace(self, command: PrefillCommand, received_at: float) -> None:
-        """Start the trace of a command, if it is traced."""
+        """Start the trace of a command's request, if the router traces it."""
         if self._sink is not None and command.trace is not None:
             self._open[command.request_id, command.epoch] = PrefillTrace(
                 parent=command.trace,
@@ -121,13 +124,13 @@ class PrefillTraces:
             )
 
     def get(self, request_id: str, epoch: int) -> PrefillTrace | None:
-        """Return a request's trace; None: not traced."""
+        """Return the trace of a request; None: it is not traced."""
         return self._open.get((request_id, epoch))
 
     def note_computed(
         self, command: PrefillCommand, receipt: PrefillReceipt, started_at: float, now: float
     ) -> None:
-        """Note that a request has token 1."""
+        """Record that token 1 of a request is sampled."""
         trace = self._open.get((command.request_id, command.epoch))
         if trace is not None:
             trace.started_at, trace.computed_at, trace.receipt = started_at, now, receipt
@@ -135,7 +138,7 @@ class PrefillTraces:
     def end_trace(
         self, request_id: str, epoch: int, error: str = "", *, has_pushed: bool = False
     ) -> None:
-        """Emit the spans of a request that ended here; do nothing for an untraced request."""
+        """Emit the spans of a request that ended here; do nothing if it is not traced."""
         trace = self._open.pop((request_id, epoch), None) if self._open else None
         if trace is None or self._sink is None:
             return
@@ -144,6 +147,6 @@ class PrefillTraces:
         self._sink(trace.spans(now, has_pushed=has_pushed), zero_of(self._clock))
 
     def end_others(self, is_open: Callable[[str, int], bool]) -> None:
-        """End the traces of requests that no longer have an open hand-off."""
+        """End the traces of requests whose hand-off is no longer open."""
         for request_id, epoch in [key for key in self._open if not is_open(*key)]:
             self.end_trace(request_id, epoch, has_pushed=True)

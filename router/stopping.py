@@ -26,7 +26,7 @@ _POLL_INTERVAL_S = 0.02
 
 
 class HttpApi(Protocol):
-    """What `stop_router` and the overload signals need to know about the optional HTTP API."""
+    """Parts of the optional HTTP API that `stop_router` and the overload signals use."""
 
     @property
     def num_at_work(self) -> int:

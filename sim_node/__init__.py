@@ -1,1 +1,1 @@
-"""Simulated nodes: real nodes whose executor waits instead of computing. No model, no torch."""
+"""Simulated nodes: real nodes whose executor only waits. They need no weights and no torch."""

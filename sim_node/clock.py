@@ -1,7 +1,7 @@
-"""NodeClock: the time of one simulated node, which can be paused, continued and ended.
+"""NodeClock: the clock and timers of one simulated node, which can be paused and ended.
 
-Sits between a node and the event loop: events due while the node is stopped happen when it
-continues; events due after its end never happen.
+All events of a node go through its clock: events that are due while the node is paused happen when
+it continues, and events that are due after its end never happen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-# Maximum number of seconds by which steps may be dated back, to make up for a busy event loop.
+# A late event is treated as if it came on time if it is at most this many seconds late, so that a
+# busy event loop does not slow the simulated node.
 MAX_CATCH_UP_S = 0.1
 
 
@@ -18,20 +19,21 @@ class Timers(Protocol):
     """The methods of an event loop that `NodeClock` uses; tests pass a virtual clock."""
 
     def time(self) -> float:
-        """Return monotonic seconds."""
+        """Return the time, in monotonic seconds."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call ``callback`` at ``when``, on the clock of `time`."""
 
 
 class NodeClock:
-    """Keeps one node's time.
+    """The clock of one node, and the events that wait while the node is paused.
 
     Args:
         timers: the event loop.
 
     Attributes:
-        max_lag_s: longest delay of a timer; if large, the machine is too busy for this simulation.
+        max_lag_s: longest delay of a timer so far, in seconds; if it is large, the machine is too
+            busy for this simulation.
     """
 
     def __init__(self, timers: Timers) -> None:
@@ -45,10 +47,13 @@ class NodeClock:
         return self._timers.time()
 
     def call_at(self, when: float, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with the due time, which is at most `MAX_CATCH_UP_S` ago."""
+        """Call ``callback`` at ``when``, with the time that counts as now.
+
+        This time is ``when``, but at most `MAX_CATCH_UP_S` before the real time.
+        """
 
         def fire() -> None:
-            if self._stopped:  # run when the node continues
+            if self._stopped:  # `go_on` will call the callback
                 self._backlog.append(lambda: callback(self.now()))
             elif not self._ended:
                 now = self.now()
@@ -58,24 +63,24 @@ class NodeClock:
         self._timers.call_at(when, fire)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run an action now, or when a stopped node continues; never after the end."""
+        """Run an action now, or once a paused node continues; drop it if the node has ended."""
         if self._stopped:
             self._backlog.append(action)
         elif not self._ended:
             action()
 
     def stop(self) -> None:
-        """Pause the node: nothing happens until `go_on`."""
+        """Pause the node: its events wait until `go_on`."""
         self._stopped = True
 
     def go_on(self) -> None:
-        """Continue; run, in order, the events that became due during the pause."""
+        """Continue the node; run the events that became due during the pause, in order."""
         self._stopped = False
         backlog, self._backlog = self._backlog, []
         for action in backlog:
             self.run(action)
 
     def halt(self) -> None:
-        """End the node: nothing happens from now on."""
+        """End the node: none of its events happen from now on."""
         self._stopped, self._ended = False, True
         self._backlog.clear()

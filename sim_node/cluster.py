@@ -1,10 +1,11 @@
-"""SimCluster: many simulated nodes in one event loop, with methods to disturb each node.
+"""SimCluster: runs many simulated nodes in one event loop, and can disturb each node.
 
     async with SimCluster("127.0.0.1:50051", model, num_prefill=8, num_decode=8) as cluster:
         await cluster.kill("sim-d3")
         await cluster.restart("sim-d3")
 
-Nodes to be paired must be in one cluster, because KV transfers do not use the network.
+A prefill node and a decode node that work together must be in the same cluster, because KV
+transfers do not use the network.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from sim_node.sim_model import OutputSource
 
 logger = logging.getLogger(__name__)
 
-# Parts of a beat interval over which nodes' beats are spread, so that not all send at once.
+# Number of parts of a beat interval over which the beats of nodes are spread, so that not all nodes
+# send at once.
 _NUM_BEAT_SLICES = 10
-# Maximum number of nodes that join at a time: a router introduces each new node to all nodes of the
-# other role.
+# Maximum number of nodes that join at a time: a router tells all nodes of the other role about each
+# new node.
 _MAX_JOINING = 16
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
@@ -46,11 +48,11 @@ class SimStats:
     """Figures of a cluster since its start.
 
     Attributes:
-        num_tokens: output tokens made, whether or not clients received them.
-        num_running: requests in progress on all nodes.
+        num_tokens: number of output tokens made, whether or not clients received them.
+        num_running: number of requests in progress, over all nodes.
         cpu_s: CPU seconds of the whole process.
-        max_lag_s: longest timer delay; if much longer than a step, the machine is too busy for
-            so many nodes, and times are wrong.
+        max_lag_s: longest delay of a timer, in seconds; if it is much longer than a step, the
+            machine is too busy for so many nodes, and measured times are wrong.
     """
 
     num_tokens: int
@@ -64,16 +66,16 @@ class SimCluster:
     """Runs simulated nodes for one router.
 
     Args:
-        router: ``host:port``.
-        model: folder, GGUF file, or hub id; only its configuration is read.
-        options: options of every node.
-        faults: faults to inject.
+        router: ``host:port`` of the router.
+        model: model folder, GGUF file, or hub id; only the model's configuration is read.
+        options: sizes and timing of every node.
+        faults: faults to inject into nodes.
         prefix: prefix of node names: ``sim-p0``, ``sim-d0`` and so on.
-        join_timeout_s: how long to try to reach the router.
+        join_timeout_s: seconds for which to try to reach the router.
         node_token: authorizes the nodes to join.
         tls: certificates of the nodes.
         make_links: makes the links to routers, see `SimNode`.
-        outputs: the model's outputs; None: hashes of the prompt.
+        outputs: source of the model's outputs; None: tokens are hashes of the prompt.
 
     Raises:
         ModelLoadError: the model's configuration cannot be read.
@@ -120,9 +122,9 @@ class SimCluster:
         num_slow = round(faults.slow * len(self._roles))
         self._slowness = dict.fromkeys(chance.sample(self.names, num_slow), faults.slow_factor)
         self._chance = chance
-        self._nodes: dict[str, SimNode] = {}  # living nodes, by name
+        self._nodes: dict[str, SimNode] = {}  # running or paused nodes, by name
         self._jobs: list[asyncio.Task[None]] = []
-        self._num_tokens_before = 0  # tokens made by nodes that have ended
+        self._num_tokens_before = 0  # output tokens of nodes that have ended
         self._max_lag_before_s = 0.0
         self._started = (0.0, 0.0)
 
@@ -150,7 +152,7 @@ class SimCluster:
         ]
 
     async def stop(self) -> None:
-        """End all nodes."""
+        """Stop injecting faults, and end all nodes abruptly."""
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
@@ -183,11 +185,11 @@ class SimCluster:
 
     @property
     def names(self) -> list[str]:
-        """Names of all nodes, including those that are down."""
+        """Return the names of all nodes, including nodes that are down."""
         return list(self._roles)
 
     async def kill(self, name: str) -> None:
-        """End a node abruptly; do nothing if it is down."""
+        """End a node abruptly, as by SIGKILL; do nothing if it is down."""
         node = self._nodes.pop(name, None)
         if node is not None:
             self._num_tokens_before += node.simulation.num_tokens_made
@@ -195,7 +197,7 @@ class SimCluster:
             await node.kill()
 
     async def restart(self, name: str) -> None:
-        """Start a node, after ending it if it runs; return when it has joined."""
+        """Start a node again, after ending it if it runs; return when it has joined."""
         await self.kill(name)
         node = SimNode(
             name,
@@ -221,13 +223,13 @@ class SimCluster:
             node.task.result()
 
     async def stall(self, name: str, stall_s: float) -> None:
-        """Pause a node for some seconds, as by SIGSTOP; return at once."""
+        """Pause a node for ``stall_s`` seconds, as by SIGSTOP; return at once."""
         node = self._node(name)
         node.stop()
         asyncio.get_running_loop().call_later(stall_s, node.go_on)
 
     def slow(self, name: str, factor: float) -> None:
-        """Multiply a node's durations by ``factor``; 1 is the normal speed."""
+        """Multiply the durations of a node's steps and transfers by ``factor``; 1 is normal."""
         self._node(name).simulation.slow_down(factor)
 
     def stats(self) -> SimStats:
@@ -261,7 +263,7 @@ class SimCluster:
     async def _inject(
         self, per_minute: float, act: Callable[[str], Coroutine[None, None, None]]
     ) -> None:
-        """Disturb random nodes, at this rate per node, until cancelled."""
+        """Call ``act`` with random nodes, ``per_minute`` times per node, until cancelled."""
         if not per_minute:
             return
         while True:
@@ -287,7 +289,7 @@ def _read_model(model: str, options: SimOptions, outputs: OutputSource | None) -
     longest = min(
         options.max_model_len or limits.max_position_embeddings,
         limits.max_position_embeddings,
-        options.num_blocks * options.block_size,  # one request must fit into the cache
+        options.num_blocks * options.block_size,  # a request must fit into the cache
     )
     identity = {**folder_identity(folder), "weights": SIMULATED}
     return SimModel(

@@ -2,9 +2,9 @@
 
     Sender --- SendMachine --- IoLoop --- SimTransport  ===  SimTransport --- IoLoop --- ...
 
-All nodes are in one process, which knows the living ones. So there are no handshakes, probes or
-keep-alive messages, and messages are not sealed. Messages arrive at once; a node's writes use its
-link one after another. The nodes drive the I/O loops.
+All nodes are in one process, which knows which nodes live. So there are no handshakes, probes or
+keep-alive messages, and messages are not encrypted. Messages arrive at once; the writes of a node
+go over its simulated link one after another. The nodes call the rounds of the I/O loops.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORT = "simulated"
-# The simulated link takes writes of any size, so splitting writes would make no difference.
+# No limit: the simulated link takes writes of any size, so splitting them would make no difference.
 _WHOLE_PUSHES = Portions(write_bytes=2**60, in_flight_bytes=2**60)
 
 
 class KVNetwork:
-    """Finds the nodes of one process by engine id."""
+    """The living nodes of one process, by engine id."""
 
     def __init__(self) -> None:
         self._mark = f"sim:{secrets.token_hex(8)}:".encode()
@@ -58,11 +58,11 @@ class KVNetwork:
         self._ends.pop(engine_id, None)
 
     def peer_info(self, engine_id: str) -> bytes:
-        """Return a node's peer info, which shows only that the node is in this process."""
+        """Return the peer info of a node, which says only that the node is in this process."""
         return self._mark + engine_id.encode()
 
     def problem(self, peer_info: bytes) -> str:
-        """Return why a peer cannot be reached; empty if it can be."""
+        """Return why a peer cannot be reached; empty: it can be reached."""
         if peer_info.startswith(self._mark):
             return ""
         return "simulated nodes reach only peers of the same sim-node process"
@@ -70,7 +70,7 @@ class KVNetwork:
 
 @dataclass(slots=True)
 class _Write:
-    """A write in progress."""
+    """A write of blocks to a peer, in progress."""
 
     has_arrived: bool = False
 
@@ -79,7 +79,7 @@ class _Write:
 
 
 class _NoScratch:
-    """Replaces the memory of self-tests, which simulated nodes do not make."""
+    """Takes the place of the memory that probes write to; simulated nodes send no probes."""
 
     is_on_device = False
     digest = b""
@@ -100,10 +100,10 @@ class SimTransport:
 
     Args:
         engine_id: the node's engine id.
-        network: the network of the node.
-        manifest: layout of the KV blocks, which do not exist.
-        num_blocks: number of these blocks.
-        timing: returns the current timing; called for each write, since nodes may become slow.
+        network: the network that the node is in.
+        manifest: layout that the blocks would have.
+        num_blocks: number of blocks that the node pretends to have.
+        timing: returns the current timing; called for each write, because nodes may become slow.
         clock: the node's clock.
         on_arrival: called when a message has arrived or a write has ended.
     """
@@ -200,7 +200,7 @@ class SimTransport:
 
 
 class _Open:
-    """A channel that does not encrypt."""
+    """A channel to a peer, which does not encrypt messages."""
 
     def seal(self, body: bytes) -> bytes:
         return body
@@ -210,7 +210,7 @@ class _Open:
 
 
 class _OpenChannels(Channels):
-    """Unencrypted channels to all peers of this process."""
+    """The channels to all peers in this process, which do not encrypt messages."""
 
     _open: Any = _Open()
 
@@ -229,11 +229,11 @@ class _OpenChannels(Channels):
 
 
 class NearPeers(Peers):
-    """Peers in this process: connected while they live, unless the router lost them.
+    """Peers in this process, which are connected while they live, unless the router lost them.
 
     Args:
         network: the network of the peers.
-        known: the positional arguments of `Peers`.
+        known: the other positional arguments of `Peers`.
     """
 
     def __init__(self, *known: Any, network: KVNetwork, **calls: Any) -> None:
@@ -277,7 +277,7 @@ class NearPeers(Peers):
 
 
 class _Life(PeerProcess):
-    """Tells whether the process of a simulated peer has ended."""
+    """Tells whether a simulated peer has ended; takes the place of watching a process."""
 
     def __init__(self, engine_id: str, network: KVNetwork) -> None:
         self.engine_id = engine_id
@@ -291,7 +291,7 @@ class _Life(PeerProcess):
 
 
 class SimReceiver(Receiver):
-    """A receiver that learns from the network which peers live."""
+    """A receiver that asks the simulated network which peers live."""
 
     def __init__(
         self, transport: SimTransport, network: KVNetwork, clock: Callable[[], float], **calls: Any
@@ -311,5 +311,5 @@ def make_sender(
 
 
 def _near(network: KVNetwork) -> dict[str, Any]:
-    """Return replacements for the parts that watch other processes."""
+    """Return replacements for the connector's parts that connect to and watch processes."""
     return {"channels": _OpenChannels(), "make_peers": partial(NearPeers, network=network)}

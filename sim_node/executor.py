@@ -3,8 +3,8 @@
     step      begins when submitted, ends after the time that `TimingModel` gives
     tokens    come from an `OutputSource`, and depend only on prompt and position
 
-As on a GPU, a step is submitted before the previous one ends; the node's next turn comes when the
-step in flight ends. Refuses to know: requests' outcomes, peers, bytes.
+As on a GPU, a step is submitted before the previous one ends; the node runs its next round when the
+step in flight ends. Refuses to know: how requests end, peers, bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sim_node.options import SimModel, SimOptions
 from sim_node.sim_model import HashedOutputs, TokenAt
 from sim_node.timing import TimingModel
 
-# Only the number of layers matters, because layer groups are sent one by one.
+# Of a model's shape, only the number of layers matters, because layer groups are sent one by one.
 _NUM_LAYERS = NUM_LAYER_GROUPS
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,13 +44,13 @@ _SHAPE = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2**20,
 }
-_NUMBERS = array("f", [1.0]).tobytes()  # the pooled numbers of every request
-_KV_DTYPE = "uint8"  # one byte per element, so that any number of bytes per token is possible
+_NUMBERS = array("f", [1.0]).tobytes()  # the pooled result of every request
+_KV_DTYPE = "uint8"  # one byte per element, so that a token may have any number of bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SimKVSpec:
-    """The simulated KV cache: one group, full attention; a `KVCacheSpec`."""
+    """Layout of the simulated KV cache: one group with full attention; a `KVCacheSpec`."""
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
@@ -60,7 +60,7 @@ class SimKVSpec:
 
 
 class _Layer:
-    """A layer being computed."""
+    """A layer of a step, which is computed or will be."""
 
     is_computed = False
 
@@ -69,11 +69,11 @@ class _Layer:
 
 
 class SimKVMemory:
-    """Represents the memory of a KV cache without allocating it; a `KVMemory`.
+    """Stands for the memory of a KV cache, but allocates none; a `KVMemory`.
 
     Args:
         num_blocks: number of blocks that the cache pretends to have.
-        token_bytes: KV bytes per token over all layers; rounded up to a possible shape.
+        token_bytes: bytes of KV per token, over all layers; rounded up to a possible shape.
     """
 
     dtype = _KV_DTYPE
@@ -96,13 +96,13 @@ class SimKVMemory:
         self.layer = _Layer()
 
     def fence(self) -> Callable[[], bool]:
-        """Return a query whether the layer begun last has been computed."""
+        """Return a query for whether the layer that began last is computed."""
         return self.layer.has_ended
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A step in flight, whose result is already known."""
+    """A simulated step in flight, whose result is known from the start."""
 
     output: ModelRunnerOutput
 
@@ -115,18 +115,18 @@ class SimExecutor:
 
     Args:
         model: the model that the executor pretends to compute.
-        options: sizes and timing.
-        role: the node's role; a decode step has a fixed cost.
+        options: sizes and timing of the node.
+        role: the node's role, which decides how long a step takes.
         clock: the node's clock.
-        on_layer: called when a layer has been computed.
+        on_layer: called when a layer is computed, in steps that call ``after_layer``.
 
     Attributes:
         timing: times of steps; replace it to make the node slow.
         outputs: source of output tokens.
-        now: begin of the next step; the node sets this before its turn.
-        busy_until: end of the latest step.
-        requests: the engine's requests, by id.
-        num_tokens: tokens sampled since the start.
+        now: when the next step begins; the node sets this before each round.
+        busy_until: when the latest step ends.
+        requests: the requests that the engine has, by id.
+        num_tokens: number of tokens sampled since the start.
     """
 
     runs_ahead = True
@@ -152,16 +152,16 @@ class SimExecutor:
         self._memory = SimKVMemory(
             options.num_blocks, options.block_size, options.timing.kv_bytes_per_token
         )
-        self.kv_memory = cast("Any", self._memory)  # no tensor in this object is read
+        self.kv_memory = cast("Any", self._memory)  # simulated nodes never read its tensor
         self.now = self.busy_until = 0.0
         self.requests: Mapping[str, Request] = {}
         self.num_tokens = 0
         self._role = role
         self._clock = clock
         self._on_layer = on_layer
-        # Request id, output and prompt length, by row.
+        # Request id, output and prompt length of each row's request.
         self._rows: dict[int, tuple[str, TokenAt, int]] = {}
-        self._pooled: set[int] = set()  # rows that sample nothing
+        self._pooled: set[int] = set()  # rows that sample no tokens
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         for new in plan.new_rows:
@@ -199,7 +199,7 @@ class SimExecutor:
     def _compute_layers(
         self, after_layer: Callable[[int], None], began: float, seconds: float
     ) -> None:
-        """Schedule the end of each layer."""
+        """Call ``after_layer`` for each layer, and schedule when the layer will be computed."""
         for number in range(_NUM_LAYERS):
             layer = self._memory.layer = _Layer()
             after_layer(number)
@@ -211,7 +211,7 @@ class SimExecutor:
             self._clock.call_at(began + seconds * (number + 1) / _NUM_LAYERS, end)
 
     def step_times(self) -> tuple[tuple[int, float], ...]:
-        """Return (tokens, seconds) of steps, like `measure_step_times`."""
+        """Return (prompt tokens, seconds) of steps, like `measure_step_times`."""
         most = min(self.config.long_prefill_token_threshold, self.max_model_len - 1)
         return tuple(
             (num_tokens, self._seconds(num_tokens, num_tokens * (num_tokens + 1) // 2))
@@ -219,7 +219,7 @@ class SimExecutor:
         )
 
     def decode_times(self) -> tuple[tuple[int, int, float], ...]:
-        """Return (requests, context tokens, seconds) of steps, like `measure_decode_times`."""
+        """Return (requests, context tokens, seconds) of decodes, like `measure_decode_times`."""
         if self._role is not NodeRole.DECODE:
             return ()
         long = min(4096, self.max_model_len - 2)
@@ -230,18 +230,18 @@ class SimExecutor:
     def _seconds(
         self, num_tokens: int, num_pairs: int, num_decoding: int = 0, num_kv_tokens: int = 0
     ) -> float:
-        """Return the duration of a step with this many prompt tokens and decodes."""
+        """Return the seconds of a step with these numbers of prompt tokens, pairs and decodes."""
         if self._role is NodeRole.PREFILL:
-            num_tokens += num_decoding  # requests that continue an earlier attempt's output
+            num_tokens += num_decoding  # tokens of requests that continue earlier outputs
             return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
         seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
         return seconds + self.timing.compute_s(num_tokens, num_pairs)
 
     def check_adapter(self, files: AdapterFiles) -> None:
-        """Accept every adapter: steps only take time."""
+        """Accept every adapter, because steps compute nothing."""
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        """Pack nothing, because no numbers are computed."""
+        """Pack nothing, because steps compute nothing."""
         return 0
 
     def keep_cores(self) -> AbstractContextManager[None]:
@@ -261,6 +261,9 @@ class SimExecutor:
     def do_idle_work(self, num_used_blocks: int) -> bool:
         return False
 
+    def expert_loads(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def check_health(self) -> None:
         pass
 
@@ -269,7 +272,7 @@ class SimExecutor:
 
 
 def engine_config(options: SimOptions, role: NodeRole) -> EngineConfig:
-    """Return the engine options of a real node with these sizes."""
+    """Return the engine options that a real node with these sizes would have."""
     return EngineConfig(
         block_size=options.block_size,
         num_blocks=options.num_blocks,

@@ -1,4 +1,4 @@
-"""FaultSpec: faults to inject into a cluster of simulated nodes."""
+"""FaultSpec: which faults to inject into a cluster of simulated nodes, and how often."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from baton.api.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """Rates are per node and minute; values are checked when created.
+    """Which faults to inject, and how often; raises ConfigError if a value is out of range.
 
     Attributes:
-        kill: kills per node and minute.
+        kill: number of kills per node and minute.
         restart_s: seconds until a killed node joins again, under a new engine id.
-        stall: stalls per node and minute.
+        stall: number of stalls (pauses) per node and minute.
         stall_s: duration of a stall in seconds.
         slow: share of nodes that are slow, from 0 to 1.
-        slow_factor: factor of a slow node's durations.
+        slow_factor: factor by which everything takes longer on a slow node.
         refuse: probability that a node refuses a command.
         seed: seed of all random choices.
     """
@@ -56,4 +56,4 @@ class FaultSpec:
                 values[name] = int(number) if name == "seed" else float(number)
             except ValueError:
                 raise ConfigError(f"faults: {name}: must be a number, got {number!r}") from None
-        return cls(**values)  # type: ignore[arg-type]  # the seed is an int
+        return cls(**values)  # type: ignore[arg-type]  # seed is an int

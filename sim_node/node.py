@@ -1,11 +1,11 @@
-"""SimNode: a real node over a simulated executor, with its link to the router.
+"""SimNode: a real node with a simulated executor and a link to the router.
 
     command -> PrefillNode or DecodeNode -> Engine -> SimExecutor       a step's end is a timer
                    |
                Sender or Receiver -> SimTransport                        and a write's end
 
-A node has one engine id from start to end. `stop` and `go_on` act like SIGSTOP and SIGCONT: a
-stopped node does nothing, and does not reconnect.
+A node keeps its engine id from its start to its end. `stop` and `go_on` act like SIGSTOP and
+SIGCONT: a stopped node does nothing, and does not reconnect.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from sim_node.options import SimModel, SimOptions
 
 
 class NodeLinks(Protocol):
-    """The part of `RouterLinks` that a node needs."""
+    """The part of `RouterLinks` that a simulated node needs."""
 
     async def run(self) -> None: ...
     def emit(self, event: NodeEvent) -> None: ...
@@ -64,14 +64,15 @@ class SimNode:
     """Runs one node from its start to its end.
 
     Args:
-        name: the node's name; stays the same after a restart.
-        router: ``host:port``.
-        network: the process's KV network.
-        faults: faults to inject.
-        join_timeout_s: longest time for the first join.
+        name: the node's name, which stays the same after a restart.
+        router: ``host:port`` of the router.
+        network: KV network of all nodes in the process.
+        faults: faults to inject into the node.
+        join_timeout_s: maximum number of seconds for the first join.
         node_token: authorizes the node to join.
         tls: certificates of the node.
-        make_links: makes the links to routers; benchmarks connect to a router in the same process.
+        make_links: makes the links to routers; benchmarks replace it to use a router in the same
+            process.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class SimNode:
             lambda command: self.clock.run(lambda: self.simulation.handle_command(command)),
             self._drain,
             on_joined=self._note_joined,
-            on_stop=self._drain.begin,  # other nodes of the process continue
+            on_stop=self._drain.begin,  # drain only this node: other nodes of the process go on
             join_timeout_s=join_timeout_s,
             node_token=node_token,
             tls=tls,
@@ -113,12 +114,12 @@ class SimNode:
         self.task = asyncio.create_task(self._links.run())
 
     def stop(self) -> None:
-        """Pause the node, which then sends nothing and reacts to nothing."""
+        """Pause the node: until `go_on`, it sends nothing and reacts to nothing."""
         self._going.clear()
         self.clock.stop()
 
     def go_on(self) -> None:
-        """Continue, and handle events that became due."""
+        """Continue the node, which then handles the events that became due."""
         self._going.set()
         self.clock.go_on()
 
@@ -130,7 +131,7 @@ class SimNode:
         await asyncio.gather(self.task, return_exceptions=True)
 
     def beat(self) -> None:
-        """Report the load; call once per beat interval."""
+        """Report the node's load to the router; call once per beat interval."""
         if self._going.is_set():
             self._links.beat(self.simulation.beat())
 
@@ -139,24 +140,24 @@ class SimNode:
             self.joined.set()
         else:
             self.joined.clear()
-            await self._going.wait()  # a stopped node does not reconnect
+            await self._going.wait()  # a paused node must not reconnect to the router
 
     def _emit(self, event: NodeEvent) -> None:
         self._links.emit(event)
 
 
 class Simulation:
-    """Runs the node's engine and connector on timers.
+    """The engine and the connector of one node, which run on timers.
 
     Args:
         engine_id: id of this start of the node.
         role: the node's role.
-        network: the process's KV network.
-        model: the model that it pretends to serve.
-        options: sizes and timing.
-        faults: faults to inject.
+        network: KV network of all nodes in the process.
+        model: the model that the node pretends to serve.
+        options: sizes and timing of the node.
+        faults: faults to inject into the node.
         clock: the node's clock.
-        emit: receives events for the router.
+        emit: sends events to the router.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Simulation:
             self.node = DecodeNode(self.engine, receiver, emit, decode, clock=clock.now)
             self._end = receiver
         self._kv_events = KVEventFeed(self.engine.block_pool, emit, clock=clock.now)
-        self._met: set[str] = set()  # peers introduced by the router
+        self._met: set[str] = set()  # engine ids of the peers of which the node was told
         self._step_is_due = self._is_awake = self._look_is_due = False
 
     # ------------------------------------------------------------------ called by SimNode
@@ -224,25 +225,25 @@ class Simulation:
         loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
         peer_info = self._network.peer_info(self.engine_id)
         first_steps = FirstSteps(self._executor.step_times(), self._executor.decode_times())
-        # No address: simulated nodes do not accept connections.
+        # The address is empty, because simulated nodes accept no connections.
         return loaded.registration(name, self._role, "", peer_info, first_steps)
 
     def slow_down(self, factor: float) -> None:
-        """Multiply durations by a factor from the next step on; 1 is normal."""
+        """Multiply the durations of steps and transfers by a factor from now on; 1 is normal."""
         self._executor.timing = self._options.timing.scaled(factor)
 
     def beat(self) -> NodeBeat:
-        """Return the node's load; also check deadlines, as an idle engine's thread does."""
+        """Return the node's load; check deadlines, too, as the thread of an idle engine does."""
         self._look_later()
         self._wake()
         return self.node.beat()
 
     def kill(self) -> None:
-        """End abruptly."""
+        """End abruptly: remove the node from the network."""
         self._network.remove(self.engine_id)
 
     def handle_command(self, command: RouterCommand | AbortAll) -> None:
-        """Handle a command of the router."""
+        """Handle a command of the router: give it to the node, which may then run a round."""
         match command:
             case PrefillCommand() | DecodeCommand():
                 self._begin(command)
@@ -261,9 +262,10 @@ class Simulation:
     # ------------------------------------------------------------------ commands
 
     def _begin(self, command: PrefillCommand | DecodeCommand) -> None:
-        """Submit a command, unless refused; first introduce the peer that it names.
+        """Submit a command or refuse it; first tell the node of the peer that the command names.
 
-        Most of the many pairs never work together, so peers are introduced only when needed.
+        A node is told of a peer only when a command needs it, because most of the many pairs of
+        nodes never work together.
         """
         problem, code = self._problem(command), "INVALID_ARGUMENT"
         if self._refuse and self._random.random() < self._refuse:
@@ -281,7 +283,7 @@ class Simulation:
         if peer in self._network and peer not in self._met:
             self._met.add(peer)
             self.node.submit(PeerUpdate(peer, self._network[peer].peer_info.encode()))
-        # There are no logits, so parameters about them are dropped.
+        # Drop the parameters that need logits, because a simulated model has no logits.
         params = replace(
             command.sampling_params,
             structured_output=None,
@@ -292,9 +294,9 @@ class Simulation:
         self.node.submit(replace(command, sampling_params=params))
 
     def _problem(self, command: PrefillCommand | DecodeCommand) -> str:
-        """Return why earlier output is wrong for this prompt, which means that a retry lost tokens.
+        """Return why the earlier output in a command is wrong: a retry has lost or mixed tokens.
 
-        Empty if right.
+        The result is empty if the earlier output is right for the prompt.
         """
         if not command.output_token_ids:
             return ""
@@ -314,7 +316,7 @@ class Simulation:
     # ------------------------------------------------------------------ stepping
 
     def _wake(self) -> None:
-        """Step the node now, or as soon as the step in flight has ended."""
+        """Run a round of the node now, or as soon as the step in flight has ended."""
         if self._step_is_due:
             self._is_awake = True
         else:
@@ -337,7 +339,7 @@ class Simulation:
             self._step_is_due = False
 
     def _look_later(self) -> None:
-        """Run the connector after the current callback has returned."""
+        """Run a round of the connector after the current callback has returned."""
         if not self._look_is_due:
             self._look_is_due = True
             self._clock.call_at(self._clock.now(), self._look)

@@ -1,4 +1,4 @@
-"""Sizes of simulated nodes, and the model that they pretend to serve."""
+"""Options of simulated nodes (sizes and timing), and the model that they pretend to serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_PRESET = "h100-8b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimOptions:
-    """Options of all nodes of a process; raises ConfigError naming the field."""
+    """Options of all nodes of a process; a wrong value raises ConfigError with the field's name."""
 
     timing: TimingModel = field(default_factory=lambda: PRESETS[DEFAULT_PRESET])
     block_size: int = option(16, least=1, help="Tokens per KV block.")
@@ -53,7 +53,7 @@ class SimOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimNodeOptions:
-    """Options of `baton sim-node`; raises ConfigError naming the field."""
+    """Options of `baton sim-node`; a wrong value raises ConfigError with the field's name."""
 
     model: str = option(help="Model folder, GGUF file, or hub id; weights are not read.")
     router: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
@@ -93,7 +93,7 @@ class SimNodeOptions:
         check_limits(self)
 
     def node_sizes(self) -> SimOptions:
-        """Return the sizes, with the preset's timing."""
+        """Return the sizes of each node, with the timing of the named preset."""
         return replace(self.sizes, timing=preset(self.preset).scaled(self.time_scale))
 
 
@@ -102,8 +102,8 @@ class SimModel:
     """The model that a node pretends to serve.
 
     Attributes:
-        identity: what decides the model's tokens, such as digests of its files, by name; the node
-            reports these entries to routers.
+        identity: properties that decide the model's tokens, such as digests of its files, by name;
+            the node reports them to routers.
         max_model_len: maximum number of tokens of a request.
         outputs: source of output tokens; None: `HashedOutputs`.
     """

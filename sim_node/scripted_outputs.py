@@ -1,4 +1,4 @@
-"""ScriptedOutputs: a simulated model whose answers are in a file.
+"""ScriptedOutputs: a simulated model that gives the answers of a script file.
 
     otherwise = "I have nothing to say."        # for prompts that match no rule
 
@@ -8,9 +8,9 @@
     say = '<tool_call>\\n{"name": "write", "arguments": {"path": "a.txt"}}\\n</tool_call>'
 
 Among the rules that match a prompt, the rule whose `after` occurs last in the prompt gives the
-answer. If several rules share this place, the first one does. So a tool's result, or a user's next
-message, leads to the next answer. `say` is raw model output: tool calls have the format of the
-model's family, for the router's parsers.
+answer; if several rules share this place, the first of them does. So the result of a tool, or the
+next message of a user, leads to the next answer. `say` is raw model output, which the router
+parses: tool calls have the format of the model's family.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nee
     Attributes:
         after: text of the prompts that the rule answers.
         say: the answer.
-        needed: another text that the prompt must contain; empty: none.
+        needed: another text that the prompt must contain (`with` in the file); empty: none.
     """
 
     after: str
@@ -45,10 +45,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"nee
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All answers of a simulated model.
+    """The rules of a script file, which give the answers of a simulated model.
 
     Attributes:
-        rule: answers; at least one.
+        rule: rules, at least one.
         otherwise: answer to prompts that match no rule.
     """
 
@@ -56,7 +56,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     otherwise: str = "I have nothing to say."
 
     def answer(self, prompt: str) -> str:
-        """Return the answer to a prompt."""
+        """Return the answer that the rules give to a prompt."""
         places = [prompt.rfind(rule.after) if rule.needed in prompt else -1 for rule in self.rule]
         latest = max(places)
         return self.otherwise if latest < 0 else self.rule[places.index(latest)].say
@@ -64,11 +64,11 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedOutputs:
-    """A script's outputs, each followed by an end-of-sequence token.
+    """The answers of a script as tokens, each followed by an end-of-sequence token.
 
     Attributes:
         script: rules and answers.
-        tokenizer: decodes prompts and encodes answers.
+        tokenizer: the model's tokenizer, which decodes prompts and encodes answers.
         eos_token_ids: end-of-sequence tokens of the model; at least one.
     """
 
@@ -84,14 +84,14 @@ class ScriptedOutputs:
 
 
 def read_script(path: str, model: str) -> ScriptedOutputs:
-    """Read a script for a model.
+    """Read a script file, and make outputs of it for a model.
 
     Args:
-        path: TOML file.
-        model: folder, GGUF file, or hub id; its weights are not read.
+        path: the script, a TOML file.
+        model: model folder, GGUF file, or hub id; weights are not read.
 
     Raises:
-        ConfigError: the file is no script, or the model cannot end an output.
+        ConfigError: the file is no valid script, or the model has no end-of-sequence token.
         ModelLoadError: the model's configuration or tokenizer cannot be read.
     """
     try:
@@ -106,7 +106,7 @@ def read_script(path: str, model: str) -> ScriptedOutputs:
 
 
 def parse_script(text: str) -> Script:
-    """Parse a script; raises ConfigError."""
+    """Parse the text of a script file; raises ConfigError if it is no valid script."""
     try:
         script = msgspec.convert(parse_toml(text), Script)
     except (msgspec.ValidationError, ValueError) as error:
@@ -120,7 +120,7 @@ def parse_script(text: str) -> Script:
 
 
 def scripted_outputs(script: Script, folder: Path) -> ScriptedOutputs:
-    """Return a script's outputs as tokens of a model; raises ConfigError, ModelLoadError."""
+    """Make outputs of a script for the model in a folder; raises ConfigError, ModelLoadError."""
     eos_token_ids = ModelConfig.from_folder(folder).eos_token_ids
     if not eos_token_ids:
         raise ConfigError(f"script: {folder} names no eos_token_id, so no answer could end")

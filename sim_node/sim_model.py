@@ -2,7 +2,7 @@
 
     token[i] = mix(hash(prompt), i) mod vocab_size
 
-So anyone with the prompt can check an output, even after retries and on any nodes. There is no
+So whoever has the prompt can check an output, whatever nodes and retries made it. There is no
 end-of-sequence token: outputs end at `max_tokens`, at a stop token, or at the model's maximum
 length.
 """
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads positions evenly (K
 
 
 class OutputSource(Protocol):
-    """Source of a simulated model's tokens, which depend only on prompt and position.
+    """Where the tokens of a simulated model come from; they depend only on prompt and position.
 
     Attributes:
         eos_token_ids: tokens that end an output unless the request ignores them.
@@ -33,13 +33,13 @@ class OutputSource(Protocol):
     def eos_token_ids(self) -> frozenset[int]: ...
 
     def output_of(self, prompt_token_ids: Sequence[int]) -> TokenAt:
-        """Return the output for a prompt."""
+        """Return a function that gives the output token at each position after a prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HashedOutputs:
-    """Outputs of hashed prompts and positions; they never end by themselves."""
+    """Outputs whose tokens are hashes of prompt and position; they never end by themselves."""
 
     vocab_size: int
 
@@ -53,12 +53,12 @@ class HashedOutputs:
 
 
 def prompt_key(prompt_token_ids: Sequence[int]) -> int:
-    """Return a 64-bit hash of a prompt, which decides the output."""
+    """Return a 64-bit hash of a prompt, from which the prompt's output follows."""
     return xxhash.xxh3_64_intdigest(array("I", prompt_token_ids).tobytes())
 
 
 def token_at(key: int, index: int, vocab_size: int) -> int:
-    """Return the output token at a position (from 0) for the prompt with this key."""
+    """Return output token ``index`` (from 0) for the prompt whose `prompt_key` is ``key``."""
     mixed = (key + (index + 1) * _GOLDEN) & _MASK
     return (mixed ^ (mixed >> 29)) % vocab_size
 
@@ -66,6 +66,6 @@ def token_at(key: int, index: int, vocab_size: int) -> int:
 def output_tokens(
     prompt_token_ids: Sequence[int], num_tokens: int, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the first output tokens of a prompt, to check what clients received."""
+    """Return the first output tokens of a prompt, with which to check what clients received."""
     key = prompt_key(prompt_token_ids)
     return tuple(token_at(key, index, vocab_size) for index in range(num_tokens))

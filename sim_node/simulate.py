@@ -1,4 +1,4 @@
-"""Run a process of simulated nodes until it is told to stop."""
+"""Runs a process of simulated nodes until it is told to stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 async def simulate(cluster: SimCluster) -> None:
-    """Run a cluster until told to stop or until a node fails; raises the node's error."""
+    """Run a cluster until a stop signal comes or a node fails; raises the node's error."""
     stopping = asyncio.create_task(stop_event(asyncio.get_running_loop()).wait())
     running = asyncio.create_task(_start_and_run(cluster))
     await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)

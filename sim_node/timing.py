@@ -5,7 +5,7 @@
                     + kv tokens * decode_s_per_kv_token
                     + time for prompt tokens in the same step
 
-Computes seconds from numbers. Refuses to know: nodes, clocks.
+A pair is a (query token, key token) that attention computes. Refuses to know: nodes, clocks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from baton.api.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingModel:
-    """Costs of a node's hardware and model; values are checked when created.
+    """How fast a node's hardware computes its model; raises ConfigError if a value is wrong.
 
     Attributes:
-        prefill_tokens_per_s: prompt tokens per second, without attention to earlier tokens.
-        prefill_step_s: fixed time of a prefill step.
-        prefill_s_per_pair: time for attention of one query token to one key token.
-        decode_step_s: fixed time of a decode step, for reading the weights.
-        decode_s_per_request: additional time per request in the batch.
-        decode_s_per_kv_token: additional time per context token in the batch, for reading its KV.
-        kv_bytes_per_token: KV size over all layers.
-        link_bytes_per_s: rate at which a prefill node can send.
-        link_latency_s: seconds from the last byte sent until the commit is handled.
+        prefill_tokens_per_s: prompt tokens computed per second, if attention took no time.
+        prefill_step_s: fixed time of each prefill step, in seconds.
+        prefill_s_per_pair: seconds for attention of one query token to one key token.
+        decode_step_s: fixed time of each decode step, in seconds, for reading the weights.
+        decode_s_per_request: additional seconds per request in the batch.
+        decode_s_per_kv_token: additional seconds per context token in the batch, for reading its
+            KV.
+        kv_bytes_per_token: bytes of KV per token, over all layers.
+        link_bytes_per_s: bytes per second that a prefill node can send.
+        link_latency_s: seconds from when the last byte of a transfer is sent until the commit is
+            handled.
     """
 
     prefill_tokens_per_s: float
@@ -52,20 +54,20 @@ class TimingModel:
                 raise ConfigError(f"{name}: must be above 0, got 0")
 
     def prefill_s(self, num_tokens: int, num_pairs: int) -> float:
-        """Return the duration of a prefill step with this many tokens and (query, key) pairs."""
+        """Return the seconds of a prefill step with this many tokens and (query, key) pairs."""
         return self.prefill_step_s + self.compute_s(num_tokens, num_pairs)
 
     def compute_s(self, num_tokens: int, num_pairs: int) -> float:
-        """Return the time that prompt tokens add to a step."""
+        """Return the seconds that prompt tokens add to a step."""
         return num_tokens / self.prefill_tokens_per_s + num_pairs * self.prefill_s_per_pair
 
     def decode_s(self, num_requests: int, num_kv_tokens: int) -> float:
-        """Return the duration of a decode step with this many requests and context tokens."""
+        """Return the seconds of a decode step with this many requests and context tokens."""
         batch_s = num_requests * self.decode_s_per_request
         return self.decode_step_s + batch_s + num_kv_tokens * self.decode_s_per_kv_token
 
     def scaled(self, factor: float) -> TimingModel:
-        """Return a model with all durations times ``factor``; raises ConfigError unless above 0."""
+        """Return timing with all durations times ``factor``; raises ConfigError unless above 0."""
         if not 0 < factor < float("inf"):
             raise ConfigError(f"time_scale: must be above 0, got {factor!r}")
         return TimingModel(
@@ -85,7 +87,8 @@ class TimingModel:
 # Prefill: vLLM 0.30 on one H100 with Qwen3-8B sustains 3,018 output tokens/s at 1,024 in / 128 out
 #   under a latency limit (silybench, capacity.csv), so 24,000 prompt tokens/s while it decodes.
 #   Attention: 4 * 32 layers * 4,096 FLOPs per pair at the 640 TFLOP/s of FlashAttention-3
-#   (arXiv 2407.08608, figure 5), half of it for the causal mask that `num_pairs` counts exactly.
+#   (arXiv 2407.08608, figure 5), which counts half of all pairs for a causal mask; `num_pairs` is
+#   the exact number of these pairs.
 # Decode: vLLM on one H100, Llama-3.1-8B, batches of 8, 64 and 256: 7.3, 11.5 and 26.1 ms between
 #   tokens (median; ML.ENERGY leaderboard, lm-arena-chat). That is 6.7 ms + 0.076 ms per request, of
 #   which reading some 600 tokens of KV at 70 % of 3.35 TB/s takes 0.034 ms.
@@ -121,7 +124,7 @@ PRESETS: dict[str, TimingModel] = {"h100-8b": _H100_8B, "h100-70b": _H100_70B}
 
 
 def preset(name: str) -> TimingModel:
-    """Return a timing model by name; raises ConfigError listing the known names."""
+    """Return the timing model of this name; raises ConfigError with the known names."""
     if name not in PRESETS:
         raise ConfigError(f"preset: must be one of {', '.join(PRESETS)}, got {name!r}")
     return PRESETS[name]

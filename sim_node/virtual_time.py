@@ -1,7 +1,8 @@
 """VirtualTimeLoop: an event loop whose time advances only when nothing is left to do.
 
-Instead of waiting for a timer, the loop moves its clock to the timer's time. The loop runs real
-asyncio code, but no sockets: everything must be in one process. The machine's load has no effect.
+Instead of waiting for a timer, the loop sets its clock to the timer's time, so the load of the
+machine has no effect. The loop runs real asyncio code, but no sockets: everything must be in one
+process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import selectors
 
 
 class _Jumps(selectors.SelectSelector):
-    """A selector without files; adds timeouts to ``now``, without waiting."""
+    """A selector without files, which adds each timeout to ``now`` instead of waiting."""
 
     now = 0.0
 
@@ -23,7 +24,7 @@ class _Jumps(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual time; raises RuntimeError if nothing can happen any more."""
+    """An event loop with virtual time; raises RuntimeError if nothing can happen any more."""
 
     def __init__(self) -> None:
         self._jumps = _Jumps()

@@ -1,9 +1,9 @@
-"""Write the table that decides whether a library computes prompts, from the GPU suite's results.
+"""Writes the table by which a node chooses the backend for prompts, from GPU suite results.
 
     python -m tools.attention_table [RESULTS]
 
 RESULTS is a file that `python -m benchmarks gpu_suite --save` wrote; by default the newest one.
-Rows of other GPUs stay in the table.
+The rows of other GPUs stay in the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIME = re.compile(r"(?:^|, )(\w+) ([\d.]+)(?=,|$)")
 
 
 def steps_in(document: dict[str, object]) -> list[MeasuredStep]:
-    """Return the steps of a result of the GPU suite; none if it has no part "attention"."""
+    """Return the measured steps of the GPU suite's part "attention"; empty if it was not run."""
     environment, parts = document["environment"], document["parts"]
     assert isinstance(environment, dict)
     assert isinstance(parts, dict)
@@ -45,7 +45,7 @@ def main(path: Path = RESULTS) -> int:
         return 1
     gpus = {step.gpu for step in steps}
     kept = [step for step in read_table() if step.gpu not in gpus]
-    rows = sorted([*steps, *kept], key=lambda step: step[:5])  # without the times
+    rows = sorted([*steps, *kept], key=lambda step: step[:5])  # times do not change the order
     text = json.dumps([step._asdict() for step in rows], indent=1)
     TABLE.write_text(text + "\n", encoding="utf-8")
     print(f"{TABLE}: {len(rows)} steps of {len({step.gpu for step in rows})} GPUs")

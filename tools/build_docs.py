@@ -1,7 +1,7 @@
 """Builds the documentation site of docs/ into build/docs/site; `make docs` runs this.
 
-Pages link to files of the repository, which the site lacks. So the site gets copies of those files,
-and pages of the documents beside README.md.
+Pages in docs/ link to other files of the repository. So the site also gets copies of the linked
+files, and pages made from `ROOT_PAGES`, the documents beside README.md.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "docs"
 PAGES = BUILD / "pages"
-# Pages of the site that are not in docs/.
+# Documents outside of docs/ that become pages of the site.
 ROOT_PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
-# Folder of the site for copies of other files.
+# Folder of the site for copies of the repository's other files.
 FILES = "repository"
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 # GitHub accepts a list right after a line of text; Python's Markdown needs an empty line between
-# them.
+# text and list.
 _ITEM_BEHIND_TEXT = re.compile(r"^(?![ \t#|]|(?:[*-]|\d+\.) )(.+)\n(?=(?:[*-]|1\.) )", re.MULTILINE)
-# Loads from other servers, which a page must not contain.
+# Elements that load files from other servers; pages must not contain such elements.
 _FOREIGN = re.compile(
     r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\"'> ]*"
 )
@@ -35,11 +35,11 @@ def main(zensical: str, mermaid: str) -> int:
     """Stage the pages, build the site, and check it; return the exit code.
 
     Args:
-        zensical: path of the program.
-        mermaid: path of the library that draws diagrams; browsers would load it from elsewhere.
+        zensical: path of the program that builds the site.
+        mermaid: path of the JavaScript library that draws diagrams, which the site serves itself.
     """
     stage(Path(mermaid))
-    # Not resolved, because the path may be a link into an environment
+    # The path is not resolved, because it may be a link into a virtual environment
     program = Path(zensical).absolute()
     done = subprocess.run([program, "build", "--clean", "--strict"], cwd=BUILD, check=False)
     if done.returncode:
@@ -52,7 +52,7 @@ def main(zensical: str, mermaid: str) -> int:
 
 
 def stage(mermaid: Path) -> None:
-    """Copy the site's sources to its folder."""
+    """Copy the sources of the site to the folder in which it is built."""
     shutil.rmtree(BUILD, ignore_errors=True)
     (PAGES / "assets").mkdir(parents=True)
     shutil.copy(ROOT / "zensical.toml", BUILD)
@@ -68,7 +68,7 @@ def stage(mermaid: Path) -> None:
 
 
 def place_of(source: Path) -> str:
-    """Return the path in the site of a file of the repository."""
+    """Return the path, in the site, of a file of the repository."""
     relative = source.relative_to(ROOT)
     if relative.parts[0] == "docs":
         return relative.relative_to("docs").as_posix()
@@ -76,7 +76,7 @@ def place_of(source: Path) -> str:
 
 
 def page(source: Path) -> str:
-    """Convert a document to a page: redirect its links into the site, and correct its lists."""
+    """Convert a document to a page: make its links lead into the site, and correct its lists."""
 
     def moved(match: re.Match[str]) -> str:
         words, target, anchor = match[1], match[2], match[3] or ""
@@ -110,7 +110,7 @@ def foreign_loads(site: Path) -> Iterator[str]:
 
 
 def dead_links(site: Path) -> Iterator[str]:
-    """List links within the site whose file or anchor is missing."""
+    """List the links within the site whose file or anchor is missing."""
     anchors = {
         path: set(re.findall(r'\bid="([^"]+)"', path.read_text(encoding="utf-8")))
         for path in site.rglob("*.html")

@@ -2,11 +2,12 @@
 
     python -m tools.build_wheels TOOLS_BIN FOLDER
 
-TOOLS_BIN holds the programs `hatchling` and `auditwheel`. The libraries are kept in
-build/wheel_libraries, and rebuilt when sources, compiler or flags change. Cross compilers build for
-other machine types (apt install gcc-aarch64-linux-gnu). For each wheel, the script prints its size,
-the C library that it needs, and its libraries. The exit code is 1 if a wheel is too large, or if
-its libraries need a newer C library than the wheel's tag promises.
+TOOLS_BIN is the folder of the programs `hatchling` and `auditwheel`; the wheels are written to
+FOLDER. The native libraries are kept in build/wheel_libraries, and rebuilt when sources, compiler
+or flags change. Cross compilers build libraries for other machine types (apt install
+gcc-aarch64-linux-gnu). For each wheel, the script prints the wheel's size, the C library that the
+wheel needs, and its native libraries. The exit code is 1 if a wheel is too large, or if its
+libraries need a newer C library than the wheel's tag promises.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def build_wheel(tools: Path, folder: Path, libraries: Path | None = None) -> Path:
-    """Build a wheel, with the given libraries in it; print its size and return its file.
+    """Build a wheel that contains these native libraries; print its size, return its file.
 
     Raises:
         WheelError: the build or a check failed.
@@ -71,9 +72,9 @@ def build_wheel(tools: Path, folder: Path, libraries: Path | None = None) -> Pat
 
 
 def check_wheel(tools: Path, wheel: Path) -> str:
-    """Return the C library that a wheel needs, such as "glibc 2.27".
+    """Return the version of the C library that a wheel needs, such as "glibc 2.27".
 
-    Raises WheelError if the wheel is too large or needs a newer C library than its tag says.
+    Raises WheelError if the wheel is too large, or needs a newer C library than its tag promises.
     """
     if wheel.stat().st_size > MOST_MB * 1e6:
         size = f"{wheel.stat().st_size / 1e6:.1f}"
@@ -90,7 +91,7 @@ def check_wheel(tools: Path, wheel: Path) -> str:
 def run(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> str:
     """Run a command in the checkout and return its output.
 
-    Raises WheelError with the end of the command's output.
+    Raises WheelError with the end of the command's output if the command fails.
     """
     done = subprocess.run(
         command,

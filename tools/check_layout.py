@@ -1,8 +1,9 @@
-"""Rules about the layout that no linter knows; `make check` runs this. One line per finding.
+"""Checks rules about the repository's layout that no linter knows; `make check` runs this.
 
-File length has no limit. `make house` reports packages with many files. Limits of lines count code:
-a function's signature and docstring do not count, because a command's options are a table, and
-functions inside it are counted by themselves.
+Each finding is printed as one line. The length of source files has no limit; `make house` reports
+packages with many files. A function's limit is for lines of code. Its signature does not count,
+because the options of a command are a table; neither do its docstring, and functions inside it,
+which are counted separately.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 DISTRIBUTION = "baton-serve"
-# Import name -> folder.
+# Import name of a package -> its folder.
 PACKAGES = {
     "baton": "baton",
     "router": "router",
@@ -31,12 +32,12 @@ PACKAGES = {
     "baton_kernels": "kernels/baton_kernels",
 }
 GENERATED = "baton/v1"
-# Folders that must not be packages: they would hide others' packages of these names (Hugging Face
-# `kernels`, `proto-plus`).
+# Folders that must not be packages, because they would hide other projects' packages of these names
+# (Hugging Face `kernels`, `proto-plus`).
 NO_PACKAGE = ("kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples")
-MANY_FILES = 14  # packages with more, not counting sub-packages and __init__.py, are reported
-MAX_DEPTH = 2  # levels of a package below its room
-DATED = ("CHANGELOG.md", "log.md")  # pages about the past
+MANY_FILES = 14  # packages with more files are reported; sub-packages and __init__.py do not count
+MAX_DEPTH = 2  # how many levels a package may be below its top-level folder
+DATED = ("CHANGELOG.md", "log.md")  # pages about the past, which may name what no longer exists
 MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -66,7 +67,7 @@ def main(root: Path) -> int:
 
 
 def folders_that_are_packages(root: Path) -> Iterator[str]:
-    """Find folders that must not be packages but can be imported."""
+    """Find folders that must not be packages, but can be imported as packages."""
     for name in NO_PACKAGE:
         path = root / name / "__init__.py"
         if path.exists():
@@ -74,7 +75,7 @@ def folders_that_are_packages(root: Path) -> Iterator[str]:
 
 
 def package_findings(root: Path) -> Iterator[str]:
-    """Find packages that lie too deep below their room."""
+    """Find packages that are too many levels below their top-level folder."""
     for room in PACKAGES.values():
         for init in sorted((root / room).rglob("__init__.py")):
             depth = len(init.parent.relative_to(root / room).parts)
@@ -107,7 +108,7 @@ def _file_findings(name: str, source: str) -> Iterator[str]:
 
 
 def function_lines(function: _Function) -> int:
-    """Count the lines of a function's own code."""
+    """Count the lines of a function's code, without inner functions, signature and docstring."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     if not body:
         return 0
@@ -120,7 +121,7 @@ def _num_lines(first: ast.stmt, last: ast.stmt) -> int:
 
 
 def names_owned_by_others() -> Iterator[str]:
-    """Find installed distributions with one of Baton's import names; Python would import theirs."""
+    """Find installed distributions that have a package with the name of one of Baton's."""
     owners = packages_distributions()
     for name in PACKAGES:
         for owner in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):
@@ -128,7 +129,7 @@ def names_owned_by_others() -> Iterator[str]:
 
 
 def broken_links(root: Path) -> Iterator[str]:
-    """Find relative links in the documents that lead nowhere."""
+    """Find relative links in documents whose file does not exist."""
     for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))):
         text = _FENCED.sub("", path.read_text(encoding="utf-8"))
         for target in _LINK.findall(text):
@@ -140,9 +141,9 @@ def broken_links(root: Path) -> Iterator[str]:
 
 
 def unknown_places(root: Path) -> Iterator[str]:
-    """Find paths and modules of Baton that a page names in backticks and that do not exist.
+    """Find paths and modules that a page names in backticks, but that do not exist.
 
-    Pages with dates (decisions, log, changes) may name what once existed. Names with one dot are
+    Pages with dates (decisions, log, changes) may name what existed then. Names with one dot are
     skipped, because they may be an attribute of an object (`engine.step`).
     """
     for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))):
@@ -160,9 +161,9 @@ def unknown_places(root: Path) -> Iterator[str]:
 
 
 def _is_defined(place: Path, parts: Sequence[str]) -> bool:
-    """Return whether names lead to a module, or to a name in a module's text."""
+    """Return whether the dotted name is a module, or a name in the text of a module."""
     for part in parts:
-        if place.name == "v1":  # a protobuf package, whose names are not files
+        if place.name == "v1":  # a protobuf package, whose names are not Python files
             return True
         if not place.is_dir():
             text = place.read_text(encoding="utf-8") if place.exists() else ""

@@ -4,12 +4,14 @@
     tools/compile_kernels.py --check    compile, and fail if a kernel uses more than recorded
     ... --check --if-changed            as above, if Triton or a kernel has changed since then
 
-Cases are the ``AOT_CASES`` in modules of `baton_kernels.triton`. Types are Triton's; ``i32:16`` is
-an integer divisible by 16, and so are pointers, as torch allocates them. Registers and spilled
-bytes come from the ptxas in Triton's wheel. Pending groups: how many copies to shared memory may
-still be under way when a loop with products waits for its own; with 0 it waits for all. Figures
-depend on Triton's release, so they are recorded and compared for each release. To use another
-release than the installed one, set ``PYTHONPATH=FOLDER`` to a folder with it (`make kernels`).
+The compiled cases are the ``AOT_CASES`` in the modules of `baton_kernels.triton`. Types of
+arguments are Triton's types; ``i32:16`` is an integer that is divisible by 16. Pointers are
+divisible by 16, too, as torch allocates memory. The numbers of registers and spilled bytes are
+reported by the ptxas in Triton's wheel. Pending groups is the number of copies to shared memory
+that may still be under way while a loop with matrix products waits for the copies that it needs
+next; with 0, it waits for all copies. Figures depend on Triton's release, so they are recorded and
+compared for each release. To use a release that is not installed, set ``PYTHONPATH=FOLDER`` to a
+folder with this release (`make kernels`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "kernels_aot.json"
 PACKAGE = "baton_kernels.triton"
 ARCHITECTURES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90": 90}
-# A patch release may allocate registers a little differently.
+# A patch release of Triton may allocate registers a little differently.
 REGISTERS_SLACK = 8
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -53,7 +55,8 @@ _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync)\b")
 _INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.]*")
 _LAYOUT_NAME = re.compile(r"#(?:blocked|mma|linear)\d*\b")
 _LAYOUT = re.compile(r"^(#(?:blocked|mma|linear)\d*) = (.*)$", re.MULTILINE)
-_SUMMED = re.compile(r"^\s*\}\) : \((tensor<.*?>)\) ->", re.MULTILINE)  # the end of a tt.reduce
+# The end of an operation tt.reduce
+_SUMMED = re.compile(r"^\s*\}\) : \((tensor<.*?>)\) ->", re.MULTILINE)
 _WAIT = re.compile(r"\bcp\.async\.wait_group\s+(\d+);")
 
 Figures = dict[str, int]
@@ -88,7 +91,7 @@ def main() -> int:
 
 
 def compile_all(only: str) -> Found:
-    """Compile every case on every architecture and return its figures."""
+    """Compile every case for every architecture, and return the figures."""
     jobs = [
         (module, case.name, architecture)
         for module in modules()
@@ -112,19 +115,19 @@ def compile_all(only: str) -> Found:
 
 
 def modules() -> list[str]:
-    """List all modules of the package and of its subpackages."""
+    """List all modules of `PACKAGE` and of its subpackages."""
     package = import_module(PACKAGE)
     return sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."))
 
 
 def cases_of(module: str) -> tuple[AotCase, ...]:
-    """List a module's cases; none if the module launches no kernel."""
+    """Return a module's cases; empty if the module has no kernels."""
     cases: tuple[AotCase, ...] = getattr(import_module(module), "AOT_CASES", ())
     return cases
 
 
 def _set_up(cache: str) -> None:
-    """Use an empty cache, because cached kernels are not compiled and do not show any registers."""
+    """Use an empty cache: kernels in a cache are not compiled, and show no registers."""
     os.environ.update(TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1")
 
 
@@ -181,9 +184,7 @@ def compile_case(case: AotCase, capability: int) -> Any:
 
 
 def sum_order(ttgir: str, ptx: str) -> int:
-    """Return a number for the order in which a kernel adds: equal numbers mean equal orders. The
-    order follows from the matrix instructions and from each thread's parts of a summed tile.
-    """
+    """Return a number for the order in which a kernel adds: equal numbers mean equal orders."""
     layouts = dict(_LAYOUT.findall(ttgir))
     tiles = set(_SUMMED.findall(ttgir))
     summed = sorted(_LAYOUT_NAME.sub(lambda name: layouts[name[0]], tile) for tile in tiles)
@@ -191,7 +192,7 @@ def sum_order(ttgir: str, ptx: str) -> int:
 
 
 def pending_groups(ptx: str) -> int | None:
-    """Return the smallest number of pending groups at a loop's wait.
+    """Return the smallest number of pending groups when a loop waits for copies.
 
     None if no loop waits for copies.
     """
@@ -211,7 +212,7 @@ def pending_groups(ptx: str) -> int | None:
 def differences(
     found: Found, recorded: Mapping[str, Mapping[str, Figures]], complete: bool
 ) -> Iterator[str]:
-    """Report each figure that is worse than recorded, or not recorded."""
+    """Yield a line for each figure that is worse than the recorded figure, or not recorded."""
     for name, architecture, figures in _rows(found):
         known = recorded.get(name, {}).get(architecture)
         if known is None:
@@ -238,7 +239,7 @@ def differences(
 
 
 def table_of(found: Found) -> Table:
-    """Make a table with one row per case and architecture."""
+    """Make a table of the figures, with one row per case and architecture."""
     columns = (
         "registers", "spill_bytes", "stack_bytes", "shared_bytes", "pending_groups", "num_warps",
         "num_stages",
@@ -256,7 +257,7 @@ def _rows(found: Found) -> Iterator[tuple[str, str, Figures]]:
 
 
 def release() -> str:
-    """Return Triton's release, by which figures are recorded: ``3.6``."""
+    """Return Triton's release, such as ``3.6``, by which figures are recorded."""
     import triton
 
     return ".".join(triton.__version__.split(".")[:2])
@@ -273,7 +274,7 @@ def made_of() -> dict[str, str]:
 
 
 def code_of(source: str) -> str:
-    """Return a module's code without comments, docstrings and layout."""
+    """Return a module's code without its comments, docstrings and layout."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
@@ -284,13 +285,13 @@ def code_of(source: str) -> str:
 
 
 def read_releases(record: Path) -> dict[str, Any]:
-    """Read the recorded figures by release."""
+    """Read the recorded figures, by Triton release."""
     releases: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["releases"]
     return releases
 
 
 def write(found: Found, complete: bool) -> None:
-    """Record this release's figures; keep those of other releases and other cases."""
+    """Record figures of this Triton release; keep those of other releases and other cases."""
     releases = read_releases(RECORD)
     known = {} if complete else releases.get(release(), {}).get("kernels", {})
     kernels = dict(sorted((known | found).items()))

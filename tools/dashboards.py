@@ -1,6 +1,6 @@
 """Makes Grafana dashboards from the table of panels below: `python -m tools.dashboards --write`.
 
-Knows metrics only by their names (docs/metrics.md, docs/openai_api.md).
+The table contains names of metrics, which docs/metrics.md and docs/openai_api.md explain.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _N = 'role=~"$role", node=~"$node"'
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel, with its queries by the names of their lines.
+    """One panel of a dashboard; ``queries``: name of a line in the plot -> its PromQL query.
 
     Attributes:
-        says: description of the panel.
-        unit: Grafana's name for the unit.
-        is_number: whether to show the last value as a number; if not, lines over time.
+        says: the panel's description, as Grafana shows it.
+        unit: Grafana's name of the unit.
+        is_number: whether the panel shows the last value as a number; false: it shows lines over
+            time.
     """
 
     title: str
@@ -53,18 +54,18 @@ def _rate(metric: str, labels: str, by: str) -> str:
 
 
 def _ratio(above: str, below: str) -> str:
-    """Divide two rates of each node; leaves out nodes whose second rate is 0."""
+    """Return a query that divides two rates of each node, except where the second is 0."""
     return f"{_rate(above, _N, 'node')} / ({_rate(below, _N, 'node')} > 0)"
 
 
 def _share(above: str | tuple[str, ...], peak: str) -> str:
-    """Divide the sum of a node's rates by the node's peak."""
+    """Return a query that divides the sum of a node's rates by the node's peak rate."""
     names = (above,) if isinstance(above, str) else above
     rates = " + ".join(_rate(name, _N, "node") for name in names)
     return f"({rates}) / sum by (node) ({peak}{{{_N}}})"
 
 
-Rows: TypeAlias = dict[str, tuple[Panel, ...]]  # rows of panels by their titles
+Rows: TypeAlias = dict[str, tuple[Panel, ...]]  # title of a row -> the row's panels
 
 FLEET: Rows = {
     "Now": (
@@ -302,7 +303,7 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Yield all queries, each with the title of its panel."""
+    """Yield the title of each panel with each of its queries."""
     for title, rows in DASHBOARDS.values():
         for panels in rows.values():
             for panel in panels:

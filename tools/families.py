@@ -1,9 +1,9 @@
-"""List the source files that name a model family: ``python -m tools.families NAME...``.
+"""Lists the source files that name a model family: ``python -m tools.families NAME...``.
 
-A family is known in its own file and has a line in the registry. Any other file whose code names it
-is listed and makes the exit code 1. Comments and docstrings may name families as examples. Two
-tables have names of their own that may equal a family's: formats of tool calls, and splitters of
-text before tokenization.
+Only a family's own file and the registry may name the family. Any other file whose code names it
+makes the exit code 1. Comments and docstrings may name families as examples. Two tables may also
+contain a family's name, because their entries have such names: formats of tool calls, and splitters
+of text before tokenization.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TESTS = "tests"
 
 
 def main(names: list[str]) -> int:
-    """Print the files that name each family; return 1 if other files than expected do."""
+    """Print the files that name each family; return 1 if an unexpected file names one."""
     if not names or not set(names) <= set(FAMILIES):
         print(f"known families: {', '.join(FAMILIES)}")
         return 2
@@ -51,13 +51,13 @@ def main(names: list[str]) -> int:
 
 
 def files_naming(name: str, source: Mapping[str, set[str]]) -> list[str]:
-    """Return the files whose code names a family."""
+    """Return the files whose code contains the name of a family."""
     pattern = re.compile(name.replace("_", "[-_]?"), re.IGNORECASE)
     return [path for path, found in source.items() if any(map(pattern.search, found))]
 
 
 def words_by_file(folders: tuple[str, ...], root: Path = ROOT) -> dict[str, set[str]]:
-    """Return the words in the code of each Python file in these folders."""
+    """Return, for each Python file in these folders, the words in its code."""
     return {
         str(path.relative_to(root)): set(words(path.read_text(encoding="utf-8")))
         for folder in folders

@@ -1,7 +1,7 @@
-"""Fuzz one target, guided by coverage (atheris): ``python -m tools.fuzz TARGET SECONDS``.
+"""Fuzzes one target, guided by coverage (atheris): ``python -m tools.fuzz TARGET SECONDS``.
 
-Inputs that reach new code, and findings, are merged into the target's corpus. The exit code says
-whether there are findings.
+Inputs that reach new code, and inputs that fail, are added to the target's corpus. The exit code is
+not 0 if any input fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(name: str, seconds: int) -> int:
     command = [sys.executable, "-m", "tools.fuzz", "--libfuzzer", name, *limits]
     fuzzing = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={kept}/"]
     rc = subprocess.run([*command, *fuzzing, str(found), str(kept)], check=False).returncode
-    # A finding that fails again during the merge counts only once.
+    # An input that fails again during the merge is not stored twice.
     merging = ["-merge=1", f"-artifact_prefix={found}/"]
     subprocess.run([*command, *merging, str(kept), str(found)], check=False)
     print(f"{name}: exit code {rc}, {len(list(kept.iterdir()))} files in its corpus", flush=True)

@@ -1,10 +1,10 @@
-"""Measures the code per package, and writes the generated parts of pages about it.
+"""Measures the code of each package, and writes the generated parts of pages about the code.
 
     python -m tools.house            print per package: files, lines, lengths of functions
     python -m tools.house --write    write the generated parts of PAGES: packages, day path, ...
     python -m tools.house --check    find stale parts of these pages; `make check` runs this
 
-Generated stubs do not count. Functions' lines are counted as in check_layout.
+Generated protobuf stubs do not count. Lines of functions are counted as in check_layout.py.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from tools.check_layout import GENERATED, MANY_FILES, PACKAGES, function_lines
 MAP = "docs/architecture.md"
 DAY_PATH = "docs/day_path.md"
 DECISIONS = "docs/adr/README.md"
-DAY_PATH_LINES = 6_000  # lines that one person reads in a day
-# Relative error of a page's number of lines from which the page is stale.
+DAY_PATH_LINES = 6_000  # number of lines that one person can read in a day
+# A page is stale if its number of lines differs from the code's by more than this fraction.
 TOLERANCE = 0.1
-# Marks around a generated part of a page.
+# Marks that begin and end the generated part of a page.
 BEGIN, END = "<!-- written by tools/house.py -->", "<!-- end -->"
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """A part of the day path.
+    """A chapter of the day path: files to read together.
 
     Attributes:
         title: the chapter's title.
         sentence: what a reader of the chapter learns.
-        names: classes and functions, in reading order; their files are found by these names.
+        names: a class or function of each file, in reading order; the files are found by these
+            names.
     """
 
     title: str
@@ -47,7 +48,7 @@ class Chapter:
     names: tuple[str, ...]
 
 
-# The day path: every file that decides something about a request without failures.
+# The day path: every file that decides something about a request that meets no failures.
 DAY = (
     Chapter(
         "At the router",
@@ -79,7 +80,7 @@ DAY = (
         ("StepPlan:engine", "ModelRunner"),
     ),
 )
-# The second day: the forward pass, and types of values that pass between files of the first day.
+# The second day: the forward pass, and types that files of the first day use.
 BESIDE = (
     Chapter(
         "The model",
@@ -91,10 +92,11 @@ BESIDE = (
     Chapter(
         "Passed on the way",
         "A plain request also passes these files: its model's name, its text, the gate, the choice "
-        "of nodes, the queues of its tokens and of a node, and the tensors of a step.",
+        "of nodes, the queues of its tokens and of a node, a prefill node's open commands, the "
+        "steps in flight, and the tensors of a step.",
         ("NameTable", "PromptReader", "Call:router", "Admission", "Ticket:router", "Placer",
-         "NodePool", "OutputBuffer", "Answers:router", "Inbox:node_runtime",
-         "KVCacheCoordinator", "PreparedStep", "Forward:engine", "StepSampler"),
+         "NodePool", "OutputBuffer", "Answers:router", "Inbox:node_runtime", "Jobs:prefill_node",
+         "StepsInFlight", "KVCacheCoordinator", "PreparedStep", "Forward:engine", "StepSampler"),
     ),
     Chapter(
         "Carriers",
@@ -119,7 +121,7 @@ _ROW = re.compile(r"^\| `([^`]+)` \| (.*?) \| (\d+) \| ([\d,]+) \|$", re.MULTILI
 
 @dataclass(frozen=True)
 class Package:
-    """A folder of modules, not counting the folders in it."""
+    """A package, without its subpackages."""
 
     name: str
     sentence: str
@@ -130,12 +132,12 @@ class Package:
 
 
 def packages(root: Path) -> list[Package]:
-    """Measure all packages; a package comes before the packages in its folder."""
+    """Measure all packages; a package comes before its subpackages."""
     return [_package(name, sorted((root / name).glob("*.py"))) for name in package_names(root)]
 
 
 def package_names(root: Path) -> list[str]:
-    """List the packages' folders."""
+    """List the folders of all packages."""
     found = []
     for room in PACKAGES.values():
         for folder in sorted({path.parent for path in (root / room).rglob("*.py")}):
@@ -180,13 +182,13 @@ def _p90(values: list[int]) -> int:
 
 
 def _first_sentence(file: Path) -> str:
-    """Return a module's first paragraph."""
+    """Return the first paragraph of a module's docstring, as one line."""
     paragraph = (ast.get_docstring(_tree(file)) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
 
 
 def day_path(root: Path, chapter: Chapter) -> Iterator[tuple[str, str, int]]:
-    """Yield the files to read: path, sentence, lines; raises ValueError for an unknown name."""
+    """Yield path, sentence and lines of a chapter's files; raises ValueError for unknown names."""
     seen = set()
     for name in chapter.names:
         file = _file_of(root, *name.split(":"))
@@ -201,7 +203,8 @@ def _file_of(root: Path, name: str, room: str = "") -> Path:
     defining = [
         file
         for file in files
-        if f" {name}" in file.read_text(encoding="utf-8")  # parsing takes long
+        # A quick check, because parsing takes long
+        if f" {name}" in file.read_text(encoding="utf-8")
         and any(
             isinstance(node, ast.ClassDef | _Function) and node.name == name
             for node in _tree(file).body
@@ -226,7 +229,7 @@ def map_table(root: Path) -> str:
 
 
 def day_path_tables(root: Path) -> str:
-    """Return tables of each chapter's files, in the order in which to read them."""
+    """Return a table of files for each chapter, in the order in which to read them."""
     day, beside = (
         [(chapter, list(day_path(root, chapter))) for chapter in part] for part in (DAY, BESIDE)
     )
@@ -262,7 +265,7 @@ def _chapters(chapters: _Chapters, first: int) -> Iterator[str]:
 
 
 def decisions(root: Path) -> str:
-    """List the decisions, one line each, by number."""
+    """Return a list of links to all decision records, sorted by number."""
     files = sorted((root / DECISIONS).parent.glob("[0-9]*.md"))
     titles = [file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files]
     return "\n".join(f"* [{title}]({file.name})" for title, file in zip(titles, files, strict=True))
@@ -279,7 +282,7 @@ def write(root: Path) -> None:
 
 
 def _parts(root: Path, page: str) -> tuple[str, str, str]:
-    """Split a page at its generated part: before, in and after it."""
+    """Split a page into the text before, in and after its generated part."""
     text = (root / page).read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     written, end, after = rest.partition(END)
@@ -289,7 +292,7 @@ def _parts(root: Path, page: str) -> tuple[str, str, str]:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """List stale statements on the pages; numbers of lines may differ by a tenth."""
+    """List stale lines in the generated parts; numbers of lines may differ by `TOLERANCE`."""
     for page, make in PAGES.items():
         _, written, _ = _parts(root, page)
         old, new = _rows(written), _rows(make(root))
@@ -306,7 +309,10 @@ def findings(root: Path) -> Iterator[str]:
 
 
 def _rows(written: str) -> dict[str, tuple[str, int, int]]:
-    """Read sentence, files and lines by name from a generated part; a list has neither."""
+    """Read the rows of a generated part: name -> (sentence, number of files, number of lines).
+
+    If the part is a list and not a table, each of its lines is a name without sentence and numbers.
+    """
     rows = {
         name: (sentence, int(files), int(lines.replace(",", "")))
         for name, sentence, files, lines in _ROW.findall(written)
@@ -315,7 +321,7 @@ def _rows(written: str) -> dict[str, tuple[str, int, int]]:
 
 
 def crowded(root: Path) -> Iterator[str]:
-    """Report packages with many files, for their owners to judge."""
+    """Yield a line for each package with many files, for people to judge."""
     for p in packages(root):
         num_files = p.num_files - 1  # the package's __init__.py does not count
         if num_files > MANY_FILES:
@@ -340,7 +346,7 @@ def _place_of(root: Path, module: str) -> Path:
 
 
 def _file_at(place: Path) -> Path | None:
-    """Return a module's file; None if the module is not Baton's, or is a package without code."""
+    """Return the file of a module; None: it is not Baton's, or a package without code."""
     return next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
 
 

@@ -70,7 +70,7 @@ def _row(option: Option | None) -> str:
 
 
 def _type(kind: Any) -> str:
-    """Return what an option accepts: the name of a type, or the allowed values."""
+    """Return the text for what an option accepts: the name of a type, or the allowed values."""
     values = getattr(kind, "__members__", None)
     if values:
         return ", ".join(one.value for one in values.values())

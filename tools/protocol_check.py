@@ -1,7 +1,8 @@
-"""Checks the model of the hand-off (docs/protocol/handoff.pml) with spin, state by state.
+"""Checks the formal model of the hand-off (docs/protocol/handoff.pml) with spin.
 
-Each configuration is searched to its end, and each seeded mistake must be found. Prints a table and
-returns 1 if a result is wrong. Installs nothing: see install_spin.sh.
+For each configuration, all reachable states are searched. A configuration with a deliberate mistake
+must have an error. The script prints a table, and returns 1 if a result is not as expected. It
+installs nothing; see install_spin.sh.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ FAULTS = ("LOSSES", "DUPLICATES", "CRASHES", "SUSPECTS", "CANCELS", "ROUTER_CRAS
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One search.
+    """One search of the model's states.
 
     Attributes:
-        settings: macros of the model whose values differ from those for "no fault at all".
-        mistake: a macro that breaks the protocol, so that the search must find an error.
+        settings: the model's macros (such as numbers of faults) that differ from those for "no
+            fault at all".
+        mistake: a macro that breaks the protocol, so that the search must find an error; empty:
+            none.
         cycles: whether to search for endless runs in place of wrong states.
         quick: whether the short check includes this search.
     """
@@ -85,7 +88,7 @@ CONFIGURATIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a search; ``num_states``: states until its end or its first error."""
+    """The result of a search; ``num_states``: number of states until its end or first error."""
 
     num_states: int
     seconds: float
@@ -94,7 +97,7 @@ class Outcome:
 
 
 def search(configuration: Configuration, folder: Path) -> Outcome:
-    """Build a configuration's verifier and run it."""
+    """Build spin's verifier for a configuration, and run it."""
     macros = [
         f"-D{name}={value}"
         for name, value in {**dict.fromkeys(FAULTS, 0), **configuration.settings}.items()
@@ -129,7 +132,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def main() -> int:
-    """Run all searches, or the quick ones; return the exit code."""
+    """Run all searches, or only the quick ones; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds; skip without spin")
     arguments = parser.parse_args()

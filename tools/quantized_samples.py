@@ -1,13 +1,14 @@
-"""Makes tests/numerics/samples: layers of checkpoints by AutoRound and NVIDIA's ModelOpt.
+"""Makes tests/numerics/samples: layers of checkpoints that AutoRound and ModelOpt wrote.
 
-Neither tool is a dependency, because each brings many packages; only their files are kept. To make
-the files, install both beside the project's own packages (``pip install --target FOLDER auto-round
-nvidia-modelopt`` and whatever they lack)::
+Neither tool is a dependency of Baton, because each requires many packages; only the files that they
+wrote are kept. To make the files, install both tools in a folder of their own (``pip install
+--target FOLDER auto-round nvidia-modelopt``, and packages that are still missing)::
 
     PYTHONPATH=FOLDER .venv/bin/python -m tools.quantized_samples
 
-Each file has the tensors of two layers of a tiny model. Its metadata: the configuration, the tool
-that wrote it, and the SHA-256 of each weight as float32 by the tool's own code.
+Each file has the tensors of two layers of a tiny model. The file's metadata is the configuration,
+the tool that wrote it, and the SHA-256 of each weight that the tool's own code dequantized to
+float32.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from torch import Tensor, nn
 
 FOLDER = Path(__file__).parents[1] / "tests" / "numerics" / "samples"
 LAYERS = ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj")
-VOCABULARY = 4096  # the demo model's, whose tokenizer AutoRound needs
+VOCABULARY = 4096  # as in the demo model, whose tokenizer AutoRound uses
 
-# Returns a layer's weight, given the layer's name and its tensors.
+# Returns a layer's dequantized weight, given the layer's name and tensors.
 WeightOf = Callable[[str, Mapping[str, Tensor]], Tensor]
 
 AUTO_ROUND: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,13 +62,13 @@ MODELOPT = {
 
 
 def digest(weight: Tensor) -> str:
-    """Return the SHA-256 of a weight as float32, with all zeros positive."""
+    """Return the SHA-256 of a weight as float32, in which -0.0 counts as 0.0."""
     numbers = (weight.float() + 0.0).contiguous()
     return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
 
 
 def tiny_model(folder: Path) -> None:
-    """Write a random model of one layer, and the demo model's tokenizer."""
+    """Write a random model of one decoder layer, with the demo model's tokenizer."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -85,7 +86,10 @@ def tiny_model(folder: Path) -> None:
 
 
 def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
-    """Quantize by rounding alone; get weights as the products of its layers with an identity."""
+    """Quantize with AutoRound by rounding alone; return how to get a layer's weight.
+
+    The weight is the layer's output for an identity matrix.
+    """
     from auto_round import AutoRound
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,7 +106,7 @@ def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
 
     def weight(layer: str, parts: Mapping[str, Tensor]) -> Tensor:
-        if "awq" in name:  # AutoRound's own AWQ layers need a GPU
+        if "awq" in name:  # because AutoRound's own AWQ layers need a GPU
             words = (parts["qweight"], parts["qzeros"], parts["scales"])
             unpacked: Tensor = dequantize_gemm(*words, 4, 128)
             return unpacked.T.float()
@@ -113,7 +117,7 @@ def by_auto_round(name: str, source: Path, made: Path) -> WeightOf:
 
 
 def by_modelopt(name: str, source: Path, made: Path) -> WeightOf:
-    """Quantize with one of ModelOpt's configurations; its own dequantization gives the weights."""
+    """Quantize with a configuration of ModelOpt; return how its code dequantizes a layer."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
@@ -155,7 +159,8 @@ def _dequantized(layer: str, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _by_definition(weight: Tensor, scale: Tensor) -> Tensor:
-    if weight.dtype == torch.uint8:  # two outputs per byte, the first in the lower half
+    # A byte holds the weights of two outputs, the first in its lower half
+    if weight.dtype == torch.uint8:
         halves = [(weight & 15).int(), (weight >> 4).int()]
         halves = [half - 16 * (half > 7) for half in halves]
         weight = torch.stack(halves, dim=1).reshape(-1, weight.shape[1])

@@ -1,9 +1,10 @@
-"""Records this version's messages, for the compatibility test of later versions.
+"""Records this version's protobuf messages, for compatibility tests of later versions.
 
     python -m tools.record_wire tests/contract/wire/0.1.0
 
-Writes the descriptors of ``proto/``, and a message of every kind with every field filled, as bytes
-and as JSON. Run this once per release, on the release's commit; the files are never rewritten.
+The script writes the descriptors of ``proto/``, and a message of every kind with every field
+filled, as bytes and as JSON. Run it once per release, on the release's commit; its files are never
+changed later.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _MAX_DEPTH = 6
 def sample(descriptor: Descriptor, *, seed: int = 1, member: str = "", depth: int = 0) -> Message:
     """Make a message with every field filled; of a oneof, the first member or ``member``.
 
-    All values differ from one another and from defaults. Nesting deeper than our messages have is
-    left out.
+    All values differ from each other and from the fields' defaults. Messages that are nested deeper
+    than Baton's messages are left out.
     """
     message: Any = GetMessageClass(descriptor)()
     for field in descriptor.fields:
@@ -79,7 +80,7 @@ def _value(field: FieldDescriptor, seed: int, depth: int) -> Any:
 
 
 def top_messages() -> list[tuple[str, Message]]:
-    """Make a named sample of each message of calls and links, one per member of a oneof."""
+    """Make named samples of all messages of calls and links: one for each member of a oneof."""
     from baton.v1 import admin_pb2, inference_pb2, node_pb2
 
     found: dict[str, Message] = {}
@@ -90,7 +91,7 @@ def top_messages() -> list[tuple[str, Message]]:
                     for member in _members(descriptor):
                         name = f"{descriptor.full_name}{'.' if member else ''}{member}"
                         found[name] = sample(descriptor, member=member)
-    # These messages are sent as bytes inside others
+    # these messages are sent as bytes inside other messages
     for name in ("NodeAdminRequest", "NodeAdminResponse"):
         descriptor = admin_pb2.DESCRIPTOR.message_types_by_name[name]
         for member in _members(descriptor):
@@ -99,7 +100,7 @@ def top_messages() -> list[tuple[str, Message]]:
 
 
 def _commands() -> dict[str, Message]:
-    """Make samples of commands to nodes with plausible values, because nodes check them."""
+    """Make samples of commands to nodes, with plausible values, because nodes check values."""
     from baton.api.images import ImageSpan, PromptImage
     from baton.api.sampling_params import SamplingParams
     from baton.link import wire

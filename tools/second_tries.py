@@ -3,8 +3,9 @@
     python -m tools.second_tries note    append the failures of pytest's last run to the record
     python -m tools.second_tries show    print how often each recorded test failed, by day
 
-The record is `build/second_tries.jsonl`, or the file in BATON_SECOND_TRIES. Each failed run is one
-line of JSON. `make test` and similar targets note failures before they try them again.
+The record is `build/second_tries.jsonl`, or the file in BATON_SECOND_TRIES. Each run with failures
+is one line of JSON. `make test` and similar targets record the failed tests before they run them
+again.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ LAST_FAILED = Path(".pytest_cache") / "v" / "cache" / "lastfailed"
 
 
 def record_of(root: Path) -> Path:
-    """Return the file of the record."""
+    """Return the path of the record's file."""
     return Path(os.environ.get("BATON_SECOND_TRIES") or root / "build" / "second_tries.jsonl")
 
 
 def note(root: Path, record: Path, *, now: datetime, revision: str) -> int:
-    """Append the failed tests of pytest's last run; return their number."""
+    """Append the failed tests of pytest's last run to the record; return their number."""
     file = root / LAST_FAILED
     failed = sorted(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
     if failed:

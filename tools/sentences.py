@@ -1,8 +1,9 @@
 """Finds sentences that a stranger probably has to read twice; `make check` runs this.
 
-A public function's docstring begins with a verb in the imperative; that of a class or property, and
-an attribute's line, with a verb or a noun. `OPENERS` and `TURNS` are refused. `OLD` says how many
-old sentences each folder may keep; further ones are refused.
+The docstring of a public function must begin with a verb in the imperative. The docstring of a
+class or property, and the line of an attribute, must begin with a verb or a noun. Sentences that
+match `OPENERS` or `TURNS` are refused. `OLD` has the number of refused sentences that each folder
+may still contain.
 
     python -m tools.sentences [ROOM ...]     lists the sentences of rooms, old ones included
 """
@@ -21,7 +22,7 @@ OPENERS = re.compile(
     r"|by what|such|neither|nor|else|otherwise|where (there|it)|in the order)\b",
     re.IGNORECASE,
 )
-# Turns that are no good English, each with advice.
+# Expressions that are not good English, each with advice.
 TURNS = (
     (re.compile(r"\bguess(es|ed)?\b", re.I), "say draft"),
     (re.compile(r"\bof (which|whom|whose)\b.*\bof (which|whom|whose)\b", re.I), "two 'of which'"),
@@ -30,7 +31,7 @@ TURNS = (
     (re.compile(r"\b(so|as) (much|many|long) of it\b", re.I), "name the thing"),
     (re.compile(r"\bor not at all\b|\bthat many\b|\bas it were\b", re.I), "say it plainly"),
 )
-# Words that begin no imperative: articles, pronouns, prepositions, adverbs, numbers.
+# Words with which no imperative begins: articles, pronouns, prepositions, adverbs, numbers.
 _NO_VERB = re.compile(
     r"(the|an?|all|any|some|one|two|no|each|every\w*|nothing|whether|where|when|how|why|for|from"
     r"|with|without|in|on|at|also|not|only|most|least|numbers? of|rows|times|messages|peers|returns"
@@ -38,7 +39,7 @@ _NO_VERB = re.compile(
     re.IGNORECASE,
 )
 _ATTRIBUTE = re.compile(r"^\s+[\w, ]+: (.+)$")
-# Old sentences that each folder may keep.
+# Number of refused sentences that each folder may still contain.
 OLD = {
     "baton": 0,
     "benchmarks": 0,
@@ -63,7 +64,7 @@ _Documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def main(root: Path, rooms: Sequence[str] = ()) -> int:
-    """Print the sentences of rooms that have more than `OLD` allows; return the exit code."""
+    """Print refused sentences of folders that have more than `OLD` allows; return exit code."""
     failed = False
     for room in rooms or sorted(OLD):
         found = list(room_findings(root, room))
@@ -75,7 +76,7 @@ def main(root: Path, rooms: Sequence[str] = ()) -> int:
 
 
 def room_findings(root: Path, room: str) -> Iterator[str]:
-    """Yield one line per sentence of a folder's Python files."""
+    """Yield a line for each refused sentence in a folder's Python files."""
     for path in sorted((root / room).rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if not name.startswith(_SKIPPED):
@@ -84,10 +85,10 @@ def room_findings(root: Path, room: str) -> Iterator[str]:
 
 
 def file_findings(source: str, is_public: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the line and the problem of each sentence of a file.
+    """Yield the line number and the problem of each refused sentence of a file.
 
     Args:
-        is_public: whether functions without an underscore are public; tests' are not.
+        is_public: whether functions without an underscore count as public; false for tests.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _Documented) and (text := ast.get_docstring(node)):
@@ -116,7 +117,7 @@ def _docstring_findings(
 
 
 def _is_value(decorator: ast.expr) -> bool:
-    """Return whether a decorator makes a function a value, which a noun describes."""
+    """Return whether a decorator makes a function a property, which a noun may describe."""
     name = getattr(decorator, "attr", getattr(decorator, "id", ""))
     return name in ("property", "cached_property", "fixture")
 

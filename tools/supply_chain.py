@@ -1,10 +1,10 @@
-"""Checks that dependencies are locked, have known licences, and no known security holes.
+"""Checks that dependencies are locked, have allowed licences, and no known security holes.
 
-Usage: python tools/supply_chain.py AUDIT_BIN SBOM: the folder of the audit tools, and the file to
-write the SBOM to.
+Usage: python tools/supply_chain.py AUDIT_BIN SBOM. AUDIT_BIN is the folder of the audit programs,
+SBOM the file to which the software bill of materials is written.
 
-`make check` runs this in the development environment. One line per finding. Packages without
-advisories (a registry need not serve any) are listed, but are no findings.
+`make check` runs this in the development environment. Each finding is printed as one line. Packages
+whose advisories cannot be looked up are listed, but are no findings.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = "requirements.lock"
-EXTRA = "dev"  # the lock is made for this extra, which includes the users' extras
-# Not locked, because each kind of machine has a build with its own hash; see tools/lock.in.
+EXTRA = "dev"  # the lock file is made for this extra, which includes the extras for users
+# Packages that are not locked, because each kind of machine has a build with another hash; see
+# tools/lock.in.
 UNLOCKED = frozenset({"torch"})
-# Before adding a package with another licence, decide whether the project may depend on it.
+# Before adding a licence here, decide whether the project may depend on packages under this
+# licence.
 LICENCES = (
     "0BSD;Apache;BSD;BSL-1.0;CC0-1.0;CNRI-Python;ISC;LLVM-exception;MIT;MPL;"
     "Mozilla Public License;PSF;Python Software Foundation;Zlib"
@@ -41,7 +43,7 @@ Pins = Mapping[str, list[Version]]
 
 
 def read_lock(text: str) -> dict[str, list[Version]]:
-    """Map each locked package to its versions: one, or one per Python version.
+    """Return the versions of each locked package: one, or one per Python version.
 
     Raises ValueError for a pin that has no hash.
     """
@@ -58,7 +60,7 @@ def read_lock(text: str) -> dict[str, list[Version]]:
 
 
 def requirements_of(project: Mapping[str, Any], extra: str) -> Iterator[Requirement]:
-    """Yield a project's requirements with an extra, including extras that this one names."""
+    """Yield a project's requirements with an extra, and with the extras that this extra names."""
     yield from map(Requirement, project["dependencies"])
     yield from _requirements_of_extra(project, extra)
 
@@ -73,7 +75,7 @@ def _requirements_of_extra(project: Mapping[str, Any], extra: str) -> Iterator[R
 
 
 def lock_findings(pyproject: Mapping[str, Any], pins: Pins) -> Iterator[str]:
-    """List requirements of the project that the lock lacks."""
+    """Yield a line for each requirement of the project that the lock file does not meet."""
     for requirement in requirements_of(pyproject["project"], EXTRA):
         name = canonicalize_name(requirement.name)
         if name in UNLOCKED:
@@ -85,7 +87,7 @@ def lock_findings(pyproject: Mapping[str, Any], pins: Pins) -> Iterator[str]:
 
 
 def licence_findings(audit_bin: Path) -> Iterator[str]:
-    """List installed packages under a licence that the table does not allow."""
+    """Yield a line about installed packages under licences that `LICENCES` does not contain."""
     command = [
         *(str(audit_bin / "pip-licenses"), "--python", sys.executable, "--from", "mixed"),
         *("--with-system", "--partial-match", "--allow-only", LICENCES),
@@ -100,7 +102,8 @@ def known_holes(audit_bin: Path) -> tuple[list[str], int, int]:
     """Look up the advisories on all locked packages.
 
     Returns:
-        The findings, the number of packages looked up, and the number without an answer.
+        The findings, the number of packages that were looked up, and the number of packages without
+        an answer (-1: all).
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [str(audit_bin / "pip-audit"), "--requirement", LOCK, "--disable-pip"]
@@ -113,7 +116,7 @@ def known_holes(audit_bin: Path) -> tuple[list[str], int, int]:
             check=False,
         )
         text = Path(report.name).read_text(encoding="utf-8")
-    if not text:  # without a registry that answers
+    if not text:  # no registry answers
         print(f"advisories: {(result.stderr.strip().splitlines() or ['no answer'])[-1]}")
         return [], 0, -1
     packages = json.loads(text)["dependencies"]

@@ -1,7 +1,8 @@
-"""Puts libraries built ahead into a wheel, and tags the wheel with their machine type.
+"""Puts native libraries that are built ahead into a wheel, and tags it with their machine type.
 
-hatchling runs this for every wheel. `tools/build_wheels.py` puts the libraries' folder into
-``BATON_WHEEL_LIBRARIES``; without it, a wheel has only C sources and is for every platform.
+hatchling runs this for every wheel. `tools/build_wheels.py` sets ``BATON_WHEEL_LIBRARIES`` to the
+folder of the libraries. Without this variable, the wheel has only C sources, and is for every
+platform.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER_VARIABLE = "BATON_WHEEL_LIBRARIES"
-GLIBC = "manylinux_2_28"  # PyTorch's and NIXL's wheels have this tag, too
+GLIBC = "manylinux_2_28"  # the wheels of PyTorch and NIXL have this tag, too
 
 
 class WheelHook(BuildHookInterface[Any]):
-    """Adds a folder of libraries to the package `baton_kernels`."""
+    """Adds a folder of native libraries to the package `baton_kernels` in a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the libraries and the machine type's tag to the wheel to build."""
+        """Add the libraries and their machine type's tag to the wheel that is being built."""
         named = os.environ.get(FOLDER_VARIABLE)
         if not named or version == "editable":
             return

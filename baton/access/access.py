@@ -1,10 +1,11 @@
 """Access: identifies callers and decides which calls they may make.
 
-All gRPC calls, HTTP paths and metrics pages ask here first. This file knows neither gRPC nor HTTP.
+The servers of gRPC calls, HTTP paths and metrics pages ask `Access` first. This file knows neither
+gRPC nor HTTP.
 
-Wrong keys are rate-limited per client address. After too many wrong keys from an address, new keys
-from there are refused without a comparison. Keys that have worked before still work, so nobody can
-lock out other callers behind the same proxy.
+Wrong keys are rate-limited per client address. After too many wrong keys from an address, keys from
+this address that have not worked before are refused without a comparison. Keys that have worked
+before still work, so nobody can lock out other callers behind the same proxy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from baton.api.errors import (
 
 logger = logging.getLogger(__name__)
 
-# Names in key files begin with a letter or digit, so no key in a file can have one of these names.
+# Principals of the two tokens. Names in key files begin with a letter or digit, so no key in a file
+# has one of these names.
 ADMIN_TOKEN = Principal(
     name="--admin-token",
     tenant="--admin-token",
@@ -47,20 +49,20 @@ _UNKNOWN_KEY = (
     "authorization: the API key is not known here; the operator of the router makes keys "
     "(baton keys new)"
 )
-_BURST, _PER_SECOND = 10, 1.0  # wrong keys per address: at once, then per second
+_BURST, _PER_SECOND = 10, 1.0  # wrong keys per address: allowed at once, and per second
 _AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines about refusals, per address
-_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # lines about refusals and reads, over all addresses
-_SAME_LOOK_S = 60.0  # repeated equal reads (`baton admin top`) make one line in this time
+_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # audit lines about refusals and reads, all addresses
+_SAME_LOOK_S = 60.0  # seconds in which equal reads make one audit line
 
 
 class Access:
-    """Decides who may call one program.
+    """Decides who may make which calls to one program.
 
     Args:
         keys_file: file with API keys; None: no such file.
         admin_token: API key with the roles of `ADMIN_TOKEN`; empty: none.
         node_token: API key with the roles of `NODE_TOKEN`; empty: none.
-        model: name of the served model until `note_names`, for keys limited to some models.
+        model: name of the served model, for keys limited to some models; used until `note_names`.
         audit: log of joins, reads, changes and refusals.
         by_certificate: whether callers must show a client certificate.
 
@@ -89,7 +91,7 @@ class Access:
         self._keys: tuple[ApiKey, ...] = () if keys_file is None else read_keys(keys_file)
         self._by_certificate = by_certificate
         self.is_open = not (self._tokens or keys_file or by_certificate)
-        self._proven: set[bytes] = set()  # digests of keys that have worked
+        self._proven: set[bytes] = set()  # digests of keys that have worked before
         self._failures = Allowance(_BURST, _PER_SECOND)
         self._refusal_lines = Allowance(_AUDIT_BURST, _AUDIT_PER_SECOND)
         self._all_lines = Allowance(_ALL_BURST, _ALL_PER_SECOND)
@@ -104,7 +106,8 @@ class Access:
     def warn_of_gaps(self, roles: Iterable[Role]) -> None:
         """Log a warning at the program's start for each role that no key has.
 
-        Logs nothing if client certificates are required, because their roles are unknown then.
+        Logs nothing if client certificates are required, because their roles are known only at
+        calls.
         """
         if self.is_open or self._by_certificate:
             return
@@ -114,7 +117,7 @@ class Access:
                 logger.warning("no API key has the role %s (baton keys new --role %s)", role, role)
 
     def read_again(self) -> None:
-        """Reload the keys and reopen the audit log's file, which may have moved (on SIGHUP)."""
+        """Reload the keys at SIGHUP; reopen the audit log's file, which may have been renamed."""
         self.reload()
         self.audit.reopen()
 
@@ -135,11 +138,11 @@ class Access:
     def principal_of(self, credentials: Credentials, anybody: Principal = ANYBODY) -> Principal:
         """Return the caller's principal.
 
-        An API key has precedence over a client certificate. If the program has no keys, the
-        certificate counts and any key is ignored. Comparing takes equal time for all keys.
+        An API key has precedence over a client certificate. If the program has no keys, any key is
+        ignored and the certificate decides. Comparing takes equal time for all keys.
 
         Args:
-            anybody: principal of callers who need no credentials.
+            anybody: principal of callers if the program needs no credentials.
 
         Raises:
             UnauthenticatedError: the credentials are missing, unknown or expired.
@@ -151,7 +154,8 @@ class Access:
             return anybody
         has_keys = bool(self._tokens or self._keys_file)
         if credentials.certificate is not None and not (credentials.authorization and has_keys):
-            # Without keys here, ignore the client's key: some clients send a dummy such as "none".
+            # If the program has no keys, a client's key is ignored, because some clients send a
+            # dummy.
             return credentials.certificate
         scheme, _, given = credentials.authorization.partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
@@ -193,7 +197,7 @@ class Access:
 
         Raises:
             PermissionDeniedError: the caller may not make the call.
-            BatonError: see `principal_of`.
+            BatonError: the caller is unknown; see `principal_of`.
         """
         principal: Principal | None = None
         try:
@@ -218,8 +222,8 @@ class Access:
             raise PermissionDeniedError(
                 f"authorization: {principal.name} must have the role {wanted} for this"
             )
-        # Only inference calls are checked: operators' calls do not use any model. The name in the
-        # request can only be checked after the request has been read.
+        # A key may be limited to some models. Operators' calls use no model. The model's name in a
+        # request is checked later, after the request has been read.
         uses_model = roles == INFER
         if uses_model and principal.models and principal.models.isdisjoint(self._names()):
             raise PermissionDeniedError(
@@ -237,15 +241,15 @@ class Access:
         arguments: Mapping[str, Any] | None = None,
         problem: str = "",
     ) -> None:
-        """Log an action or an attempt; equal reads are logged once a minute."""
+        """Write an action or an attempt to the audit log; equal reads are written once a minute."""
         is_client = principal.may(Role.INFER)  # routers' own principals lack the role INFER
         told = {name: clip(value) for name, value in (arguments or {}).items()}
         if kind is AuditKind.LOOKED:
             same = f"{principal.name} {address} {call} {told} {problem}"
             if not self._looks.take(same):
                 return
-            # Clients can only read their own requests. A client that asks for ever new ids must not
-            # push out others' lines.
+            # Clients only read their own requests, but may ask for ever new ids. Their lines must
+            # not use up the limit for all lines.
             if is_client and not principal.is_operator and not self._new_looks.take(principal.name):
                 self.audit.note_suppressed()
                 return
@@ -283,7 +287,9 @@ class Access:
 
 
 def _network(address: str) -> str:
-    """Return the address under which wrong keys are counted: an IPv6 address's /64 network.
+    """Return the name under which wrong keys from an address are counted.
+
+    This is the address, or the /64 network of an IPv6 address.
 
     All IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) lie in one /64 network, so each counts as
     its IPv4 address.

@@ -1,4 +1,4 @@
-"""Help texts of access options that several programs share. Imports nothing: `--help` is fast."""
+"""Help texts of access options that several programs share. Imports nothing, so --help is fast."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ class Allowance:
     gets a full bucket at its next use.
 
     Args:
-        burst: uses allowed at once.
-        per_second: uses allowed per second in the long run.
+        burst: number of uses allowed at once.
+        per_second: number of uses allowed per second in the long run.
         clock: returns monotonic seconds.
     """
 
@@ -34,7 +34,7 @@ class Allowance:
         self._per_second = per_second
         self._max_names = max_names
         self._clock = clock
-        # Name -> (uses left, time when they were counted).
+        # Name -> (number of uses left, time of the last use).
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -47,7 +47,7 @@ class Allowance:
             return max(0.0, (1 - self._now_left(name)) / self._per_second)
 
     def take(self, name: str) -> bool:
-        """Use the allowance once; return False if it is used up."""
+        """Count one use of a name; return False if the rate limit is reached."""
         with self._lock:
             left = self._now_left(name)
             if left < 1:

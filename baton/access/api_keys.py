@@ -1,4 +1,4 @@
-"""API keys in a file: who may call, and what each key allows. Knows no calls.
+"""API keys: read a file of keys, which says who may call and what each key allows.
 
     [[key]]
     name = "alice"
@@ -6,12 +6,12 @@
     tenant = "search"                      # default: the name
     cache_group = "ours"                   # tenants that share cached prompts; default: none
     roles = ["infer"]                      # infer, look, operate, join; default: infer
-    expires = 2027-01-01                   # a day (its beginning, UTC) or a time with an offset
+    expires = 2027-01-01                   # start of a day (UTC), or a time with an offset
     models = ["llama-3.1-8b"]              # served names; default: all
     limits = { requests_per_minute = 60 }  # fields of `Limits`
 
-A key has 256 random bits, so a plain SHA-256 is enough. Salts and slow hashes protect passwords
-that people choose, and a slow hash would delay each request.
+A key has 256 random bits, so its plain SHA-256 can be stored. Salts and slow hashes are for
+passwords that people choose, and a slow hash would delay each request.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ KEY_PREFIX = "baton_"  # prefix by which secret scanners recognize a key
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _OLD_LINE = re.compile(r"[^\s=:\[\]#]+\s*:\s*\S+")
-SHORT_KEY_CHARS = 20  # shorter keys may be words that a search could find from their hashes
+SHORT_KEY_CHARS = 20  # shorter keys could be found by trying words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """An API key of a key file, without its text.
+    """An entry of a key file: the key's digest, and who its holder is.
 
     Attributes:
         digest: SHA-256 of the key.
@@ -57,7 +57,7 @@ class ApiKey:
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """One table of the file; `_check` validates the values."""
+    """One table ``[[key]]`` of the file, before its values are checked."""
 
     name: str
     sha256: str
@@ -74,7 +74,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest that is stored for a key; any text is a possible key."""
+    """Return the digest that a key file stores for a key, which may be any text."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
@@ -190,7 +190,10 @@ def _limits(where: str, given: dict[str, Any]) -> Limits:
 
 
 def _expiry(where: str, when: Any) -> float:
-    """Return the time of expiry in seconds since the epoch; a day ends at its beginning in UTC."""
+    """Return the time of expiry in seconds since the epoch.
+
+    A day without a time means the beginning of this day in UTC.
+    """
     if when is None:
         return math.inf
     if isinstance(when, datetime.date) and not isinstance(when, datetime.datetime):
@@ -239,9 +242,10 @@ def _quoted(value: str | list[str]) -> str:
 
 
 def convert_lines(text: str) -> tuple[str, list[str]]:
-    """Convert ``name:key`` lines to tables; also return the names with too short keys.
+    """Convert ``name:key`` lines to ``[[key]]`` tables.
 
-    Raises ConfigError with a text that does not show any key.
+    Returns the tables, and the names whose keys are too short to be safe. Raises ConfigError with a
+    text that does not show any key.
     """
     tables, short = [], []
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,8 +1,8 @@
 """AuditLog: writes who joined, read, changed or was refused, as JSON lines, to a file of its own.
 
-The audit log does not depend on the program's log or its level. A thread writes the file, so a full
-or slow disk delays nobody. Events lost because of the disk are counted: the program's log and the
-file's next line tell their number.
+The audit log does not depend on the program's log and log level. A thread writes the file, so a
+full or slow disk delays no call. Events that cannot be written are counted, and the program's log
+and the next line of the file tell their number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AuditEvent:
     """One line of the audit log. Contains no keys, tokens or prompts.
 
     Attributes:
-        who: name of the caller; empty: anybody, or unknown.
+        who: name of the caller; empty: the program needs no credentials, or the caller is unknown.
         tenant: the caller's tenant.
         address: IP address of the caller.
         call: name of the call or action.
@@ -68,7 +68,7 @@ class AuditEvent:
 
     @classmethod
     def of(cls, kind: AuditKind, principal: Principal | None, **fields: str) -> AuditEvent:
-        """Make an event; ``principal`` None means an unknown caller."""
+        """Make an event of a caller; ``principal`` is None for an unknown caller."""
         name, tenant = (principal.name, principal.tenant) if principal else ("", "")
         return cls(kind=kind, who=name, tenant=tenant, **fields)  # type: ignore[arg-type]
 
@@ -78,7 +78,7 @@ class AuditLog:
 
     Args:
         path: file to append to; ``-``: standard output; empty: log nothing.
-        program: name for the lines, such as "router" or a node's name.
+        program: name of the program in each line, such as "router" or a node's name.
 
     Attributes:
         num_lost: events that could not be written.
@@ -109,7 +109,7 @@ class AuditLog:
             self._thread.start()
 
     def write(self, event: AuditEvent) -> None:
-        """Queue an event; returns at once, however slow the disk is."""
+        """Queue an event for the writing thread; return at once."""
         if self._thread is None:
             return
         try:
@@ -122,7 +122,7 @@ class AuditLog:
         self.num_lost += number
 
     def reopen(self) -> None:
-        """Open the file's path anew, after the old file was moved away."""
+        """Open the file at ``path`` again, because the old file may have been moved."""
         self._reopens.set()
 
     def close(self) -> None:
@@ -180,7 +180,8 @@ class AuditLog:
 
     def _lose(self, why: str) -> None:
         self.num_lost += 1
-        if self.num_lost & (self.num_lost - 1) == 0:  # log losses number 1, 2, 4, 8 and so on
+        # Log a line for the 1st, 2nd, 4th, 8th ... lost event, so that the lines stay few.
+        if self.num_lost & (self.num_lost - 1) == 0:
             logger.error("audit_log: %d events are lost: %s", self.num_lost, why)
 
 
@@ -196,5 +197,6 @@ def _open(path: str) -> int:
     # With O_NONBLOCK, opening a pipe without a reader raises an error instead of waiting.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, _FILE_MODE)
-    os.set_blocking(descriptor, True)  # writing may block; only opening must not
+    # O_NONBLOCK was only needed for opening the file; writing may block.
+    os.set_blocking(descriptor, True)
     return descriptor

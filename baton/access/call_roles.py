@@ -1,6 +1,6 @@
-"""The roles that allow each gRPC call. A call missing in this table is always refused.
+"""The roles that allow each gRPC call. A call that is not in this table is refused.
 
-A test compares this table with all services in `proto/` and all calls of our servers.
+A test compares this table with all services in `proto/` and all calls of Baton's servers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from baton.access.identity import Role
 Roles = frozenset[Role]
 
 OPEN = None
-"""Callers need neither a role nor credentials."""
+"""For calls that need neither a role nor credentials."""
 
 INFER: Roles = frozenset({Role.INFER})
-LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})  # operators who may change things may also read
+# Operators who may change things may also read everything.
+LOOK: Roles = frozenset({Role.LOOK, Role.OPERATE})
 OPERATE: Roles = frozenset({Role.OPERATE})
 JOIN: Roles = frozenset({Role.JOIN})
-# Clients may ask about their own tenant's requests, operators about all.
+# Clients may see or abort their own tenant's requests, operators all requests.
 OWN_OR_LOOK: Roles = INFER | LOOK
 OWN_OR_OPERATE: Roles = INFER | OPERATE
 ANY: Roles = frozenset(Role)
@@ -69,8 +70,8 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "SetLogLevel": OPERATE,
         "Profile": OPERATE,
     },
-    # Load balancers and Kubernetes' gRPC probes do not send credentials. The answer only tells
-    # that a server listens, which anybody who can connect knows. `Watch` needs credentials: it
+    # Load balancers and Kubernetes' gRPC probes do not send credentials. The answer only tells that
+    # a server listens, which a caller who can connect knows anyway. `Watch` needs credentials: it
     # keeps a stream open, and unknown callers could open a million streams.
     "grpc.health.v1.Health": {"Check": OPEN, "List": OPEN, "Watch": ANY},
     # The service descriptions are public, but unknown callers do not need them.

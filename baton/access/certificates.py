@@ -1,4 +1,4 @@
-"""The identity in a verified certificate: a caller, and the nodes that may join with it.
+"""Certificates: read the caller, and the nodes that may join, from a verified certificate.
 
     spiffe://TRUST-DOMAIN/ROLES/NAME                   a caller that is its own tenant
     spiffe://TRUST-DOMAIN/tenant/TENANT/ROLES/NAME     a caller of a tenant that may have several
@@ -6,8 +6,8 @@
     spiffe://TRUST-DOMAIN/nodes/prefill/NAME           all prefill nodes NAME-... of a workload
     spiffe://TRUST-DOMAIN/node/sim/NAME                simulated nodes NAME-p0, NAME-d0 and so on
 
-ROLES is ``infer``, ``look``, ``operate``, or several of them joined by ``-``. The trust domain is
-not checked, because the CA decides whom to trust. Other URIs are ignored.
+ROLES is ``infer``, ``look`` or ``operate``, or several roles joined by ``-``. The trust domain is
+not checked, because the CA decides who gets certificates. Other URIs are ignored.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CertificateIdentity:
     """The identity that a certificate gives to its holder.
 
     Attributes:
-        principal: the caller; it has no roles if no URI of the certificate gives any.
+        principal: the caller, who has no roles if no URI of the certificate names roles.
         nodes: nodes that may join with the certificate.
         subject: name to show in messages.
         not_after: when the certificate expires.
@@ -107,7 +107,7 @@ def identity_of(subject: str, uris: Sequence[str], not_after: datetime) -> Certi
 
 
 def certificate_identity(source: Any) -> CertificateIdentity | None:
-    """Return the identity in a connection's client certificate, or None without a certificate.
+    """Return the identity in a connection's client certificate; None: there is no certificate.
 
     The TLS library verified the certificate when the connection began. Expiry is checked here at
     each call, because a connection can outlive its certificate.
@@ -130,7 +130,7 @@ def certificate_identity(source: Any) -> CertificateIdentity | None:
 
 
 def certificate_principal(source: Any) -> Principal | None:
-    """Return the principal in a connection's client certificate, or None without a certificate."""
+    """Return the principal in a connection's client certificate; None: there is no certificate."""
     identity = certificate_identity(source)
     return None if identity is None else identity.principal
 

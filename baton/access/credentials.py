@@ -1,4 +1,4 @@
-"""Reads a caller's credentials from gRPC calls and HTTP requests, without checking them."""
+"""Read a caller's credentials from gRPC calls and HTTP requests, without checking them."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ def page_credentials(request: web.BaseRequest) -> Credentials:
         return shown
     try:
         _, _, key = base64.b64decode(given, validate=True).decode().partition(":")
-    except ValueError:  # an invalid header is refused later as a wrong key
+    # An invalid header is passed on as it is, and is then refused as a wrong key.
+    except ValueError:
         return shown
     return dataclasses.replace(shown, authorization=f"Bearer {key}")
 
 
 def address_of(peer: str) -> str:
-    """Return the IP address in gRPC's name for a peer.
+    """Return the IP address in gRPC's name of a peer.
 
-    Such names are ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``. Connections passed on by
+    Names are ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``. Connections passed on by
     `RpcFront` are named ``unix:/tmp/baton-1/[::1]:7``.
     """
     kind, _, rest = unquote(peer).partition(":")
@@ -69,12 +70,12 @@ def address_of(peer: str) -> str:
 
 
 def _credentials(shown: Sequence[str], source: Any, address: str) -> Credentials:
-    """Make a call's credentials from the values of its authorization.
+    """Make the credentials of a call.
 
     Args:
-        shown: the call's authorization values. Several values count as none, because a proxy may
-            have checked a different value than this program would.
-        source: object with the client certificate; None: the connection is gone.
+        shown: values of the call's authorization headers. Several values count as none, because a
+            proxy may have checked another value than this program would check.
+        source: object from which the client certificate is read; None: the connection is gone.
     """
     certificate, problem = None, ""
     try:

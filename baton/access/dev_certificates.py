@@ -24,18 +24,18 @@ from baton.api.errors import ConfigError
 
 TRUST_DOMAIN = "baton"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-# Time before now at which validity begins, for machines whose clocks are behind.
+# Certificates are valid from this long before now, for machines whose clocks are slow.
 _BACKDATED = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Someone who gets a development certificate.
+    """Holder of a development certificate.
 
     Attributes:
         name: name of the holder and of its files.
         uri_paths: paths of the holder's URIs after the trust domain (`baton.access.certificates`).
-        hosts: host names and addresses of the holder's server.
+        hosts: host names and IP addresses of the holder's server.
     """
 
     name: str
@@ -66,7 +66,7 @@ class DevCA:
         )
 
     def issue(self, holder: Holder) -> tuple[bytes, bytes]:
-        """Make a certificate and its private key; both are PEM."""
+        """Make a certificate and its private key; return both as PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         uris = (f"spiffe://{TRUST_DOMAIN}/{path}" for path in holder.uri_paths)
         names = [*map(_host, holder.hosts), *map(x509.UniformResourceIdentifier, uris)]
@@ -141,7 +141,7 @@ def _load_or_make_ca(folder: Path, days: float) -> DevCA:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a new file that has this mode before it has any content."""
+    """Write a new file, with its access mode set before the content is written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

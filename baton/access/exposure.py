@@ -1,7 +1,7 @@
-"""Which addresses other machines can reach, and how a listener there must be protected.
+"""Exposure: check that a listener which other machines can reach is protected.
 
 A loopback listener needs no protection. Any other listener needs TLS and authenticated callers,
-unless an option of the user waives both.
+unless the user waives both by an option.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.api.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?", re.ASCII)
-# gRPC would read such a host, as in ``unix:50051``, as a URI and listen somewhere else.
+# Hosts to refuse, because gRPC would read an address such as ``unix:50051`` as a URI.
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6")
 _MAX_PORT = 65535
 
@@ -26,8 +26,8 @@ _MAX_PORT = 65535
 def split_address(option: str, address: str) -> tuple[str, int]:
     """Split ``host:port``; raises ConfigError naming the option.
 
-    The host must be a name, an IPv4 address, or an IPv6 address in brackets. gRPC's URI schemes
-    (``unix:``, ``ipv4:``) are no hosts.
+    The host must be a name, an IPv4 address, or an IPv6 address in brackets. URI schemes of gRPC
+    (``unix:``, ``ipv4:``) are refused.
     """
     host, separator, port = address.rpartition(":")
     ok = separator and port.isascii() and port.isdecimal() and int(port) <= _MAX_PORT
@@ -40,8 +40,8 @@ def split_address(option: str, address: str) -> tuple[str, int]:
 def check_is_free(option: str, address: str) -> None:
     """Raise ConfigError naming the option if this machine cannot listen on ``host:port``.
 
-    Another program may listen there, or no interface may have the address. If a name has several
-    addresses, at least one must be usable and none in use.
+    For example, another program may listen there, or no network interface has the address. If a
+    name has several addresses, at least one must be usable and none in use.
     """
     host, port = split_address(option, address)
     problems: list[OSError] = []
@@ -50,7 +50,7 @@ def check_is_free(option: str, address: str) -> None:
         for family, kind, protocol, _, where in found:
             try:
                 with socket.socket(family, kind, protocol) as probe:
-                    # Closed connections may linger on the port (TIME_WAIT); they do no harm.
+                    # Closed connections in the state TIME_WAIT must not make the port look used.
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(where)
             except OSError as error:
@@ -95,7 +95,7 @@ def _is_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """How a listener is protected.
+    """The protection of a listener.
 
     Attributes:
         authentication: names of options that turn on authentication, for messages.
@@ -112,7 +112,7 @@ class Exposure:
     def check(self, option: str, address: str) -> None:
         """Raise ConfigError if a public listener lacks protection; accepts an empty address.
 
-        Logs a warning instead if ``insecure`` waives the missing protection.
+        If ``insecure`` is set, logs a warning instead.
 
         Raises:
             ConfigError: protection is missing, or the address is malformed.

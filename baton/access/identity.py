@@ -1,7 +1,7 @@
-"""Principal: who calls, and what the caller may do. Plain values without keys or certificates.
+"""Principal: who calls, and what the caller may do, as plain values.
 
-Authentication, by API key, client certificate or loopback, makes a `Principal`. Code that serves a
-call looks only at the principal.
+Authentication by API key, client certificate or loopback address makes a `Principal`. Code that
+serves a call uses only the principal, not keys or certificates.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Limits:
         max_open_requests: maximum number of requests that wait or are in progress.
         requests_per_minute: limit of new requests per minute.
         tokens_per_minute: limit of computed prompt tokens plus sampled output tokens.
-        weight: share when tenants compete: a request's cost is divided by the weight.
-        most_urgent_priority: smaller priorities are refused; None: any is accepted. With 0, a
-            client cannot overtake other tenants by asking for more urgency. Has no effect where
-            callers have no tenant.
+        weight: share of the tenant when tenants compete; a request's cost is divided by this.
+        most_urgent_priority: smallest priority number that a request may have; None: any number.
+            With 0, a client cannot overtake other tenants by asking for more urgency. Has no effect
+            if callers have no tenant.
     """
 
     max_open_requests: int = 0
@@ -54,12 +54,12 @@ class Principal:
 
     Attributes:
         name: name of the key or certificate; empty if anybody may call.
-        tenant: owner of requests and cached prompts, shared by all its principals; empty if anybody
-            may call.
+        tenant: owner of the requests and cached prompts of all principals with this tenant; empty
+            if anybody may call.
         roles: decide which calls the caller may make.
         models: served names that the principal may use; empty: all.
         limits: limits of the principal's use.
-        cache_group: tenants of one group share cached prompts; empty: the tenant shares none.
+        cache_group: group of tenants that share cached prompts; empty: the tenant shares none.
     """
 
     name: str = ""
@@ -81,13 +81,13 @@ class Principal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """The credentials that a call brought.
+    """The credentials that came with a call.
 
     Attributes:
-        authorization: value of the ``authorization`` header or metadata; empty: the call brought no
-            such value.
-        certificate: principal in the client certificate; None: no certificate.
-        certificate_problem: why the certificate is not accepted; empty: it is valid.
+        authorization: value of the ``authorization`` header or metadata; empty: there is none.
+        certificate: principal in the client certificate; None: no accepted certificate.
+        certificate_problem: why the certificate is not accepted; empty: it is valid, or there is
+            none.
         address: IP address of the caller.
     """
 
@@ -98,7 +98,7 @@ class Credentials:
 
 
 ANYBODY = Principal(roles=frozenset({Role.INFER, Role.LOOK, Role.JOIN}))
-"""Caller of a program without credentials, through an address that other machines can reach."""
+"""Caller through an address that other machines can reach, if the program needs no credentials."""
 
 ANYBODY_HERE = Principal(roles=frozenset(Role))
-"""Caller of a program without credentials, through an address that only this machine can reach."""
+"""Caller through a loopback address, if the program needs no credentials."""

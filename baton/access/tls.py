@@ -1,7 +1,8 @@
 """TlsFiles: reads and checks the files that `TlsOptions` names, for gRPC and HTTPS.
 
-Changed files are read again, so certificates can be rotated without a restart: servers look for
-changes at each handshake, clients at each connection. Does not know what a certificate allows.
+Changed files are read again, so that certificates can be rotated without a restart: servers check
+for changes at each handshake, and clients at each connection. Does not know what a certificate
+allows.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _MAX_FILE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """Checked contents of the TLS files; a part is empty if its file is not given."""
+    """Checked contents of a program's TLS files; empty for files that are not given."""
 
     chain: bytes = b""
     key: bytes = b""
@@ -63,8 +64,8 @@ class TlsMaterial:
 class TlsFiles:
     """The TLS files of one program, read again when they change. Thread-safe.
 
-    If new files are invalid, logs an error once and keeps the old contents. So no handshake uses a
-    new certificate with an old key while someone replaces the two files.
+    If changed files are invalid, an error is logged once, and the old contents are kept. So no
+    handshake uses a new certificate with an old key while an operator replaces the two files.
 
     Raises:
         ConfigError: a file cannot be read or is invalid; the text names the file.
@@ -79,7 +80,7 @@ class TlsFiles:
         self._look_at = clock() + _LOOK_INTERVAL_S
 
     def current(self) -> TlsMaterial:
-        """Return the contents to use now; the object stays the same until the files change."""
+        """Return the contents to use now: the same object as before if no file changed."""
         with self._lock:
             if self._clock() < self._look_at:
                 return self._material
@@ -100,7 +101,7 @@ class TlsFiles:
 
 
 def read_tls(options: TlsOptions) -> TlsMaterial | None:
-    """Read the files for a channel; None without TLS. Raises ConfigError."""
+    """Read the files for a channel; None: the options ask for no TLS. Raises ConfigError."""
     return read_material(options) if options else None
 
 
@@ -135,9 +136,9 @@ def names_of(certificate: x509.Certificate) -> str:
 
 
 def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.ServerCredentials:
-    """Make a gRPC server's credentials, which look for new files at each handshake.
+    """Make the credentials of a gRPC server, which check for changed files at each handshake.
 
-    Python's gRPC has two modes only: clients must show a certificate, or are not asked for any.
+    Python's gRPC can only require a certificate of each client, or ask no client for a certificate.
     """
     last = files.current()
 
@@ -161,7 +162,7 @@ def server_credentials(files: TlsFiles, *, require_client_certs: bool) -> grpc.S
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
-    """Make the credentials of a gRPC channel; they stay fixed for the channel's life."""
+    """Make the credentials of a gRPC channel, which cannot be changed later."""
     return grpc.ssl_channel_credentials(
         material.ca or None, material.key or None, material.chain or None
     )
@@ -170,8 +171,8 @@ def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
 class ServerContext(ssl.SSLContext):
     """The TLS context of an HTTPS server; new connections use the newest files.
 
-    Changed files need a new inner context: a context in use could get another certificate, but
-    would keep the old CA.
+    If files change, a new inner context is made, because an existing context could get another
+    certificate but would keep the old CA.
     """
 
     _files: TlsFiles
@@ -181,18 +182,18 @@ class ServerContext(ssl.SSLContext):
 
     @classmethod
     def of(cls, files: TlsFiles, *, require_client_certs: bool) -> ServerContext:
-        """Make a context for HTTPS.
+        """Make the TLS context of an HTTPS server.
 
         Args:
-            require_client_certs: refuse clients without a certificate; invalid ones are always
-                refused.
+            require_client_certs: whether clients without a certificate are refused. Clients with an
+                invalid certificate are always refused.
         """
         verify = ssl.CERT_REQUIRED if require_client_certs else ssl.CERT_OPTIONAL
         return cls._make(files, verify, ())
 
     @classmethod
     def for_grpc(cls, files: TlsFiles) -> ServerContext:
-        """Make a context for HTTP/2 that does not ask clients for certificates."""
+        """Make the TLS context of a gRPC server (HTTP/2) that asks clients for no certificates."""
         return cls._make(files, ssl.CERT_NONE, ("h2",))
 
     @classmethod
@@ -206,7 +207,7 @@ class ServerContext(ssl.SSLContext):
         return context
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Begin TLS on a connection; both event loops call this for each connection."""
+        """Begin TLS on a connection; asyncio and uvloop call this for each connection."""
         material = self._files.current()
         if material is not self._made[0]:
             self._made = (material, _server_context(material, self._verify, self._protocols))
@@ -228,7 +229,7 @@ def _server_context(
 
 
 def client_context(material: TlsMaterial) -> ssl.SSLContext:
-    """Make a client's context; it checks the server's certificate chain and name."""
+    """Make the TLS context of a client, which checks the server's certificate chain and name."""
     cadata = material.ca.decode("ascii") if material.ca else None
     context = ssl.create_default_context(cadata=cadata)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -237,11 +238,11 @@ def client_context(material: TlsMaterial) -> ssl.SSLContext:
 
 
 def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
-    """Load the certificate and key into a context, if there are any."""
+    """Load the program's certificate and key into a context; do nothing if there are none."""
     if not material.chain:
         return
-    # The ssl module accepts only paths. The user's files may have changed since their check,
-    # so a private copy of the checked bytes is loaded.
+    # The ssl module only accepts paths. The user's files may have changed since they were checked,
+    # so the checked bytes are written to a private file, which is loaded.
     with tempfile.NamedTemporaryFile(prefix="baton-tls-") as file:  # mode 0600
         file.write(material.chain + b"\n" + material.key)
         file.flush()
@@ -252,7 +253,7 @@ def load_pair(context: ssl.SSLContext, material: TlsMaterial) -> None:
 
 
 def _signature(options: TlsOptions) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return the files' times, inodes and sizes: replacing a file changes these."""
+    """Return times, inodes and sizes of the TLS files, which change when a file is replaced."""
     found: list[tuple[int, int, int] | None] = []
     for path in (options.cert, options.key, options.ca):
         try:

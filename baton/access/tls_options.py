@@ -16,10 +16,10 @@ SYSTEM_CAS = "system"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsOptions:
-    """A program's certificate and the CAs that it trusts; without any option no TLS.
+    """Options of a program's TLS: its certificate and trusted CAs. Without options there is no TLS.
 
     Raises:
-        ConfigError: the options contradict each other. The files are checked later.
+        ConfigError: the options contradict each other. The files are checked when they are read.
     """
 
     cert: str = option(
@@ -71,7 +71,7 @@ class TlsOptions:
         return bool(self.cert and self.ca and self.ca != SYSTEM_CAS)
 
     def check_server(self) -> None:
-        """Raise ConfigError for options that suit a client but not a server."""
+        """Raise ConfigError for options that a client may have but a server may not."""
         if self.ca and not self.cert:
             raise ConfigError("tls_cert: must be given with tls_ca: a server has to show one")
         if self.ca == SYSTEM_CAS:

@@ -1,7 +1,7 @@
-"""Finds out why a TLS connection fails.
+"""Find out why a TLS connection to a server fails.
 
-gRPC reports a refused handshake only as a closed socket. After a failure, this file therefore tries
-the handshake again with the standard library, which reports the reason.
+gRPC reports a refused handshake only as a closed socket. So after a failure, the functions of this
+file repeat the handshake with the standard library, which reports the reason.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from baton.access.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context
 from baton.api.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 2.0
-# for a refusal after the handshake; an accepting gRPC server sends data at once
+# to wait for data, which an accepting gRPC server sends at once
 _ANSWER_TIMEOUT_S = 0.5
 _WANTS_CERTIFICATE = "it wants a client certificate (--tls-cert, --tls-key)"
-# gRPC's and asyncio's servers just close the connection; other servers send these alerts.
+# TLS alert of a server -> reason. Servers of gRPC and asyncio close the connection without an
+# alert.
 _ALERTS = {
     "CERTIFICATE_REQUIRED": _WANTS_CERTIFICATE,
     "UNKNOWN_CA": "it does not know the CA of our certificate {cert}",
@@ -31,7 +32,7 @@ _ALERTS = {
 
 
 def why_refused(address: str, options: TlsOptions, server_name: str = "") -> str:
-    """Return why TLS with a server fails; empty if it works or no server answers. Blocks.
+    """Connect, and return why TLS fails; empty if TLS works or no server answers. Blocks.
 
     Args:
         address: address of the server, ``host:port``.
@@ -61,14 +62,15 @@ def _why_tls_fails(
     try:
         talk.shake_hands()
         connection.settimeout(_ANSWER_TIMEOUT_S)
-        # In TLS 1.3 a server refuses our certificate only after the handshake.
+        # In TLS 1.3, a server checks the client's certificate only after the handshake.
         return "" if talk.goes_on() else _of_hanging_up(options)
     except TimeoutError:
         return ""
     except ssl.SSLCertVerificationError as error:
         return _of_verification(error, name, options)
     except (ssl.SSLEOFError, ConnectionError):
-        return _of_hanging_up(options) if talk.heard else ""  # the server is stopping or absent
+        # If the server sent nothing, it is stopping or gone, and TLS is not the reason.
+        return _of_hanging_up(options) if talk.heard else ""
     except ssl.SSLError as error:
         reason = error.reason or str(error)
         texts = (text for alert, text in _ALERTS.items() if alert in reason)
@@ -78,7 +80,8 @@ def _why_tls_fails(
 class _Talk:
     """TLS over a socket that the caller owns.
 
-    ``wrap_socket`` would take over the socket, and would leave it open if the peer has reset it.
+    `ssl.wrap_socket` is not used, because it would take over the socket, and would leave it open if
+    the peer has reset the connection.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class _Talk:
 
 
 def _of_hanging_up(options: TlsOptions) -> str:
-    """Explain a hang-up during the handshake; the certificate's own validity was checked before."""
+    """Explain why a server closes the connection during the handshake."""
     if not options.cert:
         return _WANTS_CERTIFICATE
     return f"it hangs up on our certificate {options.cert}; does it trust the CA of that?"
@@ -122,14 +125,15 @@ def _of_verification(error: ssl.SSLCertVerificationError, name: str, options: Tl
             return "its certificate is not valid yet"
         case 10:
             return "its certificate has expired"
-        case 62 | 64:  # host name, IP address
+        # OpenSSL's codes for another host name and for another IP address in the certificate.
+        case 62 | 64:
             return f"its certificate is not for {name}"
     where = "this machine's CAs" if options.ca in ("", SYSTEM_CAS) else options.ca
     return f"its certificate is of no CA in {where} ({error.verify_message})"
 
 
 def _why_plain_fails(connection: socket.socket) -> str:
-    """Return why plain text failed if the server speaks TLS; else empty."""
+    """Return an explanation if the server speaks TLS but the client does not; else empty."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # unverified TLS is safe here: no secrets are sent
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

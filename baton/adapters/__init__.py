@@ -1,1 +1,1 @@
-"""Adapters: LoRA adapters of PEFT and llama.cpp, checked, and named by their content's digest."""
+"""Adapters: find, check and read LoRA adapters in the file formats of PEFT and llama.cpp."""

@@ -1,6 +1,6 @@
 """AdapterConfig: the settings of a LoRA adapter, from PEFT's adapter_config.json.
 
-A setting that changes results and is not computed here is refused by name. Names follow PEFT
+A setting that changes results but that Baton does not support is refused by name. Names follow PEFT
 (https://huggingface.co/docs/peft/package_reference/lora).
 """
 
@@ -27,12 +27,13 @@ _MAX_CONFIG_BYTES = 2**20
 MAX_ALPHA = 1e6
 _MAX_PATTERNS = 10_000
 _MAX_PATTERN_CHARS = 256
-# PEFT reads keys of patterns as regular expressions. Files of strangers could contain expressions
-# that never end. Patterns without repetition and alternatives match a fixed number of letters.
-_ANY_PREFIX = ".*\\."  # PEFT writes this prefix before some keys, although any prefix matches
+# PEFT reads the keys of patterns as regular expressions. Files are not trusted, and matching some
+# expressions never ends. So only patterns without repetition and alternatives are allowed, which
+# match a fixed number of letters.
+_ANY_PREFIX = ".*\\."  # PEFT writes this prefix, which has no effect, before some keys
 _LETTER = r"(?:[\w.-]|\\\.|\\d)"  # matches one letter
 _PLAIN_PATTERN = re.compile(rf"\^?{_LETTER}+")
-# Settings that do not change what a trained adapter computes.
+# Settings that are read, or that do not change what a trained adapter computes.
 _HARMLESS = frozenset(
     {
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config",
@@ -52,12 +53,12 @@ class AdapterConfig:
     """The settings that decide what an adapter computes.
 
     Attributes:
-        rank: rank of modules without a pattern.
-        alpha: numerator of the scale, for modules without a pattern.
-        uses_rslora: the scale is ``alpha / sqrt(rank)``, and not ``alpha / rank``.
-        uses_dora: a magnitude per output replaces the norm of the adapted weight's rows.
-        rank_pattern, alpha_pattern: ranks and alphas by pattern of module names.
-        target_parameters: names of adapted parameters, or their ends.
+        rank: rank of modules that no pattern of ``rank_pattern`` matches.
+        alpha: numerator of the scale, for modules that no pattern of ``alpha_pattern`` matches.
+        uses_rslora: whether the scale is ``alpha / sqrt(rank)`` instead of ``alpha / rank``.
+        uses_dora: whether a magnitude per output replaces the norm of the adapted weight's rows.
+        rank_pattern, alpha_pattern: pattern of module names -> rank or alpha.
+        target_parameters: names of adapted parameters, or ends of their names.
     """
 
     rank: int
@@ -69,7 +70,7 @@ class AdapterConfig:
     target_parameters: tuple[str, ...] = ()
 
     def targets_parameter(self, name: str) -> bool:
-        """Return whether a parameter is among the targets, as PEFT compares names."""
+        """Return whether ``target_parameters`` has a parameter, with names compared as in PEFT."""
         return any(name == one or name.endswith(f".{one}") for one in self.target_parameters)
 
     def rank_of(self, module: str) -> int:
@@ -91,7 +92,10 @@ def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Return whether ``(.*\\.)?(pattern)$`` matches; tries a single place in the name."""
+    """Return whether ``(.*\\.)?(pattern)$`` matches a module's name.
+
+    A pattern matches texts of one length only, so only the end of the name is compared.
+    """
     compiled, num_letters, is_whole = _compiled(pattern)
     start = len(module) - num_letters
     if start < 0 or (start > 0 and (is_whole or module[start - 1] != ".")):
@@ -130,7 +134,7 @@ def read_config(folder: Path) -> AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The fields of an adapter_config.json."""
+    """Checked access to the fields of an adapter_config.json."""
 
     path: Path
     values: Mapping[str, Any]
@@ -139,7 +143,7 @@ class _Fields:
         return AdapterError(f"{self.path}: {name:.80}: {problem}")
 
     def refuse_unsupported(self) -> None:
-        """Raise AdapterError for the first setting that is not computed here."""
+        """Raise AdapterError for the first setting that Baton does not support."""
         kind = self.values.get("peft_type")
         if kind != "LORA":
             raise self.wrong("peft_type", f"only LORA is supported, got {_shown(kind)}")
@@ -176,7 +180,11 @@ class _Fields:
         return float(value)
 
     def patterns(self, name: str, read: Callable[[str, Any], T]) -> dict[str, T]:
-        """Read values by pattern of module names."""
+        """Read a field that maps patterns of module names to values.
+
+        Args:
+            read: checks and converts a value.
+        """
         found = self.values.get(name) or {}
         if not isinstance(found, dict) or len(found) > _MAX_PATTERNS:
             problem = f"must be an object of at most {_MAX_PATTERNS} patterns"
@@ -196,7 +204,7 @@ class _Fields:
         }
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Read a list of names."""
+        """Read a field that is a list of names."""
         found = self.values.get(name) or []
         if not isinstance(found, list) or len(found) > _MAX_PATTERNS:
             problem = f"must be a list of at most {_MAX_PATTERNS} names, got {_shown(found)}"
@@ -209,10 +217,10 @@ class _Fields:
 
 
 def _is_set(value: Any) -> bool:
-    """Return whether a setting has another value than PEFT's for "not used"."""
+    """Return whether a setting is used; PEFT writes None, False or an empty value if it is not."""
     return not (value is None or value is False or value in ({}, []))
 
 
 def _shown(value: Any) -> str:
-    """Show a value in one short line."""
+    """Return a value as one short line, for error messages."""
     return json.dumps(value, default=str)[:60]

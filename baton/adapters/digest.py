@@ -1,11 +1,12 @@
-"""Adapter digests: an adapter's identity, SHA-256 over its settings and tensors as text.
+"""Adapter digests: an adapter's identity, SHA-256 over its settings and tensors, as hex digits.
 
-Names of adapters are aliases that only routers and `LLM` know. Caches, commands and nodes use the
-digest, so a changed adapter under an old name never finds the old adapter's KV.
+Only routers and `LLM` know the names of adapters. Caches, commands and nodes use the digest, so if
+an adapter changes but keeps its name, no KV of the old adapter is used.
 
     SHA-256( "baton adapter 1" | settings as JSON | name, dtype, shape, bytes of each tensor ... )
 
-Tensors come in order of their names. Neither the order of a file nor its metadata matters.
+Tensors are hashed in the order of their names, so their order in the file does not matter, nor does
+the file's metadata.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 
 from baton.api.errors import InvalidRequestError, NodeUnavailableError
 
-AdapterDigest = str  # 64 hexadecimal digits, in lower case; in requests, "" is the base model
+AdapterDigest = str  # 64 hex digits in lower case; "" in requests: the base model
 NO_ADAPTER: AdapterDigest = ""
 DIGEST_CHARS = 64
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
@@ -27,7 +28,7 @@ class AdapterError(InvalidRequestError):
         problem: the file or tensor, the fault and the limit, in one line.
 
     Attributes:
-        problem: as given.
+        problem: the argument ``problem``.
     """
 
     def __init__(self, problem: str) -> None:
@@ -36,11 +37,11 @@ class AdapterError(InvalidRequestError):
 
 
 class AdapterMissingError(NodeUnavailableError):
-    """A node does not have a request's adapter and cannot load it; another node may."""
+    """A failure to load a request's adapter on this node; another node may be able to load it."""
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text could be an adapter's digest."""
+    """Return whether a text has the form of an adapter's digest."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -55,5 +56,5 @@ def check_digest(text: str) -> AdapterDigest:
 
 
 def shorten_digest(digest: AdapterDigest) -> str:
-    """Return a digest's first digits, for log lines and tables."""
+    """Return the first digits of a digest, for log lines and tables."""
     return digest[:12]

@@ -8,9 +8,10 @@ A folder in PEFT's layout, as ``save_pretrained`` writes it:
                                   base_model.model.<module>.lora_magnitude_vector   [out], DoRA only
                                   base_model.model.<module>.lora_embedding_A, _B    of embeddings
 
-If parameters stack the layers of all experts, ``<module>`` ends with one ``.base_layer`` for each
-parameter that PEFT wrapped later. Names and shapes are checked before any number is read. Refuses
-to know: torch, which modules a base model has.
+If a module has several adapted parameters that stack the layers of all experts, PEFT wraps them one
+around the other: ``<module>`` then ends with one ``.base_layer`` for each parameter that was
+wrapped later. Names and shapes are checked before the contents of tensors are read. Refuses to
+know: torch, which modules a base model has.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ _PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
 _BASE = ".base_layer"
-# Parameters that may stack the layers of all experts, in the order in which modules have them.
+# Names of parameters that may stack the layers of all experts, in their order in a module.
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
 _MAX_TENSORS = 200_000
 _MAX_NAME_CHARS = 512
-_MAX_COMPARISONS = 4 * 10**6  # maximum number of comparisons of patterns with layer names
+_MAX_COMPARISONS = 4 * 10**6  # limit of comparisons between patterns and layer names
 _MAX_HEADER_BYTES = 32 * 2**20
 _PIECE_BYTES = 2**20  # a multiple of every dtype's size
 _VERSION = b"baton adapter 1\n"
-CheckNumbers = Callable[[memoryview, str], bool]  # called with the numbers' bytes and dtype
+# Function that returns whether all numbers of a tensor are finite, given their bytes and dtype.
+CheckNumbers = Callable[[memoryview, str], bool]
 
 
 def read_adapter(
@@ -64,14 +66,15 @@ def read_adapter(
     """Read an adapter into memory.
 
     Args:
-        source: see `open_adapter`.
-        check: checks names and shapes against a base model before any number is read; raises
+        source: a folder in PEFT's layout, a GGUF file, or a folder with a single GGUF file.
+        check: checks names and shapes against a base model before the tensors are read; raises
             AdapterError.
-        is_finite: see `numbers.is_finite`; a caller with a numeric library has a faster one.
+        is_finite: function to use instead of `numbers.is_finite`, for callers with a faster
+            function.
 
     Raises:
-        AdapterError: a file is missing, damaged or unsupported; one line that names the file and
-            the field or tensor.
+        AdapterError: a file is missing, damaged or unsupported; the message names the file and the
+            field or tensor, in one line.
     """
     files = open_adapter(source)
     if check is not None:
@@ -86,7 +89,7 @@ def read_adapter(
 
 
 def adapter_digest(source: Path) -> AdapterDigest:
-    """Return the digest of an adapter's content, in little memory; raises AdapterError."""
+    """Return an adapter's digest, without keeping its tensors in memory; raises AdapterError."""
     buffer = bytearray(_PIECE_BYTES)
     return _read_numbers(open_adapter(source), lambda tensor: buffer, is_finite)
 
@@ -95,7 +98,7 @@ def open_adapter(source: Path) -> AdapterFiles:
     """Read an adapter's settings, and the names and shapes of its tensors; raises AdapterError.
 
     Args:
-        source: a folder in PEFT's layout, a GGUF file, or a folder with one GGUF file alone.
+        source: a folder in PEFT's layout, a GGUF file, or a folder with a single GGUF file.
     """
     gguf = _gguf_of(source)
     if gguf is not None:
@@ -122,9 +125,10 @@ def open_adapter(source: Path) -> AdapterFiles:
 
 
 def _gguf_of(source: Path) -> Path | None:
-    """Return the GGUF file that a path names or a folder contains; None: no such file.
+    """Return the GGUF file that a path names or its folder contains; None: there is none.
 
-    Raises AdapterError if a folder without settings has several.
+    Raises:
+        AdapterError: a folder without settings has several GGUF files.
     """
     if source.suffix.lower() == GGUF and not source.is_dir():
         return source
@@ -141,7 +145,7 @@ def _gguf_of(source: Path) -> Path | None:
 
 
 def find_adapter(root: Path, source: str) -> Path:
-    """Return the folder or GGUF file of an adapter below ``root``, where all its files must lie.
+    """Return the folder or GGUF file of an adapter, all of whose files must lie below ``root``.
 
     Args:
         source: the path relative to ``root``.
@@ -188,7 +192,11 @@ def _modules(
 
 
 def _split_name(path: Path, name: str) -> tuple[str, str]:
-    """Return a tensor's layer and kind; raises AdapterError for other tensors than LoRA's."""
+    """Split a tensor's name into the layer's name and the kind of LoRA tensor.
+
+    Raises:
+        AdapterError: the tensor is no LoRA tensor.
+    """
     plain = name.removesuffix(".weight") if name.endswith(f"{_MAGNITUDE}.weight") else name
     for kind in (_A, _B, _MAGNITUDE, _EMBEDDING_A, _EMBEDDING_B):
         module = plain.removeprefix(_PREFIX).removesuffix(kind)
@@ -203,7 +211,7 @@ def _split_name(path: Path, name: str) -> tuple[str, str]:
 def _module(
     path: Path, config: AdapterConfig, stored: str, parts: Mapping[str, AdapterTensor]
 ) -> AdaptedModule:
-    """Check that the tensors of one layer are complete and of matching shapes.
+    """Make an adapted layer from tensors; check that none is missing and their shapes match.
 
     Args:
         stored: the layer's name in the file.
@@ -265,17 +273,19 @@ def _resolved(config: AdapterConfig, stored: str) -> tuple[str, str, bool]:
 def _read_numbers(
     files: AdapterFiles, place: Callable[[AdapterTensor], bytearray], is_finite: CheckNumbers
 ) -> AdapterDigest:
-    """Read all numbers, and return the content's digest.
+    """Read and check the contents of all tensors; return the adapter's digest.
 
     Args:
-        place: returns memory for a tensor's numbers, or for one piece of them at a time.
+        place: returns the memory to read a tensor to, which may have room for only one piece.
 
     Raises:
         AdapterError: the file ends early, or a number is NaN or infinite.
     """
     scales = {name: module.scale for name, module in files.modules.items()}
     settings: dict[str, object] = {"dora": files.uses_dora, "scales": scales}
-    if files.gguf_architecture:  # the architecture decides the order of rows in A and B
+    # The architecture of a GGUF file decides the order of rows and columns in A and B, so it is a
+    # part of the digest.
+    if files.gguf_architecture:
         settings["gguf"] = files.gguf_architecture
     digest = hashlib.sha256(_VERSION + _framed(settings))
     try:
@@ -294,10 +304,10 @@ def _read_numbers(
 def _pieces(
     files: AdapterFiles, tensor: AdapterTensor, file: RawIOBase, memory: bytearray
 ) -> Iterator[memoryview]:
-    """Read a tensor in pieces of whole numbers; raises AdapterError if the file ends early.
+    """Read a tensor in pieces, each of whole numbers; raises AdapterError if the file ends early.
 
     Args:
-        memory: room for the tensor, or for one piece, which each piece then overwrites.
+        memory: room for the whole tensor, or for one piece, which the next piece overwrites.
     """
     file.seek(tensor.begin)
     for first in range(0, tensor.num_bytes, _PIECE_BYTES):
@@ -313,7 +323,7 @@ def _pieces(
 
 
 def _framed(value: object) -> bytes:
-    """Return a value as JSON, preceded by its length."""
+    """Return a value as JSON, preceded by the JSON's length."""
     text = json.dumps(value, sort_keys=True).encode()
     return len(text).to_bytes(8, "little") + text
 

@@ -39,23 +39,27 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile, StoredTensor
 from baton.checkpoint.gguf.table import ARCHITECTURES
 
 GGUF = ".gguf"
-ANY_EXPERT = "*"  # stands for the expert number in names of stacked layers
+ANY_EXPERT = "*"  # in the names of stacked layers, in place of an expert number
 _A, _B = ".lora_a", ".lora_b"
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.weight")
 _EMBEDDING = "token_embd"
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_TENSORS = 200_000
-# Converter changes that affect adapters: changes to rows affect B, changes to columns affect A.
+# Changes that a GGUF converter may have made to an adapter: to the rows of B, to the columns of A.
 _CHANGES_OF_B = (
     Change.QUERY_HALVES, Change.KEY_HALVES, Change.VALUE_HEADS, Change.VALUE_CHANNELS,
 )  # fmt: skip
 _CHANGES_OF_A = (Change.VALUE_COLUMNS,)
-# Architectures that another family's files also name, with equal tensor names and row orders.
+# Architecture -> another family whose GGUF files also name this architecture.
 _SHARED = {"llama": "mistral"}
 
 
 def open_gguf(path: Path) -> AdapterFiles:
-    """Read a file's settings, and the names and shapes of its tensors; raises AdapterError."""
+    """Read an adapter's settings, and its tensors' names and shapes, from a GGUF file.
+
+    Raises:
+        AdapterError: the file cannot be read, or is not supported.
+    """
     try:
         file = GgufFile.read(path, max_header_bytes=_MAX_HEADER_BYTES)
     except ModelLoadError as error:
@@ -76,7 +80,7 @@ def open_gguf(path: Path) -> AdapterFiles:
 
 
 def models_of(architecture: str) -> frozenset[str]:
-    """Return the models, by their names in config.json, whose files have this architecture."""
+    """Return the names in config.json of the models whose GGUF files name this architecture."""
     shared = _SHARED.get(architecture)
     return frozenset(
         model
@@ -122,7 +126,7 @@ def _tensor(path: Path, name: str, place: StoredTensor) -> AdapterTensor:
 def _module(
     path: Path, row: Architecture, alpha: float, stored: str, parts: Mapping[str, AdapterTensor]
 ) -> AdaptedModule:
-    """Check that both tensors of a layer are there, and that they fit together."""
+    """Make an adapted layer from its A and B; check that neither is missing and they fit."""
     for kind in (_A, _B):
         if kind not in parts:
             raise wrong_tensor(path, f"{stored:.200}{kind}", "is missing")
@@ -155,7 +159,7 @@ def _module(
 
 
 def _meaning(path: Path, row: Architecture, stored: str) -> tuple[str, tuple[Change, ...]]:
-    """Return a layer's name in checkpoints, and what the converter did to its tensor."""
+    """Return a layer's name in Hugging Face layout, and what the converter did to its weight."""
     found = _NAME.fullmatch(stored)
     if found is None:
         raise wrong_tensor(path, stored, "is no name of a weight")

@@ -1,4 +1,4 @@
-"""Adapted layers: which tensors of an adapter's file adapt which layer, and how their numbers lie.
+"""Adapted layers: the tensors of an adapter's file by the layer that they adapt.
 
 Refuses to know: file formats, torch, which layers a base model has.
 """
@@ -18,11 +18,11 @@ _MAX_SIZE = 2**24  # maximum number of inputs or outputs of a linear layer
 
 
 class Layout(enum.Enum):
-    """The order of the numbers of A and B in a file: r is the rank, E the number of experts."""
+    """Shapes of A and B in a file, where r is the rank and E the number of experts."""
 
     PLAIN = "A [r, inputs], B [outputs, r]"
     TURNED = "A [inputs, r], B [outputs, r]"  # embeddings in GGUF
-    EXPERTS_IN_ROWS = "A [E * r, inputs], B [outputs, r * E]"  # PEFT, for parameters of experts
+    EXPERTS_IN_ROWS = "A [E * r, inputs], B [outputs, r * E]"  # stacked experts in PEFT
     EXPERTS_STACKED = "A [E, r, inputs], B [E, outputs, r]"  # GGUF
 
 
@@ -33,8 +33,8 @@ class AdapterTensor:
     Attributes:
         name: the tensor's name in the file.
         dtype: a key of `DTYPE_BYTES`.
-        shape: the tensor's sizes.
-        begin: its first byte in the file.
+        shape: size of each axis.
+        begin: offset of the tensor's first byte in the file.
     """
 
     name: str
@@ -48,19 +48,19 @@ class AdapterTensor:
 class AdaptedModule:
     """The tensors that adapt one linear layer: ``scale * B @ A`` is added to its weight.
 
-    For an embedding, the inputs are the vocabulary.
+    For an embedding, the number of inputs is the size of the vocabulary.
 
     Attributes:
         name: the layer's name in the base model, such as ``model.layers.0.self_attn.q_proj``.
         scale: factor of the product.
-        rank: rank of the product; with stacked experts, of each expert's.
-        a, b: the two matrices, see ``layout``.
+        rank: rank of the product; with stacked experts, rank of each expert's product.
+        a, b: the matrices A and B, whose shapes ``layout`` gives.
         magnitude: ``[outputs]``, the norm that each row of the adapted weight gets (DoRA,
             arXiv:2402.09353); None: the norm is left as it is.
-        layout: order of the numbers.
+        layout: axes of A and B.
         num_experts: experts whose layers are stacked in these tensors; None: one layer.
         is_embedding: whether the adapted layer is an embedding.
-        changes: what the file's converter did to the base layer's tensor, and so to A and B.
+        changes: what the converter to GGUF did to the base layer's weight, and so to A and B.
     """
 
     name: str
@@ -76,12 +76,12 @@ class AdaptedModule:
 
     @property
     def num_inputs(self) -> int:
-        """Count the inputs of the layer."""
+        """Return the number of inputs of the layer."""
         return self.a.shape[0] if self.layout is Layout.TURNED else self.a.shape[-1]
 
     @property
     def num_outputs(self) -> int:
-        """Count the outputs of the layer, or of one expert's."""
+        """Return the number of outputs of the layer; with stacked experts, of one expert."""
         return self.b.shape[-2]
 
     @property
@@ -96,9 +96,10 @@ class AdapterFiles:
 
     Attributes:
         path: the file with the tensors.
-        modules: adapted layers, by name, in the order of their names.
+        modules: adapted layers, by name, sorted by name.
         uses_dora: whether the adapter's settings say DoRA.
-        gguf_architecture: a GGUF file's ``general.architecture``; empty: another file.
+        gguf_architecture: the metadata ``general.architecture`` of a GGUF file; empty: no GGUF
+            file.
     """
 
     path: Path
@@ -108,7 +109,7 @@ class AdapterFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(one.num_bytes for one in self.tensors())
 
     def tensors(self) -> list[AdapterTensor]:
@@ -127,7 +128,7 @@ class Adapter:
 
     Attributes:
         digest: identity of the content.
-        data: little-endian numbers of each tensor, by the tensor's name.
+        data: contents of each tensor, little-endian, by the tensor's name.
     """
 
     digest: AdapterDigest
@@ -145,10 +146,13 @@ def wrong_tensor(path: Path, tensor: AdapterTensor | str, problem: str) -> Adapt
 
 
 def modules_by_name(path: Path, modules: Iterable[AdaptedModule]) -> dict[str, AdaptedModule]:
-    """Return layers by name, in the order of names; raises AdapterError if a name is there twice.
+    """Return layers by name, sorted by name.
 
     Args:
         path: the file, for error messages.
+
+    Raises:
+        AdapterError: two layers have the same name.
     """
     found: dict[str, AdaptedModule] = {}
     for module in sorted(modules, key=lambda one: one.name):
@@ -160,7 +164,7 @@ def modules_by_name(path: Path, modules: Iterable[AdaptedModule]) -> dict[str, A
 
 
 def check_numbers(path: Path, tensor: AdapterTensor) -> None:
-    """Raise AdapterError for types and sizes that no tensor of an adapter has."""
+    """Raise AdapterError if a tensor's dtype or shape is not supported."""
     if tensor.dtype not in DTYPE_BYTES:
         problem = f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {tensor.dtype}"
         raise wrong_tensor(path, tensor, problem)
@@ -170,5 +174,5 @@ def check_numbers(path: Path, tensor: AdapterTensor) -> None:
 
 
 def shown_shape(shape: tuple[int, ...]) -> str:
-    """Show a shape in one short line."""
+    """Return a shape as one short line, for error messages."""
     return f"{list(shape)}"[:80]

@@ -4,8 +4,9 @@ A number is NaN or infinite if all bits of its exponent are set:
 
     BF16, F32    s eeeeeeee m...      F16    s eeeee m...
 
-The two upper bytes of a number hold its exponent. Each byte is mapped to 1 if its exponent bits are
-set; all numbers are then compared in two long integers, in the time of a few copies.
+The two highest bytes of a number hold its exponent. Each such byte is mapped to 1 if all of its
+exponent bits are set. The mapped bytes of all numbers form two long integers, whose bitwise "and"
+is zero if all numbers are finite. This takes as long as a few copies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 def _table(bits: int) -> bytes:
-    """Return a table for `bytes.translate`: 1 for bytes in which all these bits are set."""
+    """Return a table for `bytes.translate`: bytes with all of ``bits`` set become 1, others 0."""
     return bytes(int(byte & bits == bits) for byte in range(256))
 
 
@@ -26,12 +27,12 @@ def is_finite(data: bytes | memoryview, dtype: str) -> bool:
     """Return whether all numbers of little-endian ``data`` are finite.
 
     Args:
-        data: whole numbers.
+        data: the bytes of whole numbers.
         dtype: a key of `DTYPE_BYTES`.
     """
     size = DTYPE_BYTES[dtype]
     high_bits, low_bits = _EXPONENTS[dtype]
-    data = bytes(data)  # only bytes have `translate`
+    data = bytes(data)  # `translate` is a method of bytes only
     high = data[size - 1 :: size].translate(_table(high_bits))
     if not low_bits:
         return not high.count(1)

@@ -1,7 +1,7 @@
 """Find an adapter by what a user typed: a path, an installed package, or an id of the hub.
 
-    LLM                 any path           package    hub id, fetched if needed
-    routers, nodes      below a root only  package    hub id, cached on this machine only
+    LLM                 any path           package    hub id; fetched if needed
+    routers, nodes      path below a root  package    hub id; must be cached on this machine
 
 Refuses to know: what is in an adapter's files.
 """
@@ -25,7 +25,7 @@ _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 def locate_adapter(source: str | Path) -> Path:
-    """Return an adapter's folder or GGUF file, fetched from the hub if it is not here.
+    """Return an adapter's folder or GGUF file; fetch it from the hub if this machine lacks it.
 
     Args:
         source: a path; the name of an installed package with one adapter; or a hub id, such as
@@ -37,7 +37,8 @@ def locate_adapter(source: str | Path) -> Path:
     try:
         path = Path(source).expanduser()
         is_here = path.exists()
-    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, links in a circle, ...
+    # For example, the path has an unknown ~user, or links form a circle.
+    except (RuntimeError, OSError, ValueError) as error:
         raise AdapterError(f"{str(source)!r:.200}: is no usable path: {error}") from error
     if is_here or isinstance(source, Path):
         return path
@@ -55,10 +56,10 @@ def locate_adapter(source: str | Path) -> Path:
 
 
 def find_named(root: Path | None, source: str) -> Path:
-    """Return the folder or GGUF file of an adapter that an operator named. Fetches nothing.
+    """Return the folder or GGUF file on this machine of an adapter that an operator named.
 
     Args:
-        root: folder below which folders and files must lie; None: there are no folders.
+        root: folder below which an adapter's files must lie; None: paths are not allowed.
         source: a path below ``root``; the name of an installed package with one adapter; or a hub
             id whose files are in a cache of this machine.
 
@@ -88,7 +89,7 @@ def find_named(root: Path | None, source: str) -> Path:
 
 
 def _hub_name(source: str) -> HubName | None:
-    """Parse an id of the hub; return None for paths and other text."""
+    """Parse the id of a repository or file of the hub; return None for paths and other texts."""
     if source.startswith((".", "/", "~")):
         return None
     name = HubName.parse(source)
@@ -99,7 +100,7 @@ def _hub_name(source: str) -> HubName | None:
 def _in_package(name: str) -> Path | None:
     """Return the adapter in an installed package, or None if there is no such package or adapter.
 
-    Raises AdapterError if the package has several.
+    Raises AdapterError if the package has several adapters.
     """
     if _PACKAGE.fullmatch(name) is None:
         return None

@@ -1,8 +1,8 @@
 """Beam search: finds the most probable outputs by keeping the best few prefixes of each length.
 
-Needs only the best next tokens of many prompts: `LLM` computes them in its engine, a router by
-calls of one token. Prefixes with a common beginning share blocks through the prefix cache. The
-outputs are those of `transformers` with `num_beams`
+The search needs the most probable next tokens of many prompts: `LLM` computes them in its engine,
+and a router by calls that generate one token. Prefixes with a common beginning share blocks in the
+prefix cache. The outputs are those of `transformers` with `num_beams`
 (https://huggingface.co/docs/transformers/generation_strategies). Refuses to know: engines, blocks.
 """
 
@@ -17,13 +17,13 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
-# Maximum number of tokens of an output; a router runs a call for each beam and token
+# Maximum number of tokens of an output, because a router makes a call for each beam and token.
 MAX_BEAM_TOKENS = 1024
-MAX_PENALTY = 10  # longer outputs to a higher power may overflow a float
+MAX_PENALTY = 10  # the length to a higher power may overflow a float
 
 EarlyStopping = bool | Literal["never"]
 TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first
-# Takes prompts and a number n; returns the n most probable next tokens of each prompt.
+# Function of prompts and a number n: returns the n most probable next tokens of each prompt.
 NextTokens = Callable[[Sequence[list[int]], int], Sequence[TopTokens]]
 
 
@@ -46,17 +46,18 @@ class BeamCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Parameters of a beam search; raises InvalidRequestError naming the field.
+    """Parameters of a beam search; a value outside its limit raises InvalidRequestError.
 
     Attributes:
-        beam_width: number of outputs to keep and return; together with the end tokens at most 20.
+        beam_width: number of outputs to keep and return; this number and the number of end tokens
+            add up to 20 at most.
         max_tokens: maximum number of output tokens, at least 1.
         length_penalty: exponent of the length in the score, from -10 to 10; above 0 favours long
             outputs.
-        early_stopping: True ends the search when ``beam_width`` outputs have ended; False, when
-            no running output would score better if it ended now; ``"never"``, when no running
-            output could ever score better.
-        end_token_ids: tokens that end an output.
+        early_stopping: when the search ends, once ``beam_width`` outputs have ended: at once
+            (True), or when no running output would score better if it ended now (False), or when no
+            running output can ever score better (``"never"``).
+        end_token_ids: ids of tokens that end an output.
     """
 
     beam_width: int = 4
@@ -94,7 +95,7 @@ class BeamSearchParams:
 
     @property
     def num_candidates(self) -> int:
-        """Return how many next tokens each prefix needs, because some may be end tokens."""
+        """Return how many next tokens of each prefix are needed, since some may be end tokens."""
         return self.beam_width + len(self.end_token_ids)
 
     def score(self, logprob: float, num_tokens: int) -> float:
@@ -102,7 +103,7 @@ class BeamSearchParams:
         return float(logprob / num_tokens**self.length_penalty)
 
 
-# Sampling parameters that have an effect in a beam search.
+# Sampling parameters that a request for a beam search may give.
 _USED = frozenset(
     {"n", "max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "logprobs"}
 )
@@ -135,12 +136,12 @@ def check_beam_sampling(params: SamplingParams, beam_width: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An output so far.
+    """An output of a beam search, running or ended.
 
     Attributes:
         logprob: sum of ``logprobs``.
         logprobs: the logprob of each token.
-        score: score of an ended output; 0 while it runs.
+        score: score of the output once it has ended; 0 before.
     """
 
     token_ids: tuple[int, ...]
@@ -150,11 +151,13 @@ class Beam:
 
 
 class BeamSearch:
-    """The search for one prompt: until `done`, pass next tokens of `running` to `advance`.
+    """The beam search for one prompt.
+
+    The caller passes the next tokens of `running` to `advance` until `done` is set.
 
     Args:
-        max_tokens: maximum number of output tokens; the model's length may allow less than the
-            parameters.
+        max_tokens: maximum number of output tokens, which the model's maximum length may make
+            smaller than the number in the parameters.
 
     Attributes:
         running: outputs that continue, best first, all equally long.
@@ -183,7 +186,8 @@ class BeamSearch:
         candidates.sort(key=lambda beam: beam.logprob, reverse=True)
         num_tokens = len(candidates[0].token_ids)
         at_limit = num_tokens >= self._max_tokens
-        # An output that ends is kept only if it is among the best `beam_width` candidates.
+        # As in transformers, an output that ends is kept only if it is among the best `beam_width`
+        # of all candidates.
         ended = [
             replace(beam, score=params.score(beam.logprob, num_tokens))
             for beam in candidates[: params.beam_width]
@@ -198,7 +202,7 @@ class BeamSearch:
         self.done = at_limit or not self.running or self._cannot_improve(num_tokens)
 
     def _cannot_improve(self, num_tokens: int) -> bool:
-        """Return whether no running output can still beat the ended outputs."""
+        """Return whether no running output can still score better than the worst ended output."""
         params = self._params
         if len(self.finished) < params.beam_width:
             return False
@@ -216,7 +220,7 @@ def search_beams(
     max_model_len: int,
     next_tokens: NextTokens,
 ) -> list[list[Beam]]:
-    """Return the ended outputs of each prompt, best first. All prompts advance together."""
+    """Search for the best outputs of all prompts at once; return the ended outputs, best first."""
     searches = [
         BeamSearch(params, min(params.max_tokens, max_model_len - len(prompt)))
         for prompt in prompts

@@ -1,6 +1,6 @@
-"""Reads untrusted files within limits of size and depth; refuses pipes and devices.
+"""Read untrusted files within limits of size and nesting; refuse pipes and devices.
 
-Does not know the fields in the files.
+Knows no field of these files.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from baton.api.errors import ConfigError, ModelLoadError
 
-# The largest known JSON files are tokenizers of 35 MB and indices of 10 MB.
+# Limit of JSON files; the largest known files are tokenizers of 35 MB and indices of 10 MB.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_DEPTH = 64
-MAX_TEXT_BYTES = 16 * 2**20  # limit of files that people write
-MAX_DATA_BYTES = 4 * 2**30  # limit of files of prompts and of traces
+MAX_TEXT_BYTES = 16 * 2**20  # limit of text files that people write
+MAX_DATA_BYTES = 4 * 2**30  # limit of files with prompts or traces of requests
 _MAX_SHOWN_CHARS = 300
 
 
@@ -36,10 +36,10 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_file(
     path: Path, max_bytes: int = MAX_JSON_BYTES, error_type: type[ConfigError] = ModelLoadError
 ) -> bytes:
-    """Read a regular file; refuse pipes, devices and too large files without reading.
+    """Read a regular file; refuse pipes, devices and files above ``max_bytes``.
 
     Raises:
-        ConfigError: the file cannot be read or has more than ``max_bytes``; an ``error_type``.
+        ConfigError: the file cannot be read or is too long; the class is ``error_type``.
     """
     size = size_of(path, error_type)
     if size > max_bytes:
@@ -53,7 +53,7 @@ def read_file(
 def size_of(path: Path, error_type: type[ConfigError] = ModelLoadError) -> int:
     """Return a regular file's size in bytes; raises ``error_type`` for any other file.
 
-    Opening a pipe may block for ever, and reading a device may never end.
+    Other files are refused because opening a pipe may block, and reading a device may never end.
     """
     try:
         found = path.stat()
@@ -66,13 +66,13 @@ def size_of(path: Path, error_type: type[ConfigError] = ModelLoadError) -> int:
 
 
 def refuse_devices(path: Path) -> None:
-    """Raise ConfigError for a device: a file such as /dev/zero never ends."""
+    """Raise ConfigError for a device, because a file such as /dev/zero never ends."""
     if path.is_char_device() or path.is_block_device():
         raise ConfigError(f"{path}: cannot be read: a device")
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Read an operator's text file or pipe up to a limit.
+    """Read a text file or pipe that an operator gives, up to a limit.
 
     Raises:
         OSError: the file cannot be read.
@@ -122,14 +122,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def _read_constant(name: str) -> float:
-    """Return the infinity that transformers writes as a limit; raises ValueError for NaN."""
+    """Return infinity, which transformers writes to JSON as a limit; raise ValueError for NaN."""
     if name == "NaN":
         raise ValueError(f"{name} is no JSON")
     return float(name)
 
 
 def _check_depth(value: dict[str, Any]) -> None:
-    """Raise ValueError if a value is nested so deeply that recursive code could fail on it."""
+    """Raise ValueError if a value has so many levels that recursive code could fail."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [

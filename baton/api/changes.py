@@ -1,4 +1,4 @@
-"""Choices for changing a running engine: what becomes of open requests and of weights."""
+"""Choices of a caller who changes the weights of a running engine or puts the engine to sleep."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Choice = TypeVar("Choice", bound=Enum)
 class WhenOpen(Enum):
     """Ways to end requests that are open when weights change.
 
-    ``DRAIN``: they end with the old weights. ``ABORT``: they end at once, with the tokens so far.
-    Requests that come later wait for the change in either case.
+    ``DRAIN``: open requests run to their end with the old weights. ``ABORT``: open requests end at
+    once, with the tokens so far. In both cases, later requests wait until the change is done.
     """
 
     DRAIN = "drain"
@@ -22,10 +22,10 @@ class WhenOpen(Enum):
 
 
 class SleepLevel(Enum):
-    """Places of the weights during a sleep; the KV cache's memory is always freed.
+    """Fates of the weights while an engine sleeps.
 
-    ``HOST``: they are kept in host memory. ``DROPPED``: they are freed, and read from their files
-    again afterwards.
+    ``HOST``: weights are kept in host memory. ``DROPPED``: weights are freed, and read from their
+    files again when the engine wakes up. The memory of the KV cache is freed in both cases.
     """
 
     HOST = "host"
@@ -33,7 +33,7 @@ class SleepLevel(Enum):
 
 
 def read_choice(kind: type[Choice], field: str, value: str) -> Choice:
-    """Return the member with a value; raises InvalidRequestError naming the field."""
+    """Return the member of an enum with this value; raises InvalidRequestError naming the field."""
     try:
         return kind(value)
     except ValueError:

@@ -3,7 +3,7 @@
     BatonError
     ├── InvalidRequestError     a request's field is outside its limit           INVALID_ARGUMENT
     │   └── PromptTooLongError  a prompt has more tokens than the model accepts  INVALID_ARGUMENT
-    ├── PoisonRequestError      nodes died while computing such a request        FAILED_PRECONDITION
+    ├── PoisonRequestError      nodes died while computing an equal request      FAILED_PRECONDITION
     ├── UnauthenticatedError    a call has no valid API key                      UNAUTHENTICATED
     ├── PermissionDeniedError   the caller may not do this                       PERMISSION_DENIED
     ├── ConfigError             a program's option or file is wrong              (start-up only)
@@ -12,7 +12,7 @@
     ├── OverloadedError         no capacity now; try again later                 RESOURCE_EXHAUSTED
     ├── NodeUnavailableError    a node or the router cannot be reached           UNAVAILABLE
     ├── DeadlineExceededError   an absolute deadline passed                      DEADLINE_EXCEEDED
-    ├── RequestCancelledError   the client or an operator ended it               CANCELLED
+    ├── RequestCancelledError   the client or an operator ended the request      CANCELLED
     ├── TransferError           KV blocks did not arrive                         UNAVAILABLE
     ├── DamagedModelError       a model computes NaN or infinite logits          INTERNAL
     └── EngineDeadError         the engine of a node cannot continue             INTERNAL
@@ -44,7 +44,7 @@ class BatonError(Exception):
     Attributes:
         retryable: whether the same request may succeed later.
         retry_delay_s: how long to wait before a retry; None: do not retry.
-        receipt: cost of the request until the failure, as far as known.
+        receipt: cost of the request until it failed, as far as known.
     """
 
     retryable: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class InvalidRequestError(BatonError, ValueError):
     """A request's field is outside its limit; the message names field and limit.
 
     Args:
-        field: the field as the user wrote it, for example ``max_tokens``.
+        field: name of the field as users write it, for example ``max_tokens``.
         problem: the fault and the limit, in one line.
     """
 
@@ -74,7 +74,7 @@ class InvalidRequestError(BatonError, ValueError):
 class PromptTooLongError(InvalidRequestError):
     """A prompt has more tokens than the model accepts.
 
-    Agents recognize this text and code, and shorten their conversation.
+    Agents recognize the text and the code of this error, and shorten their conversation.
 
     Args:
         field: name of the prompt's field in the client's request.
@@ -97,7 +97,7 @@ class PromptTooLongError(InvalidRequestError):
 
 
 def _shortened(text: str) -> str:
-    """Return the beginning and end of a message that may quote megabytes of a client's text."""
+    """Leave out the middle of a long message, which may quote megabytes of a client's text."""
     if len(text) <= MAX_QUOTED_CHARS:
         return text
     return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"
@@ -135,7 +135,7 @@ class OverloadedError(BatonError):
 
 
 class NodeUnavailableError(BatonError):
-    """A node that the request needs cannot be reached, or the router cannot."""
+    """The router cannot be reached, or a node that the request needs."""
 
     retryable = True
     retry_delay_s = 0.5
@@ -180,7 +180,7 @@ STATUS_OF_ERROR: dict[type[BatonError], str] = {
     EngineDeadError: "INTERNAL",
 }
 
-# Keyed by gRPC's status, so that both APIs report the same error.
+# gRPC status -> HTTP code, so that both APIs report the same errors.
 HTTP_STATUS_OF: dict[str, int] = {
     "INVALID_ARGUMENT": 400,
     "FAILED_PRECONDITION": 422,
@@ -190,13 +190,13 @@ HTTP_STATUS_OF: dict[str, int] = {
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
-    "CANCELLED": 499,  # no standard code; proxies use it when the client disconnects
+    "CANCELLED": 499,  # HTTP has no such code; proxies use 499 for lost clients
     "INTERNAL": 500,
 }
 
 
 def status_name(error: BatonError) -> str:
-    """Return an error's gRPC status, or that of its nearest base class in the table."""
+    """Return the gRPC status of an error's class or nearest base class in `STATUS_OF_ERROR`."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF_ERROR:
             return STATUS_OF_ERROR[kind]
@@ -213,7 +213,7 @@ _REPORTED: dict[str, type[BatonError]] = {
 
 
 def error_of(reported: RequestError) -> BatonError:
-    """Return the exception for a request's error; an unknown code counts as the engine's fault."""
+    """Return the exception for an error from a node; an unknown code becomes EngineDeadError."""
     message = printable(reported.message)
     if reported.code == "INVALID_ARGUMENT":
         field_name, _, problem = message.partition(": ")

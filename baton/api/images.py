@@ -1,11 +1,11 @@
-"""Images in prompts: the place of their tokens, their digests, and models' rules for the tokens.
+"""Images in prompts: where their tokens are, their digests, and each model's rule for the tokens.
 
     prompt tokens   [ text | image 1: placeholders and marks | text | image 2 ... | text ]
                              ^ first                          ^ first + num_tokens
 
-A model computes one embedding per placeholder token. The embedding replaces the token's own. Marks,
-such as the ends of an image's rows, are ordinary tokens. The hash of a KV block includes the images
-that lie in the block, because placeholders of all images are the same token.
+A model encodes an image to one embedding per placeholder token, which replaces the token's own
+embedding. Marks, such as the ends of an image's rows, are ordinary tokens. The hash of a KV block
+includes the images that lie in the block, because placeholders of all images are the same token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-Grid = tuple[int, int, int]  # frames, rows and columns of an image's embeddings
+Grid = tuple[int, int, int]  # numbers of frames, rows and columns of embeddings
 
 
 class ImageSpan(msgspec.Struct, frozen=True, gc=False):
@@ -26,7 +26,8 @@ class ImageSpan(msgspec.Struct, frozen=True, gc=False):
         first: index of the image's first token in the prompt.
         num_tokens: number of the image's tokens, marks included.
         digest: digest of the image file and of the settings that it is processed with.
-        grid: frames, rows and columns of the image's embeddings, for positions on three axes.
+        grid: numbers of frames, rows and columns of the image's embeddings, from which models with
+            positions on three axes compute positions.
     """
 
     first: int
@@ -40,10 +41,10 @@ class ImageSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptImage(msgspec.Struct, frozen=True, weakref=True):
-    """An image of a prompt, as commands carry it.
+    """An image of a prompt, in the form in which routers send it to nodes.
 
     Attributes:
-        span: the image's tokens.
+        span: the image's tokens in the prompt.
         data: the image file; empty if the receiver does not encode the image.
     """
 
@@ -52,17 +53,17 @@ class PromptImage(msgspec.Struct, frozen=True, weakref=True):
 
 
 def without_files(images: Iterable[PromptImage]) -> tuple[PromptImage, ...]:
-    """Return images for a receiver that does not encode them."""
+    """Return copies of images without their files, for a receiver that does not encode them."""
     return tuple(PromptImage(image.span) for image in images)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The tokens that a model's prompt has for an image of some size.
+    """The tokens that stand for an image of a given size in a model's prompts.
 
     Attributes:
         token_ids: placeholders and marks, in order.
-        grid: frames, rows and columns of the embeddings.
+        grid: numbers of frames, rows and columns of the embeddings.
     """
 
     token_ids: tuple[int, ...]
@@ -73,12 +74,13 @@ class ImageLayout(Protocol):
     """A model's rule for the tokens of an image.
 
     Attributes:
-        marker: text that the chat template writes for an image; one token.
+        marker: text of a single token, which the chat template writes for an image.
         written: text that replaces ``marker`` in a prompt with images before the prompt is
             tokenized; it contains ``marker``.
-        marker_token_id: token of ``marker``, which `expand`'s tokens replace.
-        placeholder_token_id: token whose embedding is replaced by the image's.
-        settings: digest of everything, besides the file, on which an encoding depends.
+        marker_token_id: id of the token of ``marker``, which is replaced by the tokens of `expand`.
+        placeholder_token_id: id of the token whose embedding is replaced by an embedding of the
+            image.
+        settings: digest of everything that an encoding depends on, except the image file.
     """
 
     @property
@@ -96,6 +98,6 @@ class ImageLayout(Protocol):
         """Return the tokens of an image of ``width`` x ``height`` pixels.
 
         Raises:
-            InvalidRequestError: the model takes no image of this size.
+            InvalidRequestError: the model does not accept images of this size.
         """
         ...

@@ -1,4 +1,4 @@
-"""Outputs of a request: deltas while it runs, the finished completion, and its receipt.
+"""Outputs of a request: the deltas while it runs, the finished completion, and the receipt.
 
 Imports neither torch nor protobuf, so engine, nodes, router and client can all use it.
 """
@@ -13,7 +13,7 @@ import msgspec
 
 
 class FinishReason(Enum):
-    """Why an output ended."""
+    """Reasons for which an output ends."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -22,7 +22,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The logprobs of one output or prompt token and of the most probable tokens in its place.
+    """The logprob of a token in a prompt or output, and of the most probable tokens in its place.
 
     Logprobs are natural logarithms of the model's own distribution, before penalties, biases, bans,
     temperature and filters.
@@ -39,17 +39,27 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillReceipt:
-    """The cost of a request on the prefill node; seconds by this node's clock.
+    """The cost of a request on its prefill node; durations in seconds, by the node's clock.
 
     Attributes:
         queue_s: command received -> first chunk scheduled.
         prefill_s: first chunk scheduled -> token 1 sampled.
-        send_s: token 1 sampled -> handed to the link to the router; 0 if not sent yet, or from an
-            older version of Baton.
+        send_s: token 1 sampled -> handed to the link to the router; 0: not sent yet, or the node
+            has an older version of Baton.
         num_encodings_received: images whose encodings encode nodes sent.
-        num_encodings_lost: images that encode nodes were to encode, and that this node encoded.
-        encodings_wait_s: command received -> each encoding received or lost; a part of
-            ``queue_s``.
+        num_encodings_lost: images that encode nodes failed to encode in time, so that this node
+            encoded them.
+        encodings_wait_s: command received -> last encoding received or lost; a part of ``queue_s``.
+        lost_images: indexes in the prompt of the images that ``num_encodings_lost`` counts.
+        num_images_encoded: images that this node encoded.
+        num_encodings_cached: images whose encodings were in this node's encoder cache.
+        encoder_s: time in the image encoder during the steps that computed the prompt, for images
+            of any prompt; a part of ``prefill_s``.
+        num_fetched_tokens: tokens of a cached prefix that another node sent; a part of
+            ``num_cached_tokens``.
+        num_fetches_lost: 1 if another node was to send a cached prefix that did not come, else 0.
+        fetch_wait_s: command received -> prefix received or lost; a part of ``queue_s``. 0: no
+            prefix was expected.
     """
 
     queue_s: float
@@ -61,15 +71,22 @@ class PrefillReceipt:
     num_encodings_received: int = 0
     num_encodings_lost: int = 0
     encodings_wait_s: float = 0.0
+    num_images_encoded: int = 0
+    num_encodings_cached: int = 0
+    encoder_s: float = 0.0
+    lost_images: tuple[int, ...] = ()
+    num_fetched_tokens: int = 0
+    num_fetches_lost: int = 0
+    fetch_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReceipt:
-    """The cost of a push of KV blocks; sent in the commit record.
+    """The cost of sending a request's KV blocks; a part of the commit record.
 
     Attributes:
         num_descriptors: memory ranges that were written, after merging adjacent ones.
-        posting_s: time in calls that post writes; within one host, these calls copy the bytes.
+        posting_s: seconds in calls that post writes; within one host, these calls copy the bytes.
     """
 
     num_bytes: int
@@ -82,13 +99,14 @@ class PushReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeReceipt:
-    """The cost of a request on the decode node; seconds by this node's clock.
+    """The cost of a request on its decode node; durations in seconds, by the node's clock.
 
     Attributes:
-        num_cached_tokens: prompt tokens whose KV was in the node's own prefix cache, not pushed.
-        num_drafts: draft tokens that the node computed.
+        num_cached_tokens: prompt tokens whose KV was in the node's own prefix cache, so that it was
+            not sent.
+        num_drafts: draft tokens that the node checked in its steps.
         num_accepted_drafts: draft tokens that became part of the output.
-        why_drafts: reason for the last step's number of draft tokens, in words; empty if no number
+        why_drafts: why the last step had its number of draft tokens, in words; empty if no number
             was chosen.
     """
 
@@ -110,9 +128,9 @@ class RequestError:
     """Why a request failed on a node.
 
     Attributes:
-        code: name of a gRPC status code; or ``PREEMPTED``: the decode node ran out of memory and
-            gave the request back. The router then starts another attempt, which continues after
-            the tokens so far.
+        code: name of a gRPC status code; or ``PREEMPTED`` if the decode node ran out of memory and
+            gave the request back. The router then starts another attempt, which continues after the
+            tokens so far.
     """
 
     code: str
@@ -120,21 +138,26 @@ class RequestError:
 
 
 class RequestDelta(msgspec.Struct, frozen=True, gc=False):
-    """New tokens that one step gave to a request; sent from the scheduler to the router.
+    """Tokens and facts that one step added to a request's output.
 
-    Each output token makes a delta, so deltas are msgspec structs: making a frozen dataclass takes
-    ten times as long.
+    The scheduler sends deltas to the router.
+
+    Almost every output token makes a delta, so deltas are msgspec structs: making a frozen
+    dataclass takes ten times as long.
 
     Attributes:
-        output_index: position of ``token_ids[0]`` in the output; identifies duplicates.
+        output_index: position of ``token_ids[0]`` in the output, by which the router drops
+            duplicates.
         logprobs: one per token; empty if not requested.
         prompt_logprobs: one per prompt token, sent with the first output token if requested. The
             first is None.
-        epoch: number of the router's attempt.
-        prefill, decode: receipt of the node, sent with its first or last token.
+        epoch: number of the attempt of the request at the router.
+        prefill: receipt of the prefill node, sent with its token.
+        decode: receipt of the decode node, sent with the last token.
         error: why the request failed on this node.
         sampled_at: when token 1 was sampled on the prefill node, by `time.monotonic`.
-        pooled: the numbers of a pooled request, little-endian float32; such a delta has no tokens.
+        pooled: result of a pooled request, little-endian float32; a delta with a result has no
+            tokens.
     """
 
     request_id: str
@@ -156,11 +179,13 @@ class Receipt:
     """The latency receipt of a finished request.
 
     Attributes:
-        ttft_s: request received -> token 1 handed to the client's stream.
-        total_s: request received -> last token.
+        ttft_s: seconds from the request's arrival at the router until token 1 is handed to the
+            client's stream.
+        total_s: seconds from the request's arrival at the router until the last token.
         num_output_tokens: tokens that the client received; a node may have computed more.
-        prefill_node: prefill node of the last attempt, which the following fields describe too.
-        decode_node: decode node; empty if the request ended with the prefill node's token.
+        prefill_node: name of the prefill node of the last attempt.
+        decode_node: name of the decode node of the last attempt; empty if the request ended with
+            the prefill node's token.
         prefill: the prefill node's receipt; None if the decode node had nearly all of the prompt
             in its cache and computed the rest itself.
         decode: the decode node's receipt; None if the request ended with the prefill node's token
@@ -175,7 +200,7 @@ class Receipt:
         adapter: digest of the LoRA adapter that the name stood for; empty: the base model.
         num_images: number of images in the prompt.
         num_image_tokens: prompt tokens of the images, marks included.
-        weights: version of the nodes' weights: their digest; empty: from an older router.
+        weights: version of the nodes' weights (a digest); empty: from an older router.
     """
 
     num_prompt_tokens: int
@@ -209,7 +234,7 @@ class Receipt:
 
     @property
     def ttft_parts(self) -> dict[str, float]:
-        """The parts of the time to token 1 in seconds, by name, in order.
+        """The parts of the time to token 1, in seconds, by name, in the order in which they occur.
 
         The parts sum to ``ttft_s``, unless another attempt followed the attempt that gave token 1.
         """
@@ -233,8 +258,8 @@ class Receipt:
     def handoff_s(self) -> float | None:
         """Seconds from sampling token 1 until the decode node has its KV; None: no hand-off.
 
-        Compares the clocks of two nodes, assuming that both received their commands at the same
-        time.
+        The clocks of two nodes are compared by assuming that both received their commands at the
+        same time.
         """
         if self.prefill is None or self.decode is None:
             return None
@@ -248,11 +273,12 @@ class Receipt:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache of the node that computed the rest."""
+        """Number of prompt tokens that the node which computed the prompt had in its cache."""
         computed_by = self.prefill or self.decode
         if computed_by is None:
             return 0
-        # A later attempt continues after output tokens and may find those in the cache too.
+        # A later attempt computes the output so far with the prompt, and may find its tokens in the
+        # cache, too.
         return min(computed_by.num_cached_tokens, self.num_prompt_tokens)
 
 
@@ -261,12 +287,12 @@ class RequestMetrics:
     """The cost of a request in an engine without a router; times in seconds.
 
     Attributes:
-        queue_s: time from arrival until it was first scheduled.
-        ttft_s: time until its first token.
-        total_s: time until its last token.
+        queue_s: time from the request's arrival until it was first scheduled.
+        ttft_s: time from arrival until the first token.
+        total_s: time from arrival until the last token.
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_preemptions: how often the request lost its blocks and was recomputed.
-        num_drafts: draft tokens that were computed.
+        num_drafts: draft tokens that were checked.
         num_accepted_drafts: draft tokens that became part of the output.
         weights: version of the weights that computed the request; see `LLM.weights`.
     """
@@ -289,19 +315,19 @@ class RequestMetrics:
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """One streamed piece of a completion, as clients receive it; see `RequestDelta`.
+    """A piece of a completion that is streamed to a client.
 
-    Deltas are msgspec structs because each piece makes a delta. (`msgspec.structs` has ``replace``
-    and ``asdict``.)
+    Deltas are msgspec structs because making them is fast, and there are many. (`msgspec.structs`
+    has ``replace`` and ``asdict``.)
 
     Attributes:
-        text: text of ``token_ids``; empty without a tokenizer, and in the router until the tokens
-            are detokenized.
+        text: text that ``token_ids`` add; empty if there is no tokenizer, and in the router until
+            the tokens are detokenized.
         receipt: the request's receipt; set only in the last piece.
         choice_index: number of the output among a prompt's ``n`` outputs.
         prompt_index: number of the prompt in a batch.
         stop_string: the stop string that ended the text; only in the last piece.
-        pooled: see `RequestDelta`; such an answer is one piece without tokens.
+        pooled: result of a pooled request, little-endian float32, in a single piece without tokens.
     """
 
     request_id: str
@@ -321,7 +347,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     """Join consecutive pieces of one output into one piece.
 
-    The result has logprobs of all tokens or of none, because a node may have left some out.
+    The result has the logprobs of all tokens, or none if a node has left some out.
 
     Args:
         deltas: the pieces in order, at least one.
@@ -342,7 +368,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def count_logprobs(delta: TextDelta) -> int:
-    """Count the logprobs in a delta, those of alternative tokens included."""
+    """Count the logprobs in a delta, including those of alternative tokens."""
     return sum(1 + len(one.top) for one in (*delta.logprobs, *delta.prompt_logprobs) if one)
 
 
@@ -352,7 +378,7 @@ class Completion:
 
     Attributes:
         choice_index: number of the output among a prompt's ``n`` outputs.
-        receipt: the receipt, for served requests.
+        receipt: the request's receipt, if a router served the request.
         logprobs: one per token; empty if not requested.
         prompt_logprobs: one per prompt token; the first is None.
         metrics: timings of requests that `engine.LLM` completed.

@@ -1,8 +1,8 @@
 """Pooling: how a prompt's hidden states become an embedding, a score or labels.
 
-A node returns raw numbers, such as one hidden state. Router and `engine.LLM` normalize, cut and
-compare them with the functions of this file, so both give the same bits. Imports neither torch nor
-numpy.
+A node returns unchanged values, such as one hidden state. Router and `engine.LLM` normalize,
+shorten and compare them with the functions of this file, so both give bit-identical results.
+Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TOKEN_LOGITS = 16  # maximum number of tokens whose logits a request may ask
 
 
 class PoolingKind(Enum):
-    """How the hidden states after the last norm become one row of numbers.
+    """Ways to make one row of values from the hidden states after the last norm.
 
     LAST, CLS: the last or first token's hidden state. MEAN: the mean over all tokens.
     LABELS: the classification head's logits of the last token. TOKENS: the last token's logits of
@@ -48,15 +48,15 @@ class PoolingParams:
 
     @property
     def needs_all_rows(self) -> bool:
-        """Return whether all hidden states are read, so that no prefix may come from the cache."""
+        """Return whether pooling needs all hidden states, so that no prefix cache can be used."""
         return self.kind in (PoolingKind.MEAN, PoolingKind.CLS)
 
 
 def check_pooling_params(params: PoolingParams, *, vocab_size: int, num_labels: int) -> None:
-    """Raise InvalidRequestError unless a model can pool by these parameters.
+    """Raise InvalidRequestError unless a model can pool with these parameters.
 
     Args:
-        num_labels: labels of the model's classification head; 0: it has none.
+        num_labels: number of labels of the model's classification head; 0: it has no such head.
     """
     if params.kind is PoolingKind.LABELS and not num_labels:
         raise InvalidRequestError("pooling", "labels needs a model with a classification head")
@@ -75,7 +75,7 @@ def check_pooling_params(params: PoolingParams, *, vocab_size: int, num_labels: 
 
 
 def pooled_problem(pooled: bytes) -> str:
-    """Return why bytes from a node are not valid pooled numbers; empty if they are valid."""
+    """Return why bytes from a node are no valid result of pooling; empty if they are valid."""
     if not 0 < len(pooled) <= MAX_POOLED_BYTES or len(pooled) % 4:
         return f"pooled: must be 4 to {MAX_POOLED_BYTES} bytes of float32, got {len(pooled)}"
     if not math.isfinite(sum(numbers_of(pooled))):
@@ -84,7 +84,7 @@ def pooled_problem(pooled: bytes) -> str:
 
 
 def numbers_of(pooled: bytes) -> array[float]:
-    """Return the numbers of a pooled row, which nodes send as little-endian float32."""
+    """Return the values in a pooled request's result, which nodes send as little-endian float32."""
     numbers = array("f")
     numbers.frombytes(pooled)
     return numbers
@@ -98,12 +98,12 @@ def make_embedding(
 ) -> array[float]:
     """Return a pooled hidden state as an embedding.
 
-    The method of keeping only the first dimensions is from Kusupati et al., arXiv:2205.13147.
+    Keeping only the first dimensions is a method of Kusupati et al. (arXiv:2205.13147).
 
     Args:
         numbers: the pooled hidden state.
-        normalizes: whether to scale the (cut) numbers to length 1.
-        dimensions: numbers to keep; None: all.
+        normalizes: whether to scale the vector to length 1, after it was shortened.
+        dimensions: number of first dimensions to keep; None: all.
     """
     if dimensions is not None:
         numbers = numbers[:dimensions]
@@ -111,7 +111,7 @@ def make_embedding(
 
 
 def _normalized(numbers: array[float]) -> array[float]:
-    length = max(math.hypot(*numbers), 1e-12)  # the same least length as in torch's `normalize`
+    length = max(math.hypot(*numbers), 1e-12)  # minimum as in torch's `normalize`
     return array("f", [number / length for number in numbers])
 
 
@@ -133,7 +133,7 @@ class Activation(Enum):
 
 
 def activate(logits: Sequence[float], activation: Activation) -> list[float]:
-    """Return the logits' probabilities, or the logits themselves."""
+    """Return the probabilities of logits, or the logits themselves if ``activation`` is NONE."""
     if activation is Activation.NONE:
         return list(logits)
     if activation is Activation.SIGMOID:
@@ -160,9 +160,9 @@ class Embedding:
     """The embedding of one text.
 
     Attributes:
-        vector: its numbers, float32.
-        num_prompt_tokens: tokens of the text and its prompt.
-        num_cached_tokens: number of these tokens that the prefix cache had.
+        vector: values of the embedding, with the precision of float32.
+        num_prompt_tokens: number of tokens of the text and of the prompt before it.
+        num_cached_tokens: number of these tokens that were in the prefix cache.
     """
 
     vector: array[float]
@@ -185,8 +185,8 @@ class Classification:
 
     Attributes:
         label: the most probable label.
-        probabilities: one per label, in the order of the checkpoint's ``id2label``; logits if the
-            checkpoint is a regression.
+        probabilities: probability of each label, in the order of the checkpoint's ``id2label``; for
+            a regression model, the logits.
     """
 
     label: str

@@ -1,11 +1,11 @@
-"""Escapes untrusted text so that it stays on one line, or cannot control a terminal."""
+"""Escape untrusted text, so that it stays on one line or cannot control a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Harmless characters that Python counts as unprintable: line ends, tabs, soft hyphens, and
-# characters that join parts of an emoji or a word.
+# Characters that Python calls unprintable but that are shown unchanged: line ends, tabs, soft
+# hyphens, and characters that join parts of an emoji or a word.
 _KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}\N{SOFT HYPHEN}"
 
 

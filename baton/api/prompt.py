@@ -1,4 +1,4 @@
-"""Check requests, and draw seeds, and derive seeds and ids of outputs."""
+"""Check the prompts and parameters of requests; draw seeds; derive the seeds and ids of outputs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from baton.api.sampling_params import MAX_SEED, SamplingParams
 from baton.api.thinking import Thinking
 
 MAX_PRIORITY = 2**31 - 1
-# Maximum number of logprobs of a prompt in one answer: about 2 MiB of the 8 MiB that a message may
-# have.
+# Maximum number of logprobs of a prompt in one answer. So many take about 2 MiB of the 8 MiB that a
+# message may have.
 MAX_PROMPT_LOGPROBS = 250_000
 
 
@@ -21,9 +21,10 @@ def check_prompt(
     """Raise InvalidRequestError unless the prompt can be served.
 
     Args:
-        vocab_size: number of token ids.
-        max_model_len: maximum number of tokens of prompt and output together; the output has at
-            least one.
+        vocab_size: number of token ids of the model.
+        max_model_len: maximum number of tokens of prompt and output together. An output has at
+            least one token.
+        field: name of the prompt's field, for errors.
     """
     if not token_ids:
         raise InvalidRequestError(field, "must have at least 1 token, got 0")
@@ -33,7 +34,7 @@ def check_prompt(
 
 
 def check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
-    """Raise InvalidRequestError if the prompt has more logprobs than a message can hold."""
+    """Raise InvalidRequestError if a prompt's logprobs would not fit into a message."""
     if params.prompt_logprobs is None:
         return
     num_logprobs = num_prompt_tokens * (params.prompt_logprobs + 1)
@@ -63,7 +64,7 @@ def check_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
 
 
 def _check_marks(params: SamplingParams, thinking: Thinking, vocab_size: int) -> None:
-    """Raise InvalidRequestError if the marks cannot end a thought."""
+    """Raise InvalidRequestError if the closing mark cannot be generated with these parameters."""
     if not thinking.close_token_ids or not (thinking.is_open or thinking.open_marks):
         raise InvalidRequestError(
             "thinking", "must have a closing mark, and an opening mark unless the thought is open"
@@ -89,7 +90,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def check_priority(priority: int, most_urgent: int | None = None) -> None:
-    """Raise InvalidRequestError if a priority is out of range, or too urgent for its client.
+    """Raise InvalidRequestError if a priority is out of range, or too urgent for the client.
 
     Args:
         most_urgent: smallest number that the client may ask for; None: any number.
@@ -112,7 +113,7 @@ def draw_seed() -> int:
 def choice_seed(seed: int, choice_index: int) -> int:
     """Return the seed of output i among a prompt's ``n`` outputs: seed + i.
 
-    The smallest seed follows the greatest: samplers, too, count modulo 2**64.
+    After the greatest seed comes the smallest seed, because samplers use seeds modulo 2**64.
     """
     return (seed + choice_index + MAX_SEED + 1) % 2**64 - MAX_SEED - 1
 
@@ -126,6 +127,6 @@ def check_name(field: str, name: str, limit: int) -> None:
     """Raise InvalidRequestError if a client's name is too long or not printable."""
     if len(name) > limit:
         raise InvalidRequestError(field, f"must have at most {limit} characters, got {len(name)}")
-    # Bytes of HTTP headers that are not UTF-8 become surrogates, which are not printable.
+    # HTTP headers that are not UTF-8 are refused, too: their bytes have become surrogates.
     if not name.isprintable():
         raise InvalidRequestError(field, f"must have printable characters only, got {name!a}")

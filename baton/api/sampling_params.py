@@ -20,12 +20,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_N = 128
-_LEAST_TOP_P = 5e-324  # replaces a top_p of 0, which samplers do not accept; keeps one token
+_LEAST_TOP_P = 5e-324  # for a top_p of 0, which samplers do not accept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters; a value outside its limit raises InvalidRequestError naming the field.
+    """Sampling parameters of a request; a value outside its limit raises InvalidRequestError.
 
     Logits are changed in this order: repetition penalty, presence and frequency penalty, logit
     bias, bans (``banned_token_ids``, ``allowed_token_ids``, ``structured_output``, ``min_tokens``).
@@ -38,13 +38,14 @@ class SamplingParams:
         max_tokens: maximum number of output tokens, at least 1.
         temperature: randomness; 0 takes the most probable token.
         top_k: keep the k most probable tokens; 0 is off.
-        top_p: keep the smallest set of tokens whose probabilities add up to this, in [0, 1]; 0
-            keeps only the most probable token.
-        min_p: keep tokens whose probability is at least this times the best one's, in [0, 1]; 0 is
-            off.
+        top_p: keep the most probable tokens until their probabilities add up to this value, in [0,
+            1]; 0 keeps only the most probable token.
+        min_p: keep tokens whose probability is at least this value times the highest probability;
+            in [0, 1]; 0 is off.
         seed: equal seeds give equal tokens in any batch and on any node; None draws a seed.
-        repetition_penalty: above 0; positive logits of tokens in prompt or output are divided by
-            it, negative ones multiplied (Keskar et al., arXiv 1909.05858). 1 is off.
+        repetition_penalty: above 0; for tokens in prompt or output, positive logits are divided by
+            this value, and negative logits are multiplied by it (Keskar et al., arXiv 1909.05858).
+            1 is off.
         presence_penalty: subtracted once from the logit of each token in the output; in [-2, 2].
         frequency_penalty: subtracted from a token's logit for each of its occurrences in the
             output; in [-2, 2].
@@ -52,23 +53,25 @@ class SamplingParams:
             pairs; stored as pairs sorted by token id.
         allowed_token_ids: the only tokens that may be drawn; None allows all.
         banned_token_ids: tokens that are never drawn.
-        min_tokens: least output tokens, at most ``max_tokens``. Until then, tokens that end the
-            output are drawn only if no others are allowed, and stop strings are ignored.
+        min_tokens: minimum number of output tokens, at most ``max_tokens``. Until then, tokens that
+            end the output are drawn only if no other tokens are allowed, and stop strings are
+            ignored.
         stop_token_ids: tokens that end the output; the end token is part of the output.
-        stop: strings that end the output; the text ends before the first one found.
+        stop: strings that end the output; the text ends before the first stop string.
         ignore_eos: whether to continue after the model's end-of-sequence token.
         logprobs: number of most probable tokens whose logprobs are returned with each output
             token's own, 0 to 20; None: no logprobs. Logprobs come from the model's own
             distribution, before all changes above.
-        structured_output: form of the output. An end-of-sequence token is drawn only where the
-            output may end, and ends it despite ``ignore_eos``. Where nothing may follow, the output
-            ends by itself, even before ``min_tokens``. If bans do not leave any token that fits,
-            the request fails. ``max_tokens``, ``stop`` and ``stop_token_ids`` may still cut the
-            output.
+        structured_output: form that the output must have. An end-of-sequence token is drawn only
+            where the form allows an end, and then ends the output despite ``ignore_eos``. Where the
+            form allows no further token, the output ends, even before ``min_tokens``. If bans do
+            not leave any token that fits, the request fails. ``max_tokens``, ``stop`` and
+            ``stop_token_ids`` may still cut the output.
         thinking: the thought before the answer and its token limits. A ``structured_output`` then
             begins after the thought.
-        prompt_logprobs: like ``logprobs``, for each prompt token given the tokens before; the first
-            is None. Returned with the first output token. Such prompts do not use the prefix cache.
+        prompt_logprobs: like ``logprobs``, but for each prompt token given the tokens before it;
+            the first token has no logprob (None). Returned with the first output token. Such
+            prompts do not use the prefix cache.
     """
 
     n: int = 1
@@ -132,9 +135,9 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Return whether each token's choice depends on more than the model's logits.
+        """Return whether parameters change the model's logits in every step.
 
-        A grammar or the end of a thought may also change logits in some steps; see
+        In some steps a grammar or the end of a thought changes logits, too; see
         `StepPlan.constrained`.
         """
         return bool(
@@ -148,7 +151,7 @@ class SamplingParams:
         )
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """Return a copy with this seed; the other values are not checked again."""
+        """Return a copy with this seed, without checking the other values again."""
         copied = object.__new__(SamplingParams)
         for name in self.__slots__:
             object.__setattr__(copied, name, getattr(self, name))
@@ -159,7 +162,7 @@ class SamplingParams:
         object.__setattr__(self, field, value)
 
     def _keep_ids(self, field: str, max_ids: int) -> tuple[int, ...]:
-        """Store a list of token ids as a tuple, which cannot be changed."""
+        """Check the list of token ids in a field, and store it as a tuple (unchangeable)."""
         token_ids = _as_tuple(field, getattr(self, field), "token ids", max_ids)
         for token_id in token_ids:
             _check_int(field, token_id, 0, MAX_TOKEN_ID)
@@ -177,7 +180,7 @@ def _as_tuple(field: str, value: object, what: str, limit: int) -> tuple[Any, ..
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    """Return a mapping or pairs as pairs sorted by token id."""
+    """Return a logit bias, given as a mapping or as pairs, as pairs sorted by token id."""
     field = "logit_bias"
     given = value.items() if isinstance(value, Mapping) else value
     biases: dict[int, float] = {}
@@ -212,7 +215,11 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 
 def _check_number(field: str, value: object, limits: str, low: float, high: float) -> None:
-    """Raise InvalidRequestError, with ``limits`` as text, unless a finite number is in range."""
+    """Raise InvalidRequestError unless a value is a finite number between ``low`` and ``high``.
+
+    Args:
+        limits: the range in words, for the error.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and low <= value <= high and value < math.inf:  # type: ignore[operator]  # a number
         return

@@ -1,6 +1,6 @@
 """StructuredOutput: constrains an output to a JSON schema, regex, grammar or list of choices.
 
-Knows neither models nor grammar libraries; `baton/text/grammars.py` prepares it for the matcher.
+Knows neither models nor grammar libraries; `baton/text/grammars.py` compiles the constraint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StructuredOutput:
-    """A constraint on an output; raises InvalidRequestError unless exactly one field is given.
+    """The form that an output must have, which exactly one of the fields gives.
+
+    If no field or several fields are given, InvalidRequestError is raised.
 
     Attributes:
         json_schema: a JSON Schema, as text or as a mapping; stored as text.
@@ -40,7 +42,7 @@ class StructuredOutput:
         if not isinstance(self.json_object, bool):
             raise _invalid("json_object", f"must be true or false, got {self.json_object!r}")
         object.__setattr__(self, "choice", _choices(self.choice))
-        # An empty value counts as given, and is then refused as invalid.
+        # A field with an empty value counts as given, and the value is then refused.
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, (), False)]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -59,12 +61,12 @@ class StructuredOutput:
 
     @property
     def text(self) -> str:
-        """The schema, regex or grammar; empty for the other kinds."""
+        """The text of the schema, regex or grammar; empty for other kinds of forms."""
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else ""
 
     def __repr__(self) -> str:
-        """Show only sizes, because logs must not contain users' texts."""
+        """Return a description with sizes only, because logs must not contain users' texts."""
         size = f"{len(self.choice)} texts" if self.choice else f"{len(self.text)} characters"
         return f"StructuredOutput({self.kind}: {size})"
 
@@ -74,9 +76,10 @@ def _invalid(kind: str, problem: str) -> InvalidRequestError:
 
 
 def _schema_text(value: object) -> str:
-    """Return compact JSON with keys in the given order, which outputs will follow."""
+    """Return a schema as compact JSON. The keys keep their order, which outputs will have, too."""
     if isinstance(value, str):
-        _check_text("json_schema", value)  # checks the size before parsing
+        # Check the size of the text before parsing it.
+        _check_text("json_schema", value)
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping):

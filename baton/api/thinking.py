@@ -1,6 +1,6 @@
 """Thinking: the thought before an answer, and its limits in tokens.
 
-The marks of a thought are token ids, so code with a tokenizer fills them in.
+The opening and closing mark of a thought are token ids, which code that has a tokenizer fills in.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """A thought before the answer; a value outside its limit raises InvalidRequestError.
+    """Settings of the thought before an answer; a wrong value raises InvalidRequestError.
 
     A ``structured_output`` begins after the closing mark; the thought itself is unconstrained.
 
     Attributes:
-        budget_tokens: maximum number of tokens between opening and closing mark; then the closing
-            mark is forced. 0 closes a thought at once. None: no limit.
-        close_token_ids: the closing mark. If empty, `engine.LLM` and the router fill in all fields
-            but ``budget_tokens`` and ``must_open``, from the checkpoint's chat template and the
-            prompt.
-        open_marks: token sequences; any of them opens the thought.
+        budget_tokens: maximum number of tokens between opening and closing mark; after these the
+            closing mark is forced. 0 closes a thought at once. None: no limit.
+        close_token_ids: tokens of the closing mark. If empty, `engine.LLM` and the router fill in
+            all fields but ``budget_tokens`` and ``must_open``, from the checkpoint's chat template
+            and the prompt.
+        open_marks: the possible opening marks, each a sequence of tokens.
         is_open: whether the prompt has already opened the thought.
         must_open: whether the output must begin with a thought, of at least one token unless the
             budget is 0; False: the model chooses.
         may_reopen: whether a later opening mark continues the thought, within the remaining
             budget.
         behind_token_ids: tokens forced after the closing mark if a ``structured_output`` follows.
-        gap_token_ids: tokens allowed between closing mark and ``structured_output``, at most one of
-            them.
+        gap_token_ids: tokens of which at most one may come between the closing mark and the
+            ``structured_output``.
     """
 
     budget_tokens: int | None = None
@@ -50,7 +50,7 @@ class Thinking:
 
     @property
     def closes_by_token(self) -> bool:
-        """Return whether a single token closes the thought, whatever its text."""
+        """Return whether a single token closes the thought and no token is forced after it."""
         return len(self.close_token_ids) == 1 and not self.behind_token_ids
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints: read a model's folder or file, apart from its weights."""
+"""Checkpoints: read all files of a model, except the values of its weights."""

@@ -1,7 +1,7 @@
-"""The registry of model families: one entry per family, with its models' names in files.
+"""The registry of model families: the names under which files mention a family's models.
 
-All other facts about a family are in `models/families/NAME.py`, as plain values without torch,
-imported when a name of the family is needed.
+All other facts about a family are in `models/families/NAME.py`, which needs no torch and is
+imported when a model of the family is used.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FamilyNames:
-    """The names of a family's models in files.
+    """The names that config.json and GGUF files give to a family's models.
 
     Attributes:
-        models: names in ``architectures`` of config.json; each is also a name in the family's file.
+        models: names in ``architectures`` of config.json; the family's file has a variable of each
+            name.
         gguf: names in ``general.architecture`` of GGUF files; each is a key of the file's ``GGUF``.
     """
 
@@ -69,13 +70,13 @@ FAMILIES: Mapping[str, FamilyNames] = {
     "smollm3": FamilyNames(["SmolLM3ForCausalLM"], ["smollm3"]),
 }
 # fmt: on
-# Name of a model in config.json -> where its value is in the family's file.
+# Name of a model in config.json -> module and variable that describe the model.
 ARCHITECTURES: Mapping[str, str] = {
     name: f"models.families.{file}:{name}"
     for file, names in FAMILIES.items()
     for name in names.models
 }
-# Name of a model in a GGUF file -> where the family's table with its row is.
+# Name of a model in a GGUF file -> module and variable of the table that has a row for the name.
 GGUF_ARCHITECTURES: Mapping[str, str] = {
     name: f"models.families.{file}:GGUF" for file, names in FAMILIES.items() for name in names.gguf
 }

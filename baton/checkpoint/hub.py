@@ -1,7 +1,8 @@
-"""Models of the Hugging Face hub: a folder of files, or the GGUF file of one quantization.
+"""Models of the Hugging Face hub: fetches a folder of files, or the GGUF file of a quantization.
 
 Folders go to the hub library's cache; GGUF files go to Baton's cache, where interrupted downloads
-are resumed. If the hub cannot be reached, cached files are used. Does not read the files.
+are resumed. If the hub cannot be reached, cached files are used. Does not read the contents of
+files.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _SCHEME, _GGUF, _SAFETENSORS = "hf://", ".gguf", ".safetensors"
 _OWNER_AND_NAME = r"[\w.-]+/[\w.-]+"
 _NAME = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})(?::(?P<quantization>[\w.-]+))?")
 _FILE = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})/(?P<file>[\w./ +-]+\.gguf)", re.IGNORECASE)
-# Names of quantizations in file names.
+# Names of quantizations (such as Q4_K_M) in the names of GGUF files.
 _QUANTIZATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
-_NO_MODELS = ("mmproj", "imatrix")  # image projectors, and statistics for quantizing
+_NO_MODELS = ("mmproj", "imatrix")  # files of image projectors or statistics
 _PART_OF_FILE = ".part"
 _SHOWN_FILES = 8
-# The part of a library's error that quotes an error of the operating system.
+# The part of a library's error text that quotes an error of the operating system.
 _SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 
 
@@ -40,8 +41,8 @@ class HubName:
 
     Attributes:
         repository: the repository on the hub, as OWNER/NAME.
-        quantization: kind of GGUF file; None: the user named none.
-        file: path of a GGUF file in the repository; None: the user named none.
+        quantization: quantization of the GGUF file to use; None: the user named no quantization.
+        file: path of a GGUF file in the repository; None: the user named no file.
     """
 
     repository: str
@@ -50,7 +51,7 @@ class HubName:
 
     @classmethod
     def parse(cls, model: str) -> HubName | None:
-        """Parse a name of the hub; return None if the text is no such name.
+        """Parse the name of a model of the hub; return None if the text is no such name.
 
         A name is OWNER/NAME or OWNER/NAME:QUANTIZATION, both with or without ``hf://`` in front, or
         hf://OWNER/NAME/FILE.gguf.
@@ -66,8 +67,8 @@ def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
     """Fetch a model and return its folder or its GGUF file (the first part of several).
 
     Args:
-        model: the user's text, to quote in errors.
-        name: the parsed text.
+        model: the text in which the user named the model, to quote in errors.
+        name: this text, parsed.
         patterns: patterns of the files that a folder needs.
 
     Raises:
@@ -85,9 +86,15 @@ def fetch(model: str, name: HubName, patterns: Sequence[str]) -> Path:
 
 
 def find_cached(model: str, name: HubName, patterns: Sequence[str]) -> Path | None:
-    """Return what `fetch` would, without asking the hub; None: this machine has no cached copy.
+    """Return a cached model's folder or its GGUF file, without asking the hub; None: not cached.
 
-    Raises ModelLoadError if several cached files fit.
+    Args:
+        model: the text in which the user named the model, to quote in errors.
+        name: this text, parsed.
+        patterns: patterns of the files that a folder needs.
+
+    Raises:
+        ModelLoadError: several cached files match the name.
     """
     folder = _cached_snapshot(name.repository, patterns)
     in_snapshot = [str(path.relative_to(folder)) for path in folder.rglob("*")] if folder else []
@@ -103,7 +110,7 @@ def find_cached(model: str, name: HubName, patterns: Sequence[str]) -> Path | No
 
 
 def _cached_snapshot(repository: str, patterns: Sequence[str]) -> Path | None:
-    """Return the folder of a repository in the hub library's cache; None: it is not there."""
+    """Return the folder of a repository in the hub library's cache; None: it is not cached."""
     import huggingface_hub  # takes half a second, which local folders need not wait for
 
     try:
@@ -137,14 +144,17 @@ def _has_gguf_alone(files: Sequence[str]) -> bool:
 def _files_of(model: str, name: HubName) -> Sequence[str] | None:
     """List a repository's files, or its cached files if the hub cannot be reached.
 
-    Returns None if both are unknown; `_snapshot` then reports the reason.
+    Returns None if the hub cannot be reached and no files are cached; `_snapshot` then reports why.
+
+    Raises:
+        ModelLoadError: the files are unknown, and the user named a quantization.
     """
     import huggingface_hub  # takes half a second, which local folders need not wait for
 
     try:
         return huggingface_hub.HfApi().list_repo_files(name.repository)
-    # Errors come from requests or httpx, depending on the hub library's version; they have no
-    # common base class.
+    # Every exception is caught: depending on the hub library's version, errors come from requests
+    # or httpx, and have no common base class.
     except Exception as error:
         here = _cached_files(name.repository)
         if here or not name.quantization:
@@ -163,7 +173,11 @@ def _cached_files(repository: str) -> list[str]:
 
 
 def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
-    """Return the only GGUF file that matches the name; ModelLoadError for none or several."""
+    """Return the GGUF file that matches a model's name.
+
+    Raises:
+        ModelLoadError: no file or several files match.
+    """
     ggufs = [file for file in files if PurePosixPath(file).suffix.lower() == _GGUF]
     firsts = [str(path) for path in only_first_parts([Path(file) for file in ggufs])]
     models = [file for file in firsts if not any(word in file.lower() for word in _NO_MODELS)]
@@ -186,12 +200,12 @@ def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
 
 
 def _stem(file: str) -> str:
-    """Return a file's path without suffix and part number."""
+    """Return a GGUF file's path without the suffix and the number of the part."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", file, flags=re.IGNORECASE)
 
 
 def _quantization(file: str) -> str | None:
-    """Return the last quantization in a file's name, or None."""
+    """Return the last name of a quantization in a file's name, or None if there is none."""
     words = re.findall(rf"(?:^|[-._/])({_QUANTIZATION.pattern})(?=[-.]|$)", _stem(file), re.I)
     return words[-1] if words else None
 
@@ -206,7 +220,7 @@ def _snapshot(model: str, repository: str, patterns: Sequence[str]) -> Path:
 
 
 def _fetched(model: str, repository: str, file: str) -> Path:
-    """Return a cached file of a repository; download it if needed, while other processes wait."""
+    """Return a file of a repository from a cache; download the file if no cache has it."""
     cached = _cached_file(model, repository, file)
     if cached is not None:
         return cached
@@ -222,16 +236,17 @@ def _fetched(model: str, repository: str, file: str) -> Path:
 
 
 def _download(repository: str, file: str, path: Path) -> None:
-    """Download a file with a progress bar, resuming an interrupted download."""
+    """Download a file to ``path`` with a progress bar, resuming an interrupted download."""
     import huggingface_hub
     from huggingface_hub.file_download import http_get
 
     url = huggingface_hub.hf_hub_url(repository, file)
     found = huggingface_hub.get_hf_file_metadata(url)
-    # The name contains the content's digest, so only a download of equal content is resumed.
+    # The name of the unfinished file contains the digest of the whole content, so that a download
+    # of other content is not resumed.
     part = path.with_name(f"{path.name}.{(found.etag or 'content')[:16]}{_PART_OF_FILE}")
     token = huggingface_hub.get_token()
-    # Only the hub may see the token; redirect addresses carry signatures.
+    # The token is sent only to the hub; the addresses of other hosts carry signatures instead.
     needs_token = token is not None and found.location == url
     with part.open("r+b" if part.exists() else "w+b") as content:
         have = content.seek(0, os.SEEK_END)
@@ -276,7 +291,7 @@ def _cannot_fetch(model: str, error: Exception) -> ModelLoadError:
 
 
 def _reason(error: Exception) -> str:
-    """Return a failed download's cause and remedy, in one line."""
+    """Return why a download failed and what helps, in one line."""
     from huggingface_hub import constants, errors
 
     if constants.HF_HUB_OFFLINE:

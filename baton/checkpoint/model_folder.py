@@ -24,9 +24,10 @@ _GGUF = ".gguf"
 _SHOWN_FILES = 4
 _MAX_LIMIT = 2**31 - 1
 
-# File of NVIDIA's ModelOpt, whose older releases do not write quantization to config.json.
+# File in which older releases of NVIDIA's ModelOpt describe the quantization, instead of
+# config.json.
 MODELOPT_FILE = "hf_quant_config.json"
-# Files of an image processor; the first may contain the settings of the second.
+# Files with the settings of an image processor; the first file may contain all settings.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = [
     "config.json",
@@ -38,17 +39,17 @@ _TOKENIZER_FILES = [
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     *PROCESSOR_FILES,
-    # Files of sentence-transformers: modules, and folders such as 1_Pooling.
+    # Files of sentence-transformers: the list of modules, and folders of modules such as 1_Pooling.
     "modules.json",
     "config_sentence_transformers.json",
     "[0-9]_*/config.json",
 ]
-# Fields that may differ between two folders of the same model.
+# Fields of config.json that may differ between two folders of the same model.
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def find_model_folder(model: str, *, weights: bool = True) -> Path:
-    """Find the folder of a model, in Hugging Face layout.
+    """Find or make the folder in Hugging Face layout of the model that a user named.
 
     A model is given as a folder in that layout, as a GGUF file, as a folder or an installed package
     with one GGUF file, or as a hub id ("Qwen/Qwen3-0.6B"), optionally with "hf://" before it and a
@@ -89,7 +90,8 @@ def find_local_folder(model: str) -> Path | None:
     try:
         folder = Path(model).expanduser()
         is_folder = folder.is_dir()
-    except (RuntimeError, OSError, ValueError) as error:  # unknown ~user, no permission, ...
+    # For example, the path has an unknown ~user, or this user may not read it.
+    except (RuntimeError, OSError, ValueError) as error:
         raise ModelLoadError(f"model: {model!r} is not a usable path: {error}") from error
     if is_folder:
         return _in_folder(folder)
@@ -104,7 +106,7 @@ def find_local_folder(model: str) -> Path | None:
 
 
 def _nothing_here(model: str) -> str:
-    """Say where the model was searched for, and which names are possible."""
+    """Return the error text: where the model was searched for, and which names are possible."""
     if "/" in model or model.startswith((".", "~")) or model.lower().endswith(_GGUF):
         return f"{model!r}: there is no such folder or file"
     return (
@@ -114,7 +116,7 @@ def _nothing_here(model: str) -> str:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the folder, or its GGUF file's folder if it has no other weights."""
+    """Return the folder, or if its only weights are a GGUF file, the folder made for that file."""
     ggufs = sorted(path for path in folder.glob(f"*{_GGUF}") if path.name != WEIGHTS)
     has_config = (folder / "config.json").is_file()
     if has_config and (not ggufs or any(folder.glob("*.safetensors"))):
@@ -154,8 +156,8 @@ def _fetch_from_hub(model: str, name: HubName, *, weights: bool) -> Path:
     return fetched if fetched.is_dir() else folder_of_gguf(fetched)
 
 
-# Name in config.json -> the model's facts in its family's file, imported only to supply a missing
-# limit.
+# Name of a model in config.json -> description of the model. The description is imported only if
+# config.json lacks a limit.
 _MODELS: Registry[Any] = Registry(
     "model architecture", ARCHITECTURES, plugin_group="baton.architectures"
 )
@@ -163,16 +165,17 @@ _MODELS: Registry[Any] = Registry(
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of a model that a router checks requests against."""
+    """Limits of a model, which a router needs to check requests."""
 
     vocab_size: int
     max_position_embeddings: int
 
 
 def read_limits(folder: Path) -> ModelLimits:
-    """Read limits from `config.json`; raises ModelLoadError naming a missing or wrong field.
+    """Read a model's limits from `config.json`, or from its ``text_config`` for multimodal models.
 
-    Multimodal models have these limits in the configuration of their text part.
+    Raises:
+        ModelLoadError: a field is missing or wrong; the error names the field.
     """
     whole = _read_config(folder)
     of_text = whole.get("text_config")
@@ -188,7 +191,7 @@ def read_limits(folder: Path) -> ModelLimits:
 
 
 def _default(architectures: object, field: str) -> object:
-    """Return a family's default for a field, or None."""
+    """Return the default of a model family for a field of config.json, or None."""
     names = architectures if isinstance(architectures, list) else []
     supported = _MODELS.names()
     known = [name for name in names if isinstance(name, str) and name in supported]
@@ -196,7 +199,7 @@ def _default(architectures: object, field: str) -> object:
 
 
 def config_digest(folder: Path) -> str:
-    """Return a digest of the architecture in `config.json`."""
+    """Return a digest of `config.json`, without fields that may differ for equal models."""
     config = _read_config(folder)
     stable = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
     return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:16]
@@ -213,7 +216,7 @@ def weights_digest(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-    # A GGUF file counts by its content, not by its name.
+    # The digest of GGUF files does not depend on their names.
     for number, path in enumerate(weight_files(folder)):
         files[WEIGHTS if number == 0 else f"{number}-{WEIGHTS}"] = path
     for name, path in sorted(files.items()):

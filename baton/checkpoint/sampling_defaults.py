@@ -1,7 +1,7 @@
 """Sampling defaults: the sampling parameters in a checkpoint's `generation_config.json`.
 
-A request's own parameters override these, and these override Baton's defaults. The file's
-end-of-sequence tokens apply in any case.
+The parameters that a request gives override the checkpoint's, and the checkpoint's override Baton's
+defaults. The end-of-sequence tokens in the file end every output.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Return the recommended defaults by `SamplingParams` field; may be empty.
+    """Return a checkpoint's sampling parameters by field of `SamplingParams`; may be empty.
 
-    Raises ModelLoadError for a broken file or a value out of range.
+    Raises:
+        ModelLoadError: the file is broken or has a value out of range.
     """
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -37,14 +38,15 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
 
 
 def read_end_token_ids(folder: Path) -> frozenset[int]:
-    """Return the tokens that end an output, as `models.config` reads them; may be empty.
+    """Return the ids of the tokens that end an output, as `models.config` reads them; may be empty.
 
-    Raises ModelLoadError for a broken file or a value that is no token id.
+    Raises:
+        ModelLoadError: a file is broken or has a value that is no token id.
     """
     config, generation = folder / "config.json", folder / "generation_config.json"
     whole = read_object(config)
     of_text = whole.get("text_config")
-    # The whole model's field counts where its text part has none.
+    # The fields of the text part override the fields of the whole model.
     fields = {**whole, **of_text} if isinstance(of_text, dict) else whole
     ends = set(_token_ids(fields, config))
     if generation.is_file():
@@ -61,7 +63,7 @@ def _token_ids(content: Mapping[str, Any], path: Path) -> list[int]:
 
 
 def _top_k(value: Any) -> Any:
-    """Return a top-k from other notations: -1 means off, and 20.0 means 20."""
+    """Convert a top-k from notations that checkpoints use: -1 (off) to 0, and 20.0 to 20."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_off = isinstance(value, int) and not isinstance(value, bool) and value == -1

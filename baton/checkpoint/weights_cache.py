@@ -1,12 +1,13 @@
-"""Files of packed weights in the user's cache, which all processes on a machine map.
+"""Weights cache: files of packed weights in the user's cache, mapped by all processes of a machine.
 
     | bytes of all tensors | index (JSON) | trailer |
 
-A file's name contains a key of its sources, and the id of the boot in which a process last checked
-all bytes. A process that finds a file of an earlier boot checks all bytes first, because a power
-cut may have kept the end of the file off the disk. A finished file is renamed into place and never
-written again. A file may be removed at any time: processes that mapped it keep its pages. Refuses
-to know: tensors, how weights are packed, GPUs.
+A file's name contains a key (a digest of the checkpoint's files and of how they are packed) and the
+id of the boot in which a process last checked all bytes. A process that finds a file of an earlier
+boot first checks all bytes, because the end of the file may be missing on the disk after a power
+cut. A finished file is renamed into place and never written again. A file may be removed at any
+time: processes that have mapped the file keep its pages. Refuses to know: tensors, how weights are
+packed, GPUs.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "weights"
 DEFAULT_LIMIT_BYTES = 20 * 2**30
-LEAST_BYTES = 16 * 2**20  # packing a smaller checkpoint is faster than finding its file
+LEAST_BYTES = 16 * 2**20  # smaller checkpoints are packed anew, which is fast
 ALIGNMENT = 64  # each tensor begins at a multiple of 64 bytes
 _SPARE_DISK_BYTES = 2**30  # bytes of the disk that stay free for other programs
 _MAX_AGE_S = 30 * 24 * 3600.0
-_MAX_NEW_AGE_S = 3600.0  # seconds; an older unfinished file has lost its writer and is removed
-_LOCK_TIMEOUT_S = 100.0  # packing takes less; a node that waits longer packs the weights itself
+_MAX_NEW_AGE_S = 3600.0  # seconds after which an unfinished file is removed
+_LOCK_TIMEOUT_S = 100.0  # longer than packing takes; then a node packs the weights itself
 _LOCK_POLL_S = 0.02
-# A file that changes twice within one tick of the kernel's clock keeps its times.
+# A younger file is not cached: a change within a tick of the kernel's clock leaves its times equal.
 _YOUNG_NS = 2 * 10**9
 _PIECE_BYTES = 8 * 2**20  # bytes per write; large writes make file systems use huge pages
 _MAGIC = b"baton weights 1\n"
-_TRAILER = struct.Struct("<QQ32s32s16s")  # data bytes, index bytes, their digests, magic
+_TRAILER = struct.Struct("<QQ32s32s16s")  # sizes of tensors and index, digests of both, magic
 _MAX_INDEX_BYTES = 64 * 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_UNKNOWN = "unknown"  # boot id on systems that do not tell it
+_UNKNOWN = "unknown"  # boot id on systems that have none
 _SUFFIX, _LOCK, _NEW = ".weights", ".lock", ".new"
 _KEY_CHARS = 32
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{1,12}|unknown)\.weights")
@@ -65,12 +66,12 @@ class WeightsCacheError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A mapped file of packed weights, for reading only.
+    """A file of packed weights, mapped for reading only.
 
     Attributes:
         content: all bytes of the file.
         index: JSON that describes the tensors.
-        data_bytes: size of the tensors, which are the first part of the file.
+        data_bytes: size in bytes of the tensors, which are the first part of the file.
     """
 
     content: mmap.mmap
@@ -83,9 +84,9 @@ class WeightsCache:
     """The folder with the files of packed weights.
 
     Attributes:
-        limit_bytes: maximum number of bytes of all files together; the least recently used files
-            are removed.
-        least_bytes: size of the smallest checkpoint whose packed weights are kept.
+        limit_bytes: maximum size of all files together, in bytes; beyond this, the least recently
+            used files are removed.
+        least_bytes: size in bytes of the smallest checkpoint whose packed weights are kept.
     """
 
     limit_bytes: int = DEFAULT_LIMIT_BYTES
@@ -97,13 +98,14 @@ class WeightsCache:
 
     @contextmanager
     def hold(self, sources: Sequence[Path], packing: str) -> Iterator[CacheEntry]:
-        """Hold an entry, so that one process packs while others wait for its file.
+        """Lock the entry of a checkpoint, so that one process packs it while others wait.
 
         Args:
             sources: the checkpoint's files.
-            packing: text that names everything that decides how the files are packed.
+            packing: text with everything that decides how the checkpoint is packed.
 
-        Raises WeightsCacheError if the folder is unusable or the wait takes too long.
+        Raises:
+            WeightsCacheError: the folder is unusable, or the wait takes too long.
         """
         identity = identify_files(sources)
         key = hashlib.sha256(f"{identity} {packing}".encode()).hexdigest()[:_KEY_CHARS]
@@ -124,17 +126,17 @@ class WeightsCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The place of one model's packed weights, held by this process."""
+    """The cache's entry for the packed weights of one checkpoint, locked by this process."""
 
     folder: Path
     descriptor: int  # descriptor of the folder
     key: str
     limit_bytes: int
     sources: Sequence[Path]
-    identity: str  # identity of the sources, taken before reading them
+    identity: str  # digest of the sources' state before they are read
 
     def open(self) -> PackedFile | None:
-        """Map the file; return None if it is missing, or damaged and therefore removed."""
+        """Map the entry's file; remove a damaged file; return None if no usable file is left."""
         boot = _boot()
         own = self._name(boot)
         for name in sorted(self._names(), key=lambda one: one != own):
@@ -151,21 +153,22 @@ class CacheEntry:
         return None
 
     def write(self, tensors: Iterable[tuple[int, memoryview]], index: Mapping[str, Any]) -> None:
-        """Write a file and move it into place; then remove old files beyond the cache's limit.
+        """Write the entry's file; remove the least recently used files if the cache is full.
 
         Args:
-            tensors: position in the file and bytes of each tensor, in ascending order.
-            index: JSON that describes the tensors.
+            tensors: position in the file and bytes of each tensor, sorted by position.
+            index: JSON object that describes the tensors.
 
-        Raises WeightsCacheError if the file has no room, cannot be written, or the checkpoint has
-        changed since it was read.
+        Raises:
+            WeightsCacheError: the file has no room or cannot be written, or the checkpoint
+                changed while it was packed.
         """
         tensors = list(tensors)
         size = tensors[-1][0] + tensors[-1][1].nbytes if tensors else 0
         if size > self.limit_bytes:
             limit = self.limit_bytes / 2**30
             raise WeightsCacheError(f"{size / 2**30:.1f} GiB exceed --weights-cache {limit:g} GiB")
-        # A unique name, because two processes may pack if somebody removes the lock's file.
+        # The name is unique, because two processes may write if somebody removes the lock's file.
         new = f"{self.key}-{secrets.token_hex(4)}{_NEW}"
         try:
             self._make_room(size)
@@ -202,10 +205,14 @@ class CacheEntry:
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def _make_room(self, size: int) -> None:
-        """Remove files that are too old, and the least recently used ones beyond the limit."""
+        """Remove files that are too old, and the least recently used files, to make room.
+
+        Args:
+            size: size of the file to write, in bytes.
+        """
         now, files = time.time(), list[tuple[float, int, str]]()
         for name in os.listdir(self.descriptor):  # noqa: PTH208 (by its descriptor)
-            with contextlib.suppress(OSError):  # another process removed it
+            with contextlib.suppress(OSError):  # another process removed the file
                 found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
                 age = now - found.st_mtime
                 if name.endswith(_NEW) and age > _MAX_NEW_AGE_S:
@@ -223,11 +230,12 @@ class CacheEntry:
 
 
 def identify_files(paths: Sequence[Path]) -> str:
-    """Digest the identity and state of files: device, inode, size and times.
+    """Return a digest that changes when one of the files is written to or replaced.
 
-    Writing to a file or replacing it changes at least one of these.
+    The digest is made of device, inode, size and times of each file.
 
-    Raises WeightsCacheError if a file is inaccessible or changed a moment ago.
+    Raises:
+        WeightsCacheError: a file is inaccessible or was changed a moment ago.
     """
     digest, now = hashlib.sha256(), time.time_ns()
     for path in paths:
@@ -243,7 +251,7 @@ def identify_files(paths: Sequence[Path]) -> str:
 
 
 def used_bytes() -> int:
-    """Return the total size of all files of packed weights; 0 without their folder."""
+    """Return the size of all files of packed weights in bytes; 0 if there is no folder of them."""
     try:
         files = list(cache_folder(FOLDER).glob(f"*{_SUFFIX}"))
         return sum(path.stat().st_size for path in files)
@@ -259,7 +267,11 @@ def _boot() -> str:
 
 
 def _lock(folder: int, key: str) -> int:
-    """Return a descriptor that holds the lock of a key; raises WeightsCacheError."""
+    """Wait for the lock of a key; return the descriptor that holds the lock.
+
+    Raises:
+        WeightsCacheError: the lock's file cannot be opened, or the wait takes too long.
+    """
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
@@ -284,7 +296,7 @@ def _lock(folder: int, key: str) -> int:
 
 
 def _write(file: int, tensors: Sequence[tuple[int, memoryview]], index: bytes) -> None:
-    """Write tensors, index and trailer; raises OSError."""
+    """Write tensors, index and trailer to an open file; raises OSError."""
     digest, pieces = hashlib.sha256(), bytearray()
     at = 0
     for begin, content in tensors:
@@ -308,10 +320,10 @@ def _write_all(file: int, content: bytes | bytearray) -> None:
 
 
 def _open(folder: int, name: str, *, whole: bool) -> PackedFile:
-    """Map a file of this user, and check it; raises WeightsCacheError or OSError.
+    """Map a file of this user, and check its contents; raises WeightsCacheError or OSError.
 
     Args:
-        whole: whether to check all bytes, not only the index.
+        whole: whether to check all bytes, or only the index.
     """
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:

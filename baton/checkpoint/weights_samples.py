@@ -1,4 +1,4 @@
-"""Weights samples: the parts of a weights file by which fine-tuned models differ.
+"""Weights samples: parts of a weights file that suffice to tell fine-tuned models apart.
 
 a file of at most 64 MiB      the whole file
 larger, safetensors or GGUF   the header, each small tensor, three samples of each large tensor

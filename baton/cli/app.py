@@ -1,4 +1,4 @@
-"""`baton`: the command with all subcommands, each imported when called."""
+"""`baton`: the command with all its sub-commands, each of which is imported when it is called."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def main() -> None:
 def help_of(words: Sequence[str]) -> str:
     """Return the help of the command that these words call; empty if no command matches.
 
-    The text equals Typer's own, but skips Typer's parsing of flags, which imports Pydantic.
+    The text equals the help that Typer prints, but Typer's parsing of flags, which imports
+    Pydantic, is skipped.
     """
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="baton", **command.context_settings)

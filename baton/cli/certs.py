@@ -1,4 +1,4 @@
-"""`baton certs dev`: certificates for trying TLS."""
+"""`baton certs dev`: makes certificates for trying TLS."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _all(
 
 
 def _one(name: str, role: str, tenant: str, hosts: tuple[str, ...]) -> Holder:
-    """Return the holder of one certificate; raises ConfigError."""
+    """Return the holder of the one certificate that the options describe; raises ConfigError."""
     from baton.access.dev_certificates import Holder
 
     for option, text in (("name", name), *((("tenant", tenant),) if tenant else ())):

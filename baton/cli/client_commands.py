@@ -1,4 +1,4 @@
-"""Commands that talk to the model through a running router: generate, chat."""
+"""`baton generate` and `baton chat`: talk to a model through a running router."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def chat(
     with contextlib.suppress(ImportError):  # importing readline makes arrow keys work in `input`
         import readline  # noqa: F401
     messages = [{"role": "system", "content": system}] if system else []
-    session_id = uuid.uuid4().hex  # one session, because every turn repeats the conversation
+    session_id = uuid.uuid4().hex  # one session: each turn repeats the conversation
     with _interruptible():
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
@@ -168,7 +168,8 @@ def chat(
                         model=served_name,
                     )
                     num_failed += not _answer(ask, messages, text)
-    if num_failed and not sys.stdin.isatty():  # exit code for scripts; people have read the error
+    # Scripts need an exit code; at a terminal the user has seen the errors.
+    if num_failed and not sys.stdin.isatty():
         raise typer.Exit(1)
 
 
@@ -183,7 +184,7 @@ def _open_client(access: ClientAccess) -> Client:
 
 
 def _print_text(text: str) -> None:
-    """Print a model's text: exactly into a pipe or file, with controls escaped on a terminal.
+    """Print a model's text: unchanged to a pipe or file, with escaped controls on a terminal.
 
     A prompt can make a model write escape sequences that change a terminal's title, clear the
     screen, or write to the clipboard.
@@ -193,7 +194,7 @@ def _print_text(text: str) -> None:
 
 
 def _print_stream(deltas: Iterator[TextDelta]) -> tuple[str, TextDelta | None]:
-    """Print a completion as it comes; return its text and the last delta."""
+    """Print a completion while its pieces arrive; return the whole text and the last piece."""
     pieces: list[str] = []
     last = None
     for delta in deltas:
@@ -209,9 +210,9 @@ def _answer(
     messages: list[dict[str, str]],
     text: str,
 ) -> bool:
-    """Take one turn of a chat; return whether it succeeded.
+    """Ask for the model's next answer in a chat and print it; return whether this succeeded.
 
-    After a failure the user's message is dropped, so that the conversation can go on.
+    After a failure, the user's message is removed from the conversation, which can then continue.
     """
     question = {"role": "user", "content": text}
     try:
@@ -227,7 +228,10 @@ def _answer(
 
 
 def _read_line() -> str | None:
-    """Return a line of the user's input, or None at the end; only people see a prompt."""
+    """Return a line of the user's input, or None at the end of the input.
+
+    A prompt is shown only on a terminal.
+    """
     is_person = sys.stdin.isatty()
     try:
         return input("> " if is_person else "").strip()

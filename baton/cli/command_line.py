@@ -1,7 +1,7 @@
-"""CommandLine: base of all commands: `-h`, plain help, options from the environment.
+"""CommandLine: base of all commands, with `-h`, plain help, and options from the environment.
 
-Every option can also be given as an environment variable: ``BATON_`` and its name in capitals. A
-BatonError ends a command with one line that names options as users write them.
+Every option can also be given as an environment variable: ``BATON_`` and the option's name in
+capitals. A BatonError ends a command with one line that names options as users write them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _HELP_SETTINGS = {"help_option_names": HELP_NAMES}
 
 
 def with_option_names(text: str, names: Mapping[str, str]) -> str:
-    """Replace names like ``max_model_len`` in an error's text by ``--max-model-len``.
+    """Replace names of fields in an error's text by options: max_model_len by --max-model-len.
 
     Args:
-        names: users' names of options, by their names in code.
+        names: name of a field -> the option as the user wrote it.
     """
 
     def option(found: re.Match[str]) -> str:
         return names.get(found[0], found[0])
 
-    # A single word may be ordinary text, so it counts as a name only at the front.
-    text = text.removeprefix("structured_output.")  # each of its fields is an option
+    # A name of a single word may be an ordinary word, so it is replaced only at the beginning.
+    text = text.removeprefix("structured_output.")  # options are named like its fields
     return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
 
 
@@ -49,7 +49,7 @@ _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-type]
-    """Break help lines at spaces only, so that option names stay whole."""
+    """Help formatter that breaks lines only at spaces, so that option names stay whole."""
 
     def write_text(self, text: str) -> None:
         super().write_text(text.replace("-", _HYPHEN))
@@ -63,12 +63,12 @@ class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-
         return text.replace(_HYPHEN, "-")
 
 
-# Click's class, or that of Typer's own copy of Click in newer releases.
+# Click's class, or in newer releases of Typer the class of its own copy of Click.
 _UsageError: Any = BadParameter.__base__
 
 
 class OneLineUsageError(BadParameter):
-    """A mistake on a command line, shown in one line like all other errors."""
+    """A mistake in a command line, which is shown as one line, like all other errors."""
 
     def show(self, file: Any = None) -> None:
         """Print the mistake and the remedy in one line."""
@@ -108,7 +108,7 @@ class _Context(typer.Context):
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help mentions environment variables once, below the options."""
+    """A command whose help explains environment variables once, below the options."""
 
     context_class = _Context
 
@@ -124,7 +124,7 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except CommandError as error:  # an error about a file already names its place
+        except CommandError as error:  # the error already names the place in the file
             self._end(error, error.exit_code)
         except _UsageError as error:
             raise OneLineUsageError(_usage_line(error, ctx), ctx) from error
@@ -147,7 +147,7 @@ class _Command(typer.core.TyperCommand):
         raise typer.Exit(exit_code) from None
 
     def _names(self, ctx: Any) -> dict[str, str]:
-        """Return where each option was written, by its name in code."""
+        """Return how the user wrote each option (flag, variable, file), by its field's name."""
         names = {
             one.name: place_of(ctx, one.name) or flag_of(one.name)
             for one in self.params
@@ -159,7 +159,7 @@ class _Command(typer.core.TyperCommand):
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """A group of commands."""
+    """A group of commands, with the help and the errors of `CommandLine`."""
 
     context_class = _Context
 
@@ -199,7 +199,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class CommandLine(typer.Typer):
-    """Commands with plain help that narrow terminals do not cut off."""
+    """Typer app whose commands print plain help, which narrow terminals do not cut off."""
 
     def __init__(self, *, cls: type[CommandGroup] = CommandGroup, **settings: Any) -> None:
         super().__init__(cls=cls, rich_markup_mode=None, pretty_exceptions_enable=False, **settings)

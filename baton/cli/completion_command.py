@@ -1,4 +1,4 @@
-"""`baton completion SHELL`: script for a shell to complete commands, options and nodes."""
+"""`baton completion SHELL`: prints a script by which a shell completes commands and options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 class Shell(enum.Enum):
-    """Shells with completion."""
+    """Shells for which there is a completion script."""
 
     BASH = "bash"
     ZSH = "zsh"

@@ -1,4 +1,4 @@
-"""`baton config show PROGRAM`: effective options of a program, with their sources."""
+"""`baton config show PROGRAM`: shows a program's options, and where each value comes from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECRET = "(given, and not shown)"
 
 
 class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # type: ignore[misc]  # a class that is made
-    """The programs as commands that show their options instead of running."""
+    """Group of all programs' commands, which show their options instead of running."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -33,9 +33,10 @@ class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # type: ignore[m
 
 
 def _show(context: Any) -> None:
-    """Print a line per option: name, value, source."""
+    """Print a line per option: name, value, and where the value comes from."""
     kind, values = PROGRAMS.load(context.info_name), context.params
-    make_or_refuse(kind, values)  # reports invalid options instead of showing them
+    # Ends the command with an error if an option is invalid, instead of showing the options.
+    make_or_refuse(kind, values)
     rows = [
         (one.name, _value(one, values[one.name]), _place(context, one)) for one in options_of(kind)
     ]
@@ -68,4 +69,4 @@ app.add_typer(show, name="show")
 
 @show.callback()
 def _programs() -> None:
-    """Exist so that Typer makes the app a group, even of one command."""
+    """Exist so that Typer makes the app a group, although it has only one command."""

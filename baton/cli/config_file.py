@@ -1,8 +1,8 @@
 """Configuration files: TOML with the options of all programs of a fleet.
 
-Entries above all tables apply to every program that has the option; tables such as `[router]` and
-`[decode]` apply to one program and override those entries. Environment variables override files,
-and the command line overrides both.
+Entries above all tables apply to every program that has the option. Entries in tables such as
+`[router]` and `[decode]` apply to one program, and override the entries above all tables.
+Environment variables override files, and the command line overrides both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.options import OF_ONE_PROCESS, Option, options_of
 from baton.processes.child_processes import ENVIRONMENT_PREFIX
 from baton.registry import Registry
 
-# Dataclasses with the options of programs that read a file, by command name.
+# Command -> dataclass with the command's options, for programs that read a configuration file.
 PROGRAMS: Registry[type[Any]] = Registry(
     "program",
     {
@@ -46,12 +46,12 @@ _META = "baton.config_file"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value from a file.
+    """The value of an option in a configuration file.
 
     Attributes:
         value: value of the option, converted to its type.
-        place: file, table and key, for messages.
-        is_own: whether the value is in the program's own table.
+        place: file, table and key of the value, for messages.
+        is_own: whether the value is in the program's own table, not above all tables.
     """
 
     value: Any
@@ -60,7 +60,7 @@ class Given:
 
 
 def program(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a command that is one of `PROGRAMS` read options from a file too."""
+    """Let a command that is one of `PROGRAMS` also read options from a configuration file."""
     settings = typer.Option(
         help="TOML file of options, named like their variables: max_model_len = 4096. Entries "
         "above all tables: for all programs; entries in [router], [prefill] and so on: for that "
@@ -101,9 +101,14 @@ def file_of(context: Any) -> Path | None:
 
 
 def passed_on(context: Any, names: Iterable[str]) -> list[str]:
-    """Return options as arguments for a child program, which reads environment and file itself.
+    """Return the options that a child program must get as arguments.
 
-    These are options of the command line, and of this command's table unless overridden.
+    These are options from the command line, and options from this command's table in the file
+    unless something overrides them. The child reads the environment and the file's other entries
+    itself.
+
+    Args:
+        names: names of the options to pass on.
     """
     _, given = context.meta.get(_META, (None, {}))
     found: list[str] = []
@@ -120,7 +125,7 @@ def passed_on(context: Any, names: Iterable[str]) -> list[str]:
 def read_config_file(
     path: Path, program_name: str, declared: Mapping[str, Option]
 ) -> dict[str, Given]:
-    """Return a file's values for a program's options, by option name.
+    """Return the values that a configuration file has for a program's options, by option name.
 
     Raises:
         CommandError: the file is unreadable, or has unknown names or wrong types.
@@ -147,8 +152,8 @@ def read_config_file(
 
 
 def _is_for_all(name: str, declared: Mapping[str, Option]) -> bool:
-    """Return whether this program has the option of an entry above all tables."""
-    # programs' names are tables, not options
+    """Return whether a key above all tables is an option of this program."""
+    # names of programs are names of tables
     if name in OF_ONE_PROCESS or name in PROGRAMS.names():
         raise ConfigError(f"{name}: each program has its own; put it in a table such as [router]")
     if name in declared:
@@ -174,17 +179,17 @@ def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
 
 
 def flag_of(name: str) -> str:
-    """Return an option's flag: ``--max-model-len``."""
+    """Return the flag of an option, such as ``--max-model-len``."""
     return f"--{name.replace('_', '-')}"
 
 
 def variable_of(name: str) -> str:
-    """Return an option's variable: ``BATON_MAX_MODEL_LEN``."""
+    """Return the environment variable of an option, such as ``BATON_MAX_MODEL_LEN``."""
     return f"{ENVIRONMENT_PREFIX}_{name.upper()}"
 
 
 def place_of(context: Any, name: str) -> str:
-    """Return where an option's value was written; empty if it is the default."""
+    """Return where an option's value was given; empty if it is the default."""
     source = context.get_parameter_source(name)
     kind = source.name if source is not None else ""
     if kind == "COMMANDLINE":

@@ -1,6 +1,7 @@
-"""Command-line options made from declarations (`baton/options.py`).
+"""Make command-line options from the declarations in dataclasses (`baton/options.py`).
 
-A command's parameter whose type is a dataclass of options is replaced by these options.
+If the type of a command's parameter is a dataclass of options, the parameter is replaced by these
+options.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ EXIT_USAGE = 2
 def with_declared_options(
     command: Callable[..., Any], *more: inspect.Parameter
 ) -> Callable[..., Any]:
-    """Replace each parameter that is a dataclass of options by its options.
+    """Replace each parameter of a command that is a dataclass of options by these options.
 
     The new command's attribute ``declared`` holds the options by name.
 
     Args:
-        more: options to add that only Typer handles.
+        more: further options of the command, which are not declared in a dataclass.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     kinds = {
@@ -59,12 +60,12 @@ def with_declared_options(
     made.__signature__ = inspect.Signature(ordered)
     made.__annotations__ = {one.name: one.annotation for one in ordered}
     made.declared = {one.name: one for own in declared.values() for one in own.values()}
-    del made.__wrapped__  # otherwise Typer would read the original's types
+    del made.__wrapped__  # so that Typer does not read the parameters of `command`
     return wrapped
 
 
 def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Make a dataclass from users' values; raises CommandError for invalid ones."""
+    """Make a dataclass of options from users' values; raises CommandError for invalid values."""
     declared = by_name(kind)
     given = {name: _undivided(declared[name], value) for name, value in values.items()}
     try:
@@ -74,9 +75,10 @@ def make_or_refuse(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def _undivided(option: Option, value: Any) -> Any:
-    """Return an option's values; commas separate those of an environment variable.
+    """Return the values of an option that may be repeated.
 
-    Typer would split the variable at spaces, which paths may contain.
+    In an environment variable, values are separated by commas, because Typer's own separator, a
+    space, may occur in paths.
     """
     if not (option.declaration.further and isinstance(value, list)):
         return value
@@ -90,7 +92,7 @@ def by_name(kind: type[Any]) -> dict[str, Option]:
 
 
 def help_of_option(option: Option) -> str:
-    """Return an option's help with its limits, but without "0 or more"."""
+    """Return the help text of an option with its limits, but without the limit "0 or more"."""
     said, limits = option.declaration.help, option.declaration.limits
     return said if limits in ("", "0 or more") else f"{said} Must be {limits}."
 
@@ -101,7 +103,7 @@ def is_several(option: Option) -> bool:
 
 
 def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a function that completes values in a shell."""
+    """Return the function by which a shell completes an option's values, which are ``choices``."""
 
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]
@@ -110,7 +112,7 @@ def _completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """Return the option as a parameter for Typer."""
+    """Return the parameter of a Typer command for an option."""
     kind, default = option.type, option.default
     if default is dataclasses.MISSING:
         default = inspect.Parameter.empty

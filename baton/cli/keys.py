@@ -107,7 +107,7 @@ def convert(file: Annotated[Path, typer.Argument(help="File of name:key lines.")
 
 
 def _expiry(text: str) -> str:
-    """Return a key's expiry in the form of key files; raises ConfigError."""
+    """Return the time of a key's expiry in the form that key files have; raises ConfigError."""
     if days := re.fullmatch(r"(\d{1,5})d", text):
         now = datetime.datetime.now(datetime.UTC)
         return (now + datetime.timedelta(days=int(days[1]))).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -118,9 +118,9 @@ def _expiry(text: str) -> str:
 
 
 def _append(path: Path, entry: str) -> None:
-    """Add the entry to the file atomically, because a router may read the file at any time.
+    """Add an entry to a key file, by replacing the file atomically; raises ConfigError.
 
-    Raises ConfigError.
+    A router may read the file at any time.
     """
     try:
         before = read_text(path) if path.exists() else ""

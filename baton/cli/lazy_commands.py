@@ -15,19 +15,19 @@ from baton.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command's place as text, so that `baton` imports it late, and its first help line."""
+    """A command that is not imported yet: its place as text, and the first line of its help."""
 
     where: str
     summary: str
 
 
 def registry_of(entries: Mapping[str, Entry]) -> Registry[Any]:
-    """Return a registry of the commands."""
+    """Return a registry that imports a command when it is needed."""
     return Registry("command", {name: one.where for name, one in entries.items()})
 
 
 def lazy_group(entries: Mapping[str, Entry]) -> type[CommandGroup]:
-    """Return a group of these commands, each imported when called."""
+    """Return the class of a command group whose commands are imported when they are called."""
     commands = registry_of(entries)
 
     class LazyGroup(CommandGroup):

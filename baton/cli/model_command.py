@@ -1,4 +1,4 @@
-"""`baton model show MODEL`: memory that a model needs, from its configuration."""
+"""`baton model show MODEL`: computes from a model's configuration how much memory it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.registry import Registry
 
 _HELP = "Show how much memory a model needs."
 _MIB = 2**20
-# Given as text, because `baton` must not import models.
+# Function that computes the memory; given as text, because `baton` must not import `models`.
 _NEEDS: Registry[Any] = Registry("figure", {"memory": "models.memory_needs:memory_needs_of_folder"})
 
 app = CommandLine(no_args_is_help=True, add_completion=False, help=_HELP)

@@ -1,4 +1,4 @@
-"""RouterAccess: options to reach a router with a client's or an operator's key."""
+"""RouterAccess: options by which commands reach a router, with a client's or an operator's key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.options import group, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAccess:
-    """The router's address, and this side's certificates."""
+    """Options for the router's address and for the caller's certificates."""
 
     router: str = option(DEFAULT_ADDRESS, help="host:port of the router.")
     tls: TlsOptions = group(TlsOptions, without=ONLY_ROUTERS)
@@ -19,7 +19,7 @@ class RouterAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientAccess(RouterAccess):
-    """Access with a client's key."""
+    """Options to reach a router with a client's API key."""
 
     api_key: str = option(
         "",
@@ -31,7 +31,7 @@ class ClientAccess(RouterAccess):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorAccess(RouterAccess):
-    """Access with an operator's token."""
+    """Options to reach a router with an operator's token."""
 
     token: str = option(
         "",

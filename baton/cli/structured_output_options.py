@@ -1,4 +1,4 @@
-"""Options of `baton generate` that constrain the output. Knows no grammar library."""
+"""Options of `baton generate` that give the form of the output. Knows no grammar library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_structured_output(
     choice: list[str] | None,
     json_object: bool,
 ) -> StructuredOutput | None:
-    """Return the constraint, or None without options; raises InvalidRequestError."""
+    """Return the output form that the options give, or None; raises InvalidRequestError."""
     if json_schema is None and regex is None and grammar is None and not choice and not json_object:
         return None
     return StructuredOutput(
@@ -51,7 +51,7 @@ def make_structured_output(
 
 
 def _read(kind: str, value: str | None) -> str | None:
-    """Return the content of the file with this name, or else the value itself."""
+    """Return the content of the file that an option's value names, or else the value itself."""
     if value is None:
         return None
     try:

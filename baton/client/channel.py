@@ -1,4 +1,4 @@
-"""A client's channel to a router: reopens when certificates change, and explains TLS errors."""
+"""A client's channel to a router: reopened when certificates change, with TLS errors explained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.v1 import inference_pb2_grpc
 
 
 class _Certificates:
-    """A client's TLS files, with the contents that its channel uses.
+    """The TLS files of a client, and their contents that the client's channel uses.
 
     Args:
         tls: TLS options; None: read from the environment.
@@ -35,7 +35,7 @@ class _Certificates:
         return self._files.current() if self._files else None
 
     def have_changed(self) -> bool:
-        """Return whether the files have changed since the last call; if so, use the new ones."""
+        """Return whether the files changed since the last call; if so, use the new contents."""
         before, self.used = self.used, self._now()
         return self.used is not before
 
@@ -43,8 +43,8 @@ class _Certificates:
 class SyncChannel:
     """A blocking channel, replaced by a new one when certificates change.
 
-    gRPC cannot change the certificates of an open channel. The previous channel stays open, for
-    its streams, until the next change.
+    gRPC cannot change the certificates of an open channel. The channel before the last change of
+    certificates stays open for its running streams.
 
     Args:
         address: ``host:port`` of the router.
@@ -70,7 +70,7 @@ class SyncChannel:
         return self._stub
 
     def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Return the exception for a failed call, with TLS as the reason if that is so."""
+        """Return the exception for a failed call, with the reason if TLS failed."""
         why = ""
         if is_unreachable(error):
             why = why_refused(self._address, self._certificates.options)
@@ -108,7 +108,7 @@ class AsyncChannel:
         return self._stub
 
     async def error_of(self, error: grpc.RpcError) -> BatonError:
-        """Return the exception for a failed call, with TLS as the reason if that is so."""
+        """Return the exception for a failed call, with the reason if TLS failed."""
         why = ""
         if is_unreachable(error):
             options = self._certificates.options

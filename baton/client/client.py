@@ -1,4 +1,4 @@
-"""Client and AsyncClient: call a router from Python. Do not import torch."""
+"""Client and AsyncClient: call a router from Python. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import grpc.aio
 
 from baton.access.tls_options import TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.api.beam_search import BeamCompletion, BeamSearchParams, EarlyStopping
+from baton.api.beam_search import BeamCompletion, EarlyStopping
 from baton.api.outputs import Completion, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
 from baton.api.sampling_params import SamplingParams
+from baton.client.beams import BeamCall
 from baton.client.channel import AsyncChannel, SyncChannel
 from baton.client.messages import (
     ModelDescription,
@@ -26,9 +27,7 @@ from baton.client.messages import (
     credentials,
     join,
     join_batch,
-    join_beams,
     make_batch_request,
-    make_beam_request,
     make_prompt,
     make_request,
     models_from_proto,
@@ -170,18 +169,12 @@ class Client:
 
         The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
         """
-        beams = BeamSearchParams(
-            beam_width=beam_width,
-            max_tokens=max_tokens,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        )
-        request = make_beam_request(prompts, beams, **options)
-        deltas = list(self._read(self._channel.stub().GenerateBatch, request, timeout_s))
-        return join_beams(deltas, beams)
+        call = BeamCall(prompts, beam_width, max_tokens, length_penalty, early_stopping, **options)
+        deltas = self._read(self._channel.stub().GenerateBatch, call.request, timeout_s)
+        return call.join(list(deltas))
 
     def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
-        """Return the token ids of a prompt, as the model would see them."""
+        """Return the token ids that the model gets for a prompt."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
         return list(self._call(self._channel.stub().Tokenize, request).token_ids)
 
@@ -201,9 +194,9 @@ class Client:
         """Return the embedding of each text or list of token ids; raises a BatonError.
 
         Args:
-            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
-                one; empty: none.
-            dimensions: numbers to keep of each embedding; None: all.
+            prompt_name: name of the checkpoint's prompt to put before each text; None: the default
+                prompt; empty: no prompt.
+            dimensions: number of first values to keep of each embedding; None: all values.
         """
         request = embed_request(inputs, prompt_name, dimensions, options)
         return embeddings_from_proto(self._call(self._channel.stub().Embed, request))
@@ -216,7 +209,7 @@ class Client:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[Score]:
-        """Return how well each document fits its query: one for all, or one for each document."""
+        """Return how well each document fits its query (one query, or one per document)."""
         request = score_request(queries, documents, instruction, options)
         return scores_from_proto(self._call(self._channel.stub().Score, request))
 
@@ -229,7 +222,7 @@ class Client:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[tuple[int, Score]]:
-        """Return the places of the documents that fit a query best, and their scores, best first.
+        """Return indexes and scores of the documents that fit a query best, best first.
 
         Args:
             top_n: maximum number of results; 0: all.
@@ -397,18 +390,12 @@ class AsyncClient:
 
         The tokens equal those of `LLM.beam_search`; see `BeamSearchParams` for the parameters.
         """
-        beams = BeamSearchParams(
-            beam_width=beam_width,
-            max_tokens=max_tokens,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        )
-        request = make_beam_request(prompts, beams, **options)
-        method = self._channel.stub().GenerateBatch
-        return join_beams([one async for one in self._read(method, request, timeout_s)], beams)
+        call = BeamCall(prompts, beam_width, max_tokens, length_penalty, early_stopping, **options)
+        deltas = self._read(self._channel.stub().GenerateBatch, call.request, timeout_s)
+        return call.join([delta async for delta in deltas])
 
     async def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
-        """Return the token ids of a prompt, as the model would see them."""
+        """Return the token ids that the model gets for a prompt."""
         request = inference_pb2.TokenizeRequest(prompt=make_prompt(prompt), model=model)
         return list((await self._call(self._channel.stub().Tokenize, request)).token_ids)
 
@@ -428,9 +415,9 @@ class AsyncClient:
         """Return the embedding of each text or list of token ids; raises a BatonError.
 
         Args:
-            prompt_name: which of the checkpoint's prompts comes before each text; None: its default
-                one; empty: none.
-            dimensions: numbers to keep of each embedding; None: all.
+            prompt_name: name of the checkpoint's prompt to put before each text; None: the default
+                prompt; empty: no prompt.
+            dimensions: number of first values to keep of each embedding; None: all values.
         """
         request = embed_request(inputs, prompt_name, dimensions, options)
         return embeddings_from_proto(await self._call(self._channel.stub().Embed, request))
@@ -443,7 +430,7 @@ class AsyncClient:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[Score]:
-        """Return how well each document fits its query: one for all, or one for each document."""
+        """Return how well each document fits its query (one query, or one per document)."""
         request = score_request(queries, documents, instruction, options)
         return scores_from_proto(await self._call(self._channel.stub().Score, request))
 
@@ -456,7 +443,7 @@ class AsyncClient:
         instruction: str = "",
         **options: Unpack[RequestOptions],
     ) -> list[tuple[int, Score]]:
-        """Return the places of the documents that fit a query best, and their scores, best first.
+        """Return indexes and scores of the documents that fit a query best, best first.
 
         Args:
             top_n: maximum number of results; 0: all.

@@ -1,4 +1,4 @@
-"""Makes clients' request messages, and reads answers and errors. Opens no connection."""
+"""Make the request messages of clients, and read answers and errors. Opens no connection."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, cast
 
 import grpc
 
-from baton.api.beam_search import BeamCompletion, BeamSearchParams
+from baton.api.beam_search import BeamSearchParams
 from baton.api.errors import (
     BatonError,
     ConfigError,
@@ -40,11 +40,11 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 The content of a user's message may be a list of parts: ``{"type": "text", "text": ...}``, and
 ``{"type": "image", "image": ...}`` with the bytes of an image file, or OpenAI's ``image_url`` with
-a data URL. A text or token ids with the model's markers of images are
-``{"prompt": ..., "images": [...]}``.
+a data URL. A text or token ids that contain the model's image markers are given together with the
+images, as ``{"prompt": ..., "images": [...]}``.
 """
 
-# Routers keep a resumable request for about this long.
+# A broken stream is resumed for this time; routers keep a resumable request for about as long.
 RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
 API_KEY_VARIABLE = "BATON_API_KEY"
@@ -55,9 +55,9 @@ class RequestOptions(TypedDict, total=False):
     """Options that all requests have; each may be left out.
 
     Attributes:
-        session_id: requests with the same id share a beginning, such as a conversation's.
-        priority: a smaller number is served first when requests wait.
-        model: served name; empty: the first that the caller may use.
+        session_id: id of a conversation; requests with the same id share a beginning.
+        priority: requests with a smaller number are served first when requests wait.
+        model: served name of a model; empty: the first name that the caller may use.
     """
 
     session_id: str
@@ -71,7 +71,7 @@ class ModelDescription:
 
     Attributes:
         parent: name of an adapter's base model; empty: the name stands for a base model.
-        adapter: digest of the adapter; empty: none.
+        adapter: digest of the adapter; empty: the name stands for a base model.
         image_marker: text that stands for an image in prompts; empty: the model takes no images.
     """
 
@@ -83,7 +83,7 @@ class ModelDescription:
 
 
 def credentials(api_key: str | None) -> rpc.Metadata:
-    """Return the metadata with the caller's API key.
+    """Return the metadata that sends the caller's API key.
 
     Args:
         api_key: the key; None: take it from the environment variable ``BATON_API_KEY``; empty: no
@@ -99,7 +99,7 @@ def credentials(api_key: str | None) -> rpc.Metadata:
 
 
 class Progress:
-    """The progress of one stream, over one or several calls."""
+    """The progress of one stream of output, which may take several calls if connections break."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class Progress:
         self._broke_at: float | None = None
 
     def next_call(self, stub: Any) -> Any:
-        """Start a call for the tokens that are still missing."""
+        """Start a call for the tokens that have not been received yet."""
         timeout_s = None
         if self._expires_at is not None:
             timeout_s = max(self._expires_at - time.monotonic(), 0)
-        # The router continues a stream by its request id.
+        # After the first token, the stream is resumed by its request id.
         if self._next_output_index == 0:
             return stub.Generate(self._request, timeout=timeout_s, metadata=self._metadata)
         rest = inference_pb2.ResumeRequest(
@@ -135,7 +135,7 @@ class Progress:
         return delta
 
     def pause_after(self, problem: BatonError, error: grpc.RpcError) -> float:
-        """Return the seconds until the next call if the connection broke; else raise."""
+        """Return the seconds to pause before the next call; raise ``problem`` if there is none."""
         is_broken = error.code() is grpc.StatusCode.UNAVAILABLE and not _said_by_router(error)
         if not (self._request.resumable and is_broken):
             raise problem from None
@@ -184,7 +184,7 @@ def make_batch_request(
     """Make the request message for several prompts; raises InvalidRequestError.
 
     Args:
-        beams: makes the outputs the best ones of a beam search; None: the outputs are sampled.
+        beams: parameters of a beam search that finds the outputs; None: the outputs are sampled.
     """
     if isinstance(prompts, str):
         raise InvalidRequestError("prompts", "must be a list of prompts, got a text")
@@ -231,7 +231,7 @@ def _fill_prompt(
 
 
 def _chat_message(message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
-    """Make the message of a chat's turn; raises InvalidRequestError."""
+    """Convert one message of a chat to protobuf; raises InvalidRequestError."""
     if not isinstance(message.get("role"), str):
         raise InvalidRequestError("chat", "each message needs a role and a content")
     made = inference_pb2.ChatMessage(role=_checked_text("chat", message["role"]))
@@ -268,7 +268,7 @@ def image_bytes(field: str, image: object) -> bytes:
 def _checked_text(field: str, text: object) -> str:
     """Return a text; raises InvalidRequestError if it cannot be encoded.
 
-    Text from a terminal may contain bytes that form no characters.
+    Text from a terminal may contain bytes that are not UTF-8.
     """
     if not isinstance(text, str):
         raise InvalidRequestError(field, f"must be text, got {type(text).__name__}")
@@ -295,40 +295,12 @@ def join(deltas: Sequence[TextDelta]) -> Completion:
 
 
 def join_batch(deltas: Sequence[TextDelta]) -> list[list[Completion]]:
-    """Join the pieces of a batch to completions, by prompt and choice."""
+    """Join the pieces of a batch to completions: for each prompt, the completion of each choice."""
     order = sorted(deltas, key=lambda d: (d.prompt_index, d.choice_index, d.output_index))
     return [
         [join(list(choice)) for _, choice in itertools.groupby(prompt, lambda d: d.choice_index)]
         for _, prompt in itertools.groupby(order, lambda d: d.prompt_index)
     ]
-
-
-def make_beam_request(
-    prompts: Sequence[Prompt], beams: BeamSearchParams, **options: Unpack[RequestOptions]
-) -> inference_pb2.GenerateBatchRequest:
-    """Make the request message for a beam search; raises InvalidRequestError."""
-    params = SamplingParams(
-        n=beams.beam_width, max_tokens=beams.max_tokens, temperature=0, logprobs=0
-    )
-    return make_batch_request(prompts, params, beams=beams, **options)
-
-
-def join_beams(deltas: Sequence[TextDelta], beams: BeamSearchParams) -> list[list[BeamCompletion]]:
-    """Return the outputs of a beam search, by prompt, best first."""
-    return [[_beam(output, beams) for output in outputs] for outputs in join_batch(deltas)]
-
-
-def _beam(output: Completion, beams: BeamSearchParams) -> BeamCompletion:
-    logprob = 0.0
-    for token in output.logprobs:  # added in the order of `BeamSearch`, for equal bits
-        logprob += token.logprob
-    return BeamCompletion(
-        text=output.text,
-        token_ids=output.token_ids,
-        logprob=logprob,
-        score=beams.score(logprob, len(output.token_ids)),
-        finish_reason=output.finish_reason,
-    )
 
 
 def models_from_proto(response: inference_pb2.ListModelsResponse) -> list[ModelDescription]:
@@ -344,10 +316,10 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def error_of(error: grpc.RpcError, address: str, why: str = "") -> BatonError:
-    """Return the router's error; if the router sent no error, make an error that fits the status.
+    """Return the error that the router sent, or an error that fits the call's gRPC status.
 
     Args:
-        why: why the router is unreachable, if known.
+        why: why the router is unreachable; empty if unknown.
     """
     code, details = error.code(), error.details() or ""
     said = error_from_trailers(details, trailers_of(error))

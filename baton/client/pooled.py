@@ -1,4 +1,4 @@
-"""Makes clients' messages of pooled requests, and reads the answers."""
+"""Make clients' request messages for embeddings, scores and labels, and read the answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def embeddings_from_proto(response: inference_pb2.EmbedResponse) -> list[Embeddi
 def score_request(
     queries: Sequence[str], documents: Sequence[str], instruction: str, options: RequestOptions
 ) -> inference_pb2.ScoreRequest:
-    """Return a request for the scores of documents."""
+    """Return a request for scores that tell how well documents fit queries."""
     return inference_pb2.ScoreRequest(
         queries=queries,
         documents=documents,
@@ -52,7 +52,7 @@ def scores_from_proto(response: inference_pb2.ScoreResponse) -> list[Score]:
 def rerank_request(
     query: str, documents: Sequence[str], top_n: int, instruction: str, options: RequestOptions
 ) -> inference_pb2.RerankRequest:
-    """Return a request for documents in the order in which they fit a query."""
+    """Return a request for the documents that fit a query best, in order."""
     return inference_pb2.RerankRequest(
         query=query,
         documents=documents,
@@ -63,7 +63,7 @@ def rerank_request(
 
 
 def ranks_from_proto(response: inference_pb2.RerankResponse) -> list[tuple[int, Score]]:
-    """Return places of documents and their scores, best first."""
+    """Return the index and score of each document in the answer, best first."""
     return [(one.index, _score_from_proto(one.score)) for one in response.results]
 
 

@@ -1,4 +1,4 @@
-"""Last words: finds out why a process ended: its own error, a signal, or lack of memory."""
+"""Last words: finds out whether an error, a signal or lack of memory ended a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 _READ_BYTES = 64 * 1024
 _SHOWN_CHARS = 1000
-_ERROR = "error: "  # beginning of a line that `print_error` writes
+_ERROR = "error: "  # beginning of the lines that `print_error` writes
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|out of memory|can't allocate memory", re.IGNORECASE)
 _WRITTEN_BY_PYTHON = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b.*")
 _SIGNALS = {
@@ -24,8 +24,8 @@ def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False
     Args:
         code: exit code; negative if a signal ended the process: minus the signal's number.
         log: file with the process's output.
-        log_start: bytes in the log before the process began.
-        ran_out: whether the kernel killed a process for lack of memory in the meantime.
+        log_start: size of the log in bytes before the process began.
+        ran_out: whether the kernel killed a process for lack of memory while this process ran.
     """
     try:
         lines = _last_lines(log, log_start)
@@ -37,7 +37,8 @@ def why_ended(code: int, log: Path, log_start: int = 0, *, ran_out: bool = False
 def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processes the kernel has killed for lack of memory.
 
-    Counts in this process's control group if possible, else on the whole machine; 0 if unknown.
+    Counts the kills in this process's control group if possible, else on the whole machine. Returns
+    0 if the number is unknown.
     """
     try:
         groups = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -69,7 +70,7 @@ def _last_lines(log: Path, start: int) -> list[str]:
 
 
 def _of_lines(lines: list[str]) -> str:
-    """Return the process's last error line, or a traceback's last line; empty if neither exists."""
+    """Return the last error line of a log, or the last line of a traceback; empty if none."""
     for line in reversed(lines):
         if line.startswith(_ERROR):
             return line.removeprefix(_ERROR)[:_SHOWN_CHARS]

@@ -1,9 +1,9 @@
-"""LocalDeployment: a router and its nodes as processes on this machine.
+"""LocalDeployment: starts a router and its nodes as processes on this machine.
 
-Nodes may also run where Ray places them. Native kernels are built before nodes start, so that one
+Ray may place nodes on other machines, too. Native kernels are built before nodes start, so that one
 process builds them and none waits. The deployment then starts the processes and waits until all
 pairs are connected. All processes end when this process ends: they hold a pipe of this process,
-which breaks even at kill -9.
+which closes even if this process is killed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from baton.serving.rpc import bearer, open_sync_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _AUDIT_LOG = "BATON_AUDIT_LOG"
-STOP_GRACE_S = 6.0  # time to stop after open requests have ended
+STOP_GRACE_S = 6.0  # seconds to stop after open requests have ended
 _POLL_S = 0.1
-# Modules that every node will import. Given as text, because this process needs none of them.
+# Modules that every node imports, and that are imported once for all nodes. Given as text, because
+# this process needs none of them.
 NODE_MODULES = (
     "baton.cli.programs.nodes",
     "decode_node.program",
@@ -61,7 +62,7 @@ NODE_MODULES = (
     "pydantic.type_adapter",
     "uvloop",
 )
-# Function that loads the part of a model that all nodes share.
+# Function that loads the part of a model that all nodes can share.
 NODE_LOAD = "node_runtime.early_grammars:load_early_tokenizer"
 
 
@@ -73,21 +74,23 @@ class LocalDeploymentConfig:
         model: the first base model.
         listen: address of the router.
         http_listen: address of the router's HTTP API; empty: none.
-        more_models: further base models, each with as many nodes of its own as the first.
+        more_models: further base models, each with nodes of its own, as many as the first model
+            has.
         router_args: additional arguments of `baton router`.
         node_args: additional arguments of every `baton prefill` and `baton decode`.
-        num_encode: number of encode nodes; with some, prefill nodes receive encodings.
-        prefill_args, decode_args, encode_args: additional arguments of nodes of one role.
-        log_folder: folder for logs; None: a temporary one.
-        admin_token: the router's admin token; empty: none, or a random one if the router has other
-            keys. The nodes' token is chosen by the same rule.
-        drain_timeout_s: time for open requests to end at a stop.
-        tls_folder: certificates in the form of `baton certs dev`, which all callers need; None: no
-            TLS.
+        num_encode: number of encode nodes; if there are any, prefill nodes receive encodings.
+        prefill_args, decode_args, encode_args: additional arguments of nodes of one role. Encode
+            nodes also get the options of prefill nodes that must be equal on both.
+        log_folder: folder for logs; None: a temporary folder.
+        admin_token: the router's admin token. Empty: a random token if the router has other keys,
+            otherwise no token; the token of the nodes is chosen in the same way.
+        drain_timeout_s: seconds that open requests get to end when the deployment stops.
+        tls_folder: folder with certificates as `baton certs dev` makes them, of which every caller
+            needs one; None: no TLS.
         insecure: whether to listen beyond loopback without TLS or authentication.
         ray_address: Ray cluster that places the nodes, and their ranks if asked to; empty: the
             cluster in RAY_ADDRESS, or a new cluster on this machine; None: no Ray.
-        lend_cores: whether nodes compute on each other's idle cores.
+        lend_cores: whether nodes also compute on idle cores of other nodes.
     """
 
     model: str
@@ -111,7 +114,7 @@ class LocalDeploymentConfig:
     lend_cores: bool = False
 
     def tls_of(self, name: str) -> TlsOptions:
-        """Return the options for the folder's certificate with this name."""
+        """Return the TLS options for the certificate of this name in ``tls_folder``."""
         if self.tls_folder is None:
             return NO_TLS
         own = str(self.tls_folder / name)
@@ -119,7 +122,7 @@ class LocalDeploymentConfig:
 
     @property
     def nodes(self) -> list[tuple[str, str, str]]:
-        """Role, name and base model of each node; node numbers continue over the base models."""
+        """Role, name and base model of each node; nodes are numbered over all base models."""
         found = []
         for role, number in (
             ("prefill", self.num_prefill),
@@ -139,7 +142,7 @@ class LocalDeploymentConfig:
 
     @property
     def router_address(self) -> str:
-        """Address by which processes on this machine reach the router, never a wildcard."""
+        """Address at which processes on this machine reach the router, with no wildcard as host."""
         host, port = split_address("listen", self.listen)
         return f"{_LOCAL.get(host, host)}:{port}"
 
@@ -160,7 +163,7 @@ _LOCAL = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that is used."""
+    """The part of `subprocess.Popen` that the deployment uses."""
 
     pid: int
     returncode: int | None
@@ -179,8 +182,8 @@ class Child:
     """A process that the deployment has started.
 
     Attributes:
-        log_start: bytes in the log before this process began.
-        oom_kills: number of the kernel's out-of-memory kills before the process began.
+        log_start: size of the log in bytes before this process began.
+        oom_kills: number of the kernel's out-of-memory kills before this process began.
     """
 
     name: str
@@ -194,7 +197,7 @@ class Child:
 
 
 class LocalDeployment:
-    """Runs the processes, as a context manager that ends all of them.
+    """Context manager that runs the processes of a deployment, and ends them all.
 
     Args:
         on_build: called before native kernels are built, which takes a minute.
@@ -218,13 +221,13 @@ class LocalDeployment:
         self._template: ProgramTemplate | None = None
 
     def __enter__(self) -> LocalDeployment:
-        # Checked first: otherwise nodes might join a foreign router before ours reports the
-        # conflict.
+        # Checked first, because nodes might join another router at this address before ours reports
+        # the conflict.
         check_is_free("listen", self.config.listen)
         if self.config.http_listen:
             check_is_free("http_listen", self.config.http_listen)
         for model in self.config.models:
-            find_here_or_on_hub(model)  # raises for an unknown model before kernels are built
+            find_here_or_on_hub(model)  # fails for an unknown model before kernels are built
         self._prepare_kernels()
         folder = self.config.log_folder
         if folder is None:
@@ -257,7 +260,7 @@ class LocalDeployment:
 
     @property
     def admin_token(self) -> str:
-        """Token for operators, which also allows prompts; empty if none is needed."""
+        """API key for operators' calls and for prompts; empty if the router needs no key."""
         return self._tokens["BATON_ADMIN_TOKEN"]
 
     # ------------------------------------------------------------------ life
@@ -268,8 +271,8 @@ class LocalDeployment:
         """Wait until all nodes have joined and all pairs are connected.
 
         Raises:
-            ConfigError: a process ended, with the reason.
-            NodeUnavailableError: not ready in time.
+            ConfigError: a process ended; the message has the reason.
+            NodeUnavailableError: the nodes are not ready in time.
         """
         give_up_at = time.monotonic() + timeout_s
         with self._asking() as channel:
@@ -320,7 +323,7 @@ class LocalDeployment:
         return found
 
     def why_ended(self, child: Child) -> str:
-        """Return why a process ended and the path of its log, which then survives `stop`."""
+        """Return why a process ended, and the path of its log, which `stop` then keeps."""
         self.keep_logs()
         ran_out = num_oom_kills() > child.oom_kills
         code = child.process.poll()
@@ -337,7 +340,7 @@ class LocalDeployment:
         return next(child for child in self.children if child.name == name)
 
     def restart(self, name: str, *more_arguments: str) -> Child:
-        """Start a process again; kill it first if it runs.
+        """Start the process of this name again; kill the running process first.
 
         Args:
             more_arguments: additional arguments for this start only, such as ``"--listen",
@@ -351,7 +354,7 @@ class LocalDeployment:
         return new
 
     def stop(self) -> None:
-        """End all processes; a second Ctrl-C kills the processes that still run."""
+        """End all processes in order; a second Ctrl-C kills the processes that still run."""
         try:
             self._stop_gracefully()
         except KeyboardInterrupt:
@@ -389,7 +392,8 @@ class LocalDeployment:
         """Build native kernels if a node on this machine needs them; a failure is not fatal."""
         has_nodes = self.config.num_prefill + self.config.num_decode > 0
         if not has_nodes or self.config.ray_address is not None or has_nvidia_gpu():
-            return  # each node builds kernels where it runs
+            # There is nothing to build here: a node builds kernels where it runs, if it needs any.
+            return
         self.kernels = find_kernels()
         if self.kernels.can_be_built:
             self.kernels = build_kernels(self._on_build)
@@ -425,8 +429,10 @@ class LocalDeployment:
         own = {
             "prefill": [*config.node_args, *takes, *config.prefill_args],
             "decode": [*config.node_args, *config.decode_args],
-            "encode": config.encode_args,
-        }
+            "encode": [
+                *encode_args_of([*config.node_args, *config.prefill_args]), *config.encode_args,
+            ],
+        }  # fmt: skip
         num_ranks = [num_ranks_of(own[command]) for command, _, _ in nodes]
         cores = list(divide_cores(sorted(usable_cores()), num_ranks))
         locks = self._core_locks(cores, num_ranks)
@@ -434,7 +440,8 @@ class LocalDeployment:
             self._template = self._make_template(len(cores[0]))
         for (command, name, model), share in zip(nodes, cores, strict=True):
             lent = ["--core-locks", locks, "--cpu-list", ",".join(map(str, share))] if locks else []
-            if command == "encode":  # one rank, which lends no cores
+            # An encode node has only one rank, and lends no cores.
+            if command == "encode":
                 lent, where_this = [], []
             else:
                 where_this = where
@@ -450,10 +457,10 @@ class LocalDeployment:
             )  # fmt: skip
 
     def _core_locks(self, cores: Sequence[Sequence[int]], num_ranks: Sequence[int]) -> str:
-        """Return the folder of locks for sharing idle cores; empty if nodes share none.
+        """Return the folder of locks by which nodes share idle cores; empty if they share none.
 
         Args:
-            cores: each node's cores.
+            cores: the cores of each node.
         """
         config = self.config
         arguments = [*config.node_args, *config.prefill_args, *config.decode_args]
@@ -487,7 +494,9 @@ class LocalDeployment:
         lends = "--core-locks" in arguments
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        if not _chooses_audit_log(arguments):  # JSON lines would mix with the log
+        # Unless the user chose an audit log, each program gets a file for it, because the log file
+        # should not contain its JSON lines.
+        if not _chooses_audit_log(arguments):
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         with log.open("ab") as output:  # a restart appends to the log
             words = [*arguments, *more_arguments]
@@ -500,7 +509,8 @@ class LocalDeployment:
                     stderr=subprocess.STDOUT,
                     env=environment,
                     pass_fds=(self._read_end,),
-                    # Ctrl-C reaches a whole group, but this process ends its children in order.
+                    # Children get a group of their own, because Ctrl-C signals a whole group, but
+                    # this process ends its children in order.
                     start_new_session=True,
                 )
         if cores is not None and not lends:  # the node chooses its cores itself
@@ -513,7 +523,8 @@ class LocalDeployment:
         return {
             **fleet_environment(),
             PARENT_PIPE_VARIABLE: str(self._read_end),
-            **self._tokens,  # tokens are variables, because `ps` shows arguments
+            # Tokens are passed in environment variables, because `ps` shows arguments.
+            **self._tokens,
         }
 
     def _make_template(self, num_threads: int) -> ProgramTemplate:
@@ -531,10 +542,10 @@ class LocalDeployment:
     def _fork(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Process | None:
-        """Fork a node from the template process; None if no template process can fork.
+        """Fork a node from the template process; return None if there is no template process.
 
-        The template process ends once all nodes are ready; a restarted node imports all modules
-        itself.
+        The template process ends once all nodes are ready. So a node that is restarted later
+        imports all modules itself.
         """
         if self._template is None:
             return None
@@ -570,7 +581,10 @@ class LocalDeployment:
 
 
 def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
-    """Return all tokens; missing tokens are random if any credentials are used."""
+    """Return the tokens of operators and nodes, by variable of the environment.
+
+    If the router has any keys, a token that is not given is random.
+    """
     given = {
         "BATON_ADMIN_TOKEN": config.admin_token or os.environ.get("BATON_ADMIN_TOKEN", ""),
         "BATON_NODE_TOKEN": os.environ.get("BATON_NODE_TOKEN", ""),
@@ -582,14 +596,14 @@ def _tokens(config: LocalDeploymentConfig) -> dict[str, str]:
 
 
 def divide_cores(cores: Sequence[int], num_ranks: Sequence[int]) -> Iterator[list[int]]:
-    """Divide the cores among nodes: disjoint sets if possible, else one core per rank in turn.
+    """Return the cores of each node: disjoint sets, or if there are too few, one core per rank.
 
     Args:
-        num_ranks: number of ranks of each node. Ranks compute in parallel, so each gets cores.
+        num_ranks: number of ranks of each node, of which each gets cores of its own.
     """
     in_all = sum(num_ranks)
     size, extra = divmod(len(cores), max(1, in_all))
-    first = 0  # number of ranks of the nodes so far
+    first = 0  # total number of ranks of earlier nodes
     for own in num_ranks:
         ranks = range(first, first + own)
         first += own
@@ -607,8 +621,25 @@ def num_ranks_of(arguments: Sequence[str]) -> int:
 
 
 def threads_of(arguments: Sequence[str]) -> int:
-    """Return the last ``--num-threads``; 1 if the machine decides the number."""
+    """Return the last value of ``--num-threads``; 1 if the node chooses the number itself."""
     return _last_number(arguments, "--num-threads")
+
+
+def encode_args_of(arguments: Sequence[str]) -> list[str]:
+    """Return the options of prefill nodes that encode nodes must have, too.
+
+    The two kinds of node exchange encodings only if these options are equal.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for option in ("--kv-connector", "--dtype", "--weights", "--revision"):
+        parser.add_argument(option, nargs="?", action="append", default=[])
+    for flag in ("--kv-digests", "--no-kv-digests"):
+        parser.add_argument(flag, dest="flags", action="append_const", const=flag, default=[])
+    found = vars(parser.parse_known_args(list(arguments))[0])
+    flags: list[str] = found.pop("flags")
+    last = {name: values[-1] for name, values in found.items() if values and values[-1]}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in last.items()]
+    return options + flags[-1:]
 
 
 def _last_number(arguments: Sequence[str], option: str) -> int:
@@ -620,14 +651,14 @@ def _last_number(arguments: Sequence[str], option: str) -> int:
 
 
 def _options_of(tls: TlsOptions) -> list[str]:
-    """Return TLS options as a program's arguments; empty without TLS."""
+    """Return TLS options in the form of a program's arguments; empty without TLS."""
     if not tls:
         return []
     return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
 
 
 def _chooses_audit_log(arguments: Sequence[str]) -> bool:
-    """Return whether the user chose an audit log, by variable, argument or file."""
+    """Return whether the user chose an audit log, by variable, argument or configuration file."""
     if _AUDIT_LOG in os.environ:
         return True
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
@@ -635,7 +666,7 @@ def _chooses_audit_log(arguments: Sequence[str]) -> bool:
         if name == "--audit-log":
             return True
         if name == "--config":
-            # the program itself will report the bad file
+            # the program itself will report what is wrong with the file
             with contextlib.suppress(OSError, ValueError):
                 if "audit_log" in Path(value or following).read_text(encoding="utf-8"):
                     return True

@@ -1,1 +1,1 @@
-"""The C library of native kernels: part of a wheel, or built once per CPU and kept in a cache."""
+"""Find or build the C library of native kernels: part of a wheel, or built once and cached."""

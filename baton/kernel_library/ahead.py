@@ -1,12 +1,12 @@
-"""Builds the library ahead of time for several instruction sets, and picks the best for a CPU.
+"""Build the library of native kernels ahead of time for several instruction sets; choose one.
 
-A machine then needs no compiler. Libraries built ahead are in one of two folders:
+A machine with such a library needs no compiler. Libraries built ahead are in one of two folders:
 
-* Baton's wheels for Linux contain one (`tools/build_wheels.py`).
+* Baton's wheels for Linux contain such a folder (`tools/build_wheels.py`).
 * ``BATON_NATIVE_LIBRARIES`` names a folder that ``python -m baton_kernels.native.build_ahead
-  FOLDER`` filled. This folder has precedence over the wheel's. Whoever can write there could run
-  code in our process, so folder and files must belong to this user or root, and nobody else may
-  write them.
+  FOLDER`` filled. This folder has precedence over the wheel's. Whoever can write to the folder
+  could run code in Baton's processes, so folder and files must belong to this user or root, and
+  must not be writable for others.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _INDEX = "libraries.json"
 _BUILD_LIMIT_S = 3600.0  # seconds to build one library, even on a busy machine
 _X86_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_V4 = (*_X86_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-# Beginnings of the line with CPU features in /proc/cpuinfo: x86, Arm.
+# Beginning of the line with CPU features in /proc/cpuinfo, on x86 and on Arm.
 _FEATURES = ("flags\t", "flags ", "Features")
-_WIDE = "-mprefer-vector-width=512"  # GCC's default uses only half of the register width
+_WIDE = "-mprefer-vector-width=512"  # by default GCC uses half of the width
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class InstructionSet:
 
     Attributes:
         name: name of the library's file.
-        machine: machine type, by `platform.machine`'s name.
+        machine: machine type, as `platform.machine` names it.
         flags: compiler flags.
         needs: features that the CPU must have, by their names in /proc/cpuinfo.
     """
@@ -59,7 +59,7 @@ class InstructionSet:
 
 
 _DOTS = ("-march=x86-64-v4", "-mavx512vnni", _WIDE)
-# Best first: a CPU loads the first library whose needs it meets.
+# The best comes first: a CPU loads the first library for which it has all needed features.
 INSTRUCTION_SETS = (
     InstructionSet(
         "x86-64-v4-amx",
@@ -97,11 +97,13 @@ def build_libraries(
 ) -> list[Path]:
     """Build the library for each instruction set of a machine type; return the files.
 
-    Keeps libraries that this compiler has built from these sources with these flags.
+    Libraries in the folder that the same compiler built from the same sources with the same flags
+    are kept.
 
     Args:
-        machine: machine type to build for; None: this machine's. Debian's cross compiler
-            (``aarch64-linux-gnu-gcc``) builds for others; ``CC`` names this machine's compiler.
+        machine: machine type to build for; None: the type of this machine. For other types,
+            Debian's cross compiler is used (``aarch64-linux-gnu-gcc``); ``CC`` only names the
+            compiler for this machine's type.
 
     Raises:
         BuildError: there are no sources or no compiler, or the compiler failed.
@@ -145,7 +147,7 @@ def _find_cross_compiler(machine: str) -> list[str]:
 
 
 def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...], bytes]:
-    """Read the undamaged libraries of this recipe in a folder; keys are name and flags."""
+    """Return the undamaged libraries of a folder that this recipe made, by name and flags."""
     kept: dict[tuple[str, ...], bytes] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         index = json.loads((folder / _INDEX).read_bytes())
@@ -159,7 +161,7 @@ def _find_kept(folder: Path, recipe: Mapping[str, str]) -> dict[tuple[str, ...],
 
 
 def open_library_built_ahead() -> OpenedLibrary | None:
-    """Open the best library for this CPU that was built ahead; None: build a library here.
+    """Open the best library for this CPU that was built ahead; None: a library must be built.
 
     Raises:
         BuildError: the folder in ``BATON_NATIVE_LIBRARIES`` has no usable library; or the
@@ -186,7 +188,7 @@ def open_library_built_ahead() -> OpenedLibrary | None:
 
 
 def find_packaged_libraries() -> Path | None:
-    """Return the folder of libraries in Baton's wheel, or None without such a folder."""
+    """Return the folder of libraries in Baton's wheel; None: there is no such folder."""
     found = importlib.util.find_spec("baton_kernels")  # does not import the package or torch
     if found is None or found.origin is None:
         return None
@@ -207,7 +209,7 @@ class _Index:
 
 
 def _read_index(folder: Path, is_packaged: bool = False) -> _Index:
-    """Read a folder's index; raises BuildError."""
+    """Read the index of libraries in a folder; raises BuildError."""
     try:
         with os.fdopen(_open(folder, _INDEX, is_packaged), "rb") as file:
             index = json.loads(file.read())
@@ -224,8 +226,8 @@ def _open_best(
     """Open a folder's best library for this CPU, or the library that the switch names.
 
     Raises:
-        _UnsuitableError: no library suits this CPU, or they were built from other sources.
-        BuildError: the library is damaged, or other users could write it.
+        _UnsuitableError: no library suits this CPU, or the libraries were built from other sources.
+        BuildError: the library is damaged, or other users could write to it.
     """
     if index.sources != build.digest_of_sources(build.find_sources()):
         raise _UnsuitableError(f"{folder}: built from other sources than this Baton's")
@@ -265,7 +267,7 @@ def best_for_cpu(
 def cpu_features() -> frozenset[str]:
     """Return the features that all cores of this machine have, by their names in /proc/cpuinfo.
 
-    Returns none where that file is missing, as on macOS.
+    Returns an empty set if this file is missing, as on macOS.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -278,12 +280,13 @@ def cpu_features() -> frozenset[str]:
 def _open(folder: Path, name: str, is_packaged: bool) -> int:
     """Open a file in a folder and return its descriptor.
 
-    Raises BuildError unless file and folder belong to this user or root and nobody else may write
-    them. The installed package is exempt: who can write it can write Baton's Python code too.
+    Raises BuildError unless file and folder belong to this user or root and are not writable for
+    others. The installed package is exempt, because who can write to it can change Baton's Python
+    code, too.
     """
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        follow = 0 if is_packaged else os.O_NOFOLLOW  # installers may link the files of a package
+        follow = 0 if is_packaged else os.O_NOFOLLOW  # a package's files may be links
         descriptor = os.open(name, os.O_RDONLY | follow | os.O_CLOEXEC, dir_fd=folder_fd)
         for path, found in ((folder, os.fstat(folder_fd)), (folder / name, os.fstat(descriptor))):
             if not is_packaged and not is_own(found):

@@ -1,10 +1,11 @@
-"""Builds the C sources into a shared library in the user's cache, with the system's compiler.
+"""Build the library of native kernels from C sources, with the system's compiler, in a cache.
 
-Each version of sources, compiler, flags and CPU has a library of its own. A lock on the cache
-folder (flock) lets one process build while others wait. Finished files are renamed into place.
-Users who can write such a file could run code here, so folder and file must belong to this user
-alone, and are opened by descriptor. If the cache is not writable, a folder for temporary files is
-used. Knows nothing of the functions in the library.
+Each combination of sources, compiler, flags and CPU has a library of its own in the user's cache. A
+lock on the cache folder (flock) lets one process build while others wait. Finished files are
+renamed into place. Whoever can write such a file could run code in Baton's processes, so folder and
+file must belong to this user, must not be writable for others, and are opened by descriptor. If the
+cache is not writable, a folder for temporary files is used. Knows nothing of the functions in the
+library.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=default", "-w",
 )  # fmt: skip
-# Flags by platform.machine(). By default GCC uses only half of the register width on x86. For CPUs
-# newer than itself, GCC orders instructions badly without -mtune (log, 2026-11-27).
+# Flags by platform.machine(). On x86, GCC by default uses only half of the register width. Without
+# -mtune, GCC orders instructions badly for CPUs that are newer than the compiler (docs/log.md,
+# 2026-11-27).
 _X86_FLAGS = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
 _ARM_FLAGS = ("-mcpu=native",)  # on Arm, clang knows -march=native only since release 16
 _CPU_FLAGS = {
     "x86_64": _X86_FLAGS, "AMD64": _X86_FLAGS, "aarch64": _ARM_FLAGS, "arm64": _ARM_FLAGS
 }  # fmt: skip
-_CHOOSES_CPU = ("-march", "-mcpu")  # flags in CC by which the user chooses the CPU
+_CHOOSES_CPU = ("-march", "-mcpu")  # flags in ``CC`` that choose the CPU
 THREADS = "-fopenmp"
 _HAS_THREADS = sys.platform == "linux"  # team.c has the functions that GCC calls for `#pragma omp`
-_TIME_LIMIT_S = 300.0  # enough for busy machines; two cores take about 40 s
+_TIME_LIMIT_S = 300.0  # for busy machines; otherwise two cores need about 40 s
 _LOCK_POLL_S = 0.1
 
 
@@ -57,7 +59,8 @@ class OpenedLibrary:
     Attributes:
         descriptor: descriptor of the open file; the caller closes it.
         path: path of the file.
-        problem: why the library is not in the user's cache; empty: it is, or was built ahead.
+        problem: why the library is not in the user's cache; empty: the library is in the cache, or
+            was built ahead.
         instruction_set: instruction set for which the library was built ahead; empty: it was built
             on this machine.
     """
@@ -70,7 +73,7 @@ class OpenedLibrary:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """Sources and compiler of the library; `name` is the name of the library's file."""
+    """Sources and compiler of the library, and the resulting name of its file."""
 
     sources: Sequence[Path]
     compiler: Sequence[str]
@@ -82,10 +85,10 @@ class _Recipe:
 
 
 def open_library(on_build: Callable[[], None] = lambda: None) -> OpenedLibrary:
-    """Open the library for this machine; build it first if needed.
+    """Open the library for this machine; build the library first if there is none.
 
     The file belongs to this user or root, and nobody else can write the file or its folder. A file
-    that others can write is built again; a folder of another user is an error.
+    that others can write to is built again; a folder of another user is an error.
 
     ``CC`` in the environment chooses the compiler, and perhaps another instruction set than this
     CPU's: ``CC="gcc -march=x86-64-v3"``.
@@ -116,9 +119,10 @@ def open_library(on_build: Callable[[], None] = lambda: None) -> OpenedLibrary:
 
 
 def find_library() -> Path | None:
-    """Return the library that :func:`open_library` would open; None if it would have to build.
+    """Return the library that :func:`open_library` would open; None if it must be built first.
 
-    Raises BuildError if building would fail.
+    Raises:
+        BuildError: the library cannot be built.
     """
     name = _recipe().name
     for place in (_cache_folder, _temporary_folder):
@@ -157,7 +161,7 @@ def _cache_folder() -> Path:
 
 
 def _temporary_folder() -> Path:
-    """Return this user's folder for the library that is used if the cache is not writable."""
+    """Return this user's temporary folder for the library, used if the cache is not writable."""
     try:
         return Path(tempfile.gettempdir()) / f"baton-native-{os.geteuid()}"
     except OSError as error:
@@ -165,7 +169,7 @@ def _temporary_folder() -> Path:
 
 
 def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
-    """Open a library in a folder, and build it first if it is missing; return its descriptor.
+    """Open a library in a folder and return its descriptor; build the library if it is missing.
 
     Raises:
         BuildError: the folder belongs to another user, or ``make`` failed.
@@ -198,10 +202,10 @@ def _open_in(folder: Path, name: str, make: Callable[[], bytes]) -> int:
 
 @contextlib.contextmanager
 def _locked(folder_fd: int) -> Iterator[None]:
-    """Hold the folder's lock, so that one process builds while others wait for its library.
+    """Hold the folder's lock, so that one process builds while others wait for the library.
 
-    Goes on without the lock if the file system has none, or if the time limit of a build has
-    passed: two builds at once are only slow.
+    Goes on without the lock if the file system has no locks, or if the time limit of a build has
+    passed: two builds at the same time are slow, but do no harm.
     """
     give_up_at = time.monotonic() + _TIME_LIMIT_S
     while time.monotonic() < give_up_at:
@@ -223,7 +227,7 @@ def _check_writable(folder_fd: int) -> None:
 
 
 def _open_own(name: str, folder_fd: int) -> int | None:
-    """Open a file and return its descriptor; None if others than user and root can write it."""
+    """Open a file; return its descriptor, or None if other users than root can write to it."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, dir_fd=folder_fd)
@@ -237,7 +241,7 @@ def _open_own(name: str, folder_fd: int) -> int | None:
 
 
 def _store(content: bytes, name: str, folder_fd: int) -> None:
-    """Write a file under another name and rename it into place."""
+    """Write a file under a temporary name, then rename it, so that nobody reads half a file."""
     new = f".{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(new, flags, mode=0o600, dir_fd=folder_fd)
@@ -268,7 +272,7 @@ def find_sources() -> list[Path]:
 
 
 def find_compiler() -> list[str]:
-    """Return the words of a compiler that can build the library; raises BuildError."""
+    """Return the command of a compiler that can build the library; raises BuildError."""
     wanted, unfit = os.environ.get("CC"), ""
     for name in [wanted] if wanted else ["cc", "gcc", "clang"]:
         words = name.split()
@@ -308,7 +312,7 @@ def _key(sources: Sequence[Path], compiler: Sequence[str], flags: Sequence[str])
 
 
 def _cpu_flags() -> str:
-    """Return the lines of /proc/cpuinfo that decide the compiler's choice of instructions."""
+    """Return the lines of /proc/cpuinfo that tell which instructions a compiler may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -332,7 +336,8 @@ def compile_library(
     with (
         held,
         ThreadPoolExecutor(len(usable_cores())) as at_once,
-        Compilers(deadline) as compilers,  # exits before the threads, which wait for its processes
+        # The compilers are ended before the threads, which wait for the compilers' processes.
+        Compilers(deadline) as compilers,
     ):
         largest_first = sorted(sources, key=lambda one: -one.stat().st_size)
         objects = {f"{held.path}/{one.stem}.o": one for one in largest_first if one.suffix == ".c"}
@@ -341,9 +346,9 @@ def compile_library(
         )
         for _ in at_once.map(compilers.run, commands):
             pass
-        # Link without -fopenmp, which would add a second runtime beside team.c. With -z,defs, a
-        # missing function is an error here; otherwise the library might use one from torch's
-        # libgomp that team.c lacks.
+        # The library is linked without -fopenmp, which would add a second OpenMP runtime beside
+        # team.c. With -z,defs a missing function is an error of the linker; otherwise the library
+        # might use a function of torch's libgomp that team.c lacks.
         finished = f"{held.path}/library.so"
         complete = ["-fno-openmp", "-Wl,-z,defs"] if _HAS_THREADS else []
         inputs = [*sorted(objects), "-lpthread", "-lm"]

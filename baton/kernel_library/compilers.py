@@ -1,8 +1,8 @@
-"""Compilers: runs compiler processes that end when this process ends, in whatever way.
+"""Compilers: runs compiler processes that end when this process ends, even if it is killed.
 
-A compiler starts processes of its own (cc1, as), and no signal to the compiler reaches them. So all
-run in one process group with a guard process. The guard reads a pipe that only this process holds
-open, and kills the group when the pipe closes.
+A compiler starts processes of its own (cc1, as), which a signal to the compiler does not reach. So
+all these processes are in one process group with a guard process. The guard reads from a pipe that
+only this process holds open, and kills the group when the pipe closes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class BuildError(Exception):
 
 
 class Compilers:
-    """Runs compilers inside a context; kills those that still run at its end.
+    """Context in which compilers run; those that still run at its end are killed.
 
     Args:
-        deadline: deadline of all commands together, by `time.monotonic`.
+        deadline: time by which all commands must have ended, by `time.monotonic`.
 
     Attributes:
         group: id of the compilers' process group.
@@ -54,7 +54,8 @@ class Compilers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The guard leads the group and is not reaped yet, so no other group can have this number.
+        # The guard leads the group and has not been reaped yet, so no other group can have its
+        # number.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         self._guard.communicate()
@@ -62,7 +63,7 @@ class Compilers:
     def run(self, command: Sequence[str]) -> str:
         """Run a compiler and return its output; thread-safe.
 
-        Raises BuildError with the first line of the compiler's errors.
+        Raises BuildError with the first line of the compiler's error output.
         """
         return run_tool(command, self._deadline - time.monotonic(), group=self.group)
 
@@ -70,7 +71,7 @@ class Compilers:
 def run_tool(
     command: Sequence[str], timeout_s: float = _TOOL_TIMEOUT_S, group: int | None = None
 ) -> str:
-    """Run a command and return its output; raises BuildError with the first line of its errors.
+    """Run a command and return its output; raises BuildError with its first line of errors.
 
     Args:
         group: process group that the command joins; None: this process's group.

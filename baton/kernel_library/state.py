@@ -1,4 +1,4 @@
-"""Finds out, without torch, whether this CPU has native kernels, and builds them."""
+"""Find out whether there are native kernels for this CPU, and build them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.kernel_library.compilers import BuildError
 from baton.kernel_library.switch import SWITCH_VARIABLE, are_kernels_off
 
 BUILDING = "building native kernels for this CPU, once; takes about a minute"
-# Cost of running without native kernels, and advice if no compiler is installed.
+# Texts: what running without native kernels costs, and advice if no compiler is installed.
 SLOWER = "tokens come 4 to 5 times slower"
 ADVICE = "install a C compiler (apt install gcc, or dnf install gcc), and start again"
 _REINSTALL = "install Baton again (pip install --force-reinstall --no-deps baton-serve)"
@@ -24,12 +24,12 @@ class KernelState:
     """State of the native kernels for this CPU.
 
     Attributes:
-        path: file of the library; None: it is missing.
-        problem: why the library cannot be built or used; empty: it exists, or can be built.
+        path: file of the library; None: there is no library.
+        problem: why the library cannot be built or used; empty: the library exists or can be built.
         is_off: whether the environment turns native kernels off.
         instruction_set: instruction set for which the library was built ahead; empty: it was built
             on this machine.
-        advice: what to do if native kernels are missing; empty: nothing.
+        advice: what the user can do about missing native kernels; empty: nothing is to be done.
     """
 
     path: Path | None = None
@@ -45,7 +45,7 @@ class KernelState:
 
 
 def find_kernels() -> KernelState:
-    """Return the state of the kernels in some milliseconds; builds nothing."""
+    """Return the state of the native kernels, without building them, in some milliseconds."""
     if are_kernels_off():
         return KernelState(is_off=True, advice=f"unset {SWITCH_VARIABLE}")
     try:

@@ -1,4 +1,4 @@
-"""Switch of the native kernels: reads ``BATON_NATIVE_KERNELS``."""
+"""Read ``BATON_NATIVE_KERNELS``, which turns native kernels off or chooses their library."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _BUILD = "build"
 
 @dataclass(frozen=True, slots=True)
 class KernelSwitch:
-    """Choices about native kernels in the environment.
+    """The choices in ``BATON_NATIVE_KERNELS``.
 
     Attributes:
-        must_build: whether to build the library here even if a library was built ahead.
-        instruction_set: instruction set whose library must be loaded; empty: the best one.
+        must_build: whether to build the library on this machine even if a library was built ahead.
+        instruction_set: instruction set whose library must be loaded; empty: the best for this CPU.
     """
 
     must_build: bool = False
@@ -33,13 +33,13 @@ def are_kernels_off() -> bool:
 
 
 def read_switch(instruction_sets: Sequence[str]) -> KernelSwitch:
-    """Read the choice in ``BATON_NATIVE_KERNELS``.
+    """Read the choices in ``BATON_NATIVE_KERNELS``.
 
     Args:
-        instruction_sets: names that the environment may give.
+        instruction_sets: names of instruction sets that the variable may have.
 
     Raises:
-        BuildError: the environment gives an unknown name.
+        BuildError: the variable has an unknown name.
     """
     value = os.environ.get(SWITCH_VARIABLE, "").lower()
     if value in _ON or value in _OFF:

@@ -1,1 +1,1 @@
-"""Describes KV blocks: their hashes, the layers in them, and the manifest that nodes exchange."""
+"""Describe KV blocks: their hashes, the layers in them, and the manifest that nodes exchange."""

@@ -25,7 +25,7 @@ from baton.api.errors import ConfigError
 from baton.api.images import ImageSpan
 
 BlockHash = bytes
-ShortHash = int  # the first 64 bits: enough to choose a node, too few to reuse KV
+ShortHash = int  # a hash's first 64 bits: enough to choose a node, too few to reuse KV
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "blake2b": lambda data: hashlib.blake2b(data, digest_size=32).digest(),
@@ -34,7 +34,7 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
 }
 DEFAULT_HASH_ALGORITHM = "blake2b"
 _ROOT = b"baton/2"
-_OFFSET = struct.Struct("<i")  # image's offset in a block; negative: it began in an earlier block
+_OFFSET = struct.Struct("<i")  # image's offset in a block; negative if it began in an earlier block
 
 
 def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
@@ -50,8 +50,9 @@ def shorten(hashes: Iterable[BlockHash]) -> tuple[ShortHash, ...]:
     return struct.unpack(f"<{len(parts)}Q", b"".join(parts))
 
 
-# Entries of `NodeRegistration.compatibility` on which the KV of given tokens depends. The layout
-# includes scales and kinds of layers; the number of ranks does not matter.
+# Entries of `NodeRegistration.compatibility` that change the KV of a prompt. The entry of the
+# layout includes the scales of quantized KV and the kinds of layers. The number of ranks is no
+# entry, because the number does not change KV.
 CACHE_KEYS = (
     "model", "weights", "dtype", "linear_weights", "kv_cache_dtype", "kv_layout", "drafter",
 )  # fmt: skip
@@ -61,7 +62,7 @@ def cache_namespace(entries: Mapping[str, str]) -> bytes:
     """Return a digest of a node's properties; KV is reusable only between nodes with equal digests.
 
     Args:
-        entries: compatibility entries; a missing one counts as empty.
+        entries: compatibility entries; a missing entry counts as an empty text.
     """
     fields = [f"{key}={entries.get(key, '')}".encode() for key in CACHE_KEYS]
     return hashlib.blake2b(_framed(fields), digest_size=16).digest()
@@ -71,7 +72,8 @@ def extra_keys_of(cache_salt: bytes, adapter: str = "") -> tuple[bytes, ...]:
     """Return the values, besides tokens, on which a request's KV depends.
 
     Args:
-        cache_salt: salt of the group that shares cached KV; empty: everybody shares.
+        cache_salt: salt of the group of requests that share cached KV; empty: all requests without
+            a salt share cached KV.
         adapter: digest of the request's adapter; empty: the base model.
     """
     salted = (b"cache_salt", cache_salt) if cache_salt else ()
@@ -103,7 +105,7 @@ class BlockHasher:
         self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, little-endian
 
     def in_namespace(self, namespace: bytes) -> BlockHasher:
-        """Return a hasher that differs in the namespace only."""
+        """Return a hasher with the same block size and algorithm, but another namespace."""
         return BlockHasher(self.block_size, self.algorithm, namespace)
 
     def extend(
@@ -113,7 +115,7 @@ class BlockHasher:
         extra_keys: Sequence[bytes] = (),
         images: Sequence[ImageSpan] = (),
     ) -> None:
-        """Append the hashes of the full blocks of ``token_ids`` that ``hashes`` lacks.
+        """Append to ``hashes`` the missing hashes of full blocks of ``token_ids``.
 
         Args:
             hashes: hashes of the sequence's first ``len(hashes)`` blocks.
@@ -133,12 +135,12 @@ class BlockHasher:
 
 
 def _images_within(images: Iterable[ImageSpan], start: int, end: int) -> Iterator[bytes]:
-    """Yield the digest of each image in a block, and where the image begins in the block."""
+    """Yield, for each image in a block of tokens, its digest and where it begins in the block."""
     for span in images:
         if span.first < end and span.end > start:
             yield span.digest + _OFFSET.pack(span.first - start)
 
 
 def _framed(fields: Iterable[bytes]) -> bytes:
-    """Join fields with length prefixes, so that ("ab", "c") and ("a", "bc") differ."""
+    """Join fields, each after its length, so that ("ab", "c") and ("a", "bc") differ."""
     return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

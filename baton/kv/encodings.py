@@ -1,7 +1,7 @@
-"""Encodings of images as units of a manifest, so that the KV connector can move them.
+"""Encodings of images, laid out as units of a manifest, so that the KV connector can transfer them.
 
 An encoding has one embedding per placeholder token of its image. A unit holds ``BLOCK_TOKENS``
-embeddings. The last unit of an encoding may be filled in part.
+embeddings; the last unit of an encoding may hold fewer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from baton.kv.manifest import KVArray, KVGroup, KVKind, KVManifest
 
 BLOCK_TOKENS = 16
-# Ending of the engine id under which a prefill node receives encodings, beside its own engine id.
+# A prefill node receives encodings under a second engine id: the engine id under which it sends KV,
+# with this ending appended.
 RECEIVER_ENDING = "/encodings"
 
 
@@ -17,8 +18,8 @@ def encodings_manifest(width: int, dtype: str) -> KVManifest:
     """Return the layout of units that hold encodings.
 
     Args:
-        width: numbers per embedding.
-        dtype: name of the numbers' type.
+        width: number of values in an embedding.
+        dtype: name of the dtype of these values.
     """
     array = KVArray(shape=(BLOCK_TOKENS, width), dtype=dtype)
     group = KVGroup(
@@ -32,15 +33,24 @@ def encodings_manifest(width: int, dtype: str) -> KVManifest:
 
 
 def holds_encodings(manifest: KVManifest) -> bool:
-    """Return whether a node's units hold encodings of images."""
+    """Return whether the units of a manifest hold encodings of images rather than KV."""
     return manifest.groups[0].kind is KVKind.ENCODING
 
 
 def num_units(num_tokens: int) -> int:
-    """Return the number of units of an encoding with this many embeddings."""
+    """Return the number of units that hold an encoding of ``num_tokens`` embeddings."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
 def transfer_name(request_id: str, digest: bytes) -> str:
-    """Return the id of the transfer of one image's encoding for a request."""
+    """Return the id of the transfer that brings an image's encoding to a request.
+
+    Args:
+        digest: digest of the image.
+    """
     return f"{request_id}#{digest.hex()}"
+
+
+def request_of(transfer: str) -> str:
+    """Return the id of the request for which a transfer brings an encoding."""
+    return transfer.rpartition("#")[0]

@@ -1,8 +1,8 @@
-"""KV layers: what one layer keeps of earlier tokens: keys and values, a latent, or a state.
+"""KV layers: what a layer keeps of earlier tokens: keys and values, a latent vector, or a state.
 
-A model declares this for each layer (`CausalLM.kv_layers`); KV cache groups, memory and manifest
-follow from it. A unit is a block of one group of layers. Knows neither tensors nor how layers share
-memory.
+A model declares for each layer what it keeps (`CausalLM.kv_layers`). KV cache groups, the size of
+the cache and the manifest follow from these declarations. A unit is a block of one group of layers.
+Knows neither tensors nor how layers share memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.kv.manifest import HandOffRule, KVArray, KVKind
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """A key and a value per head and token.
+    """KV of an attention layer: a key and a value per head and token.
 
     Attributes:
         sliding_window: tokens that a token attends to, the token itself included; None: all.
@@ -36,7 +36,7 @@ class PagedKV:
 
     @property
     def token_values(self) -> int:
-        """Count the numbers that a layer keeps of each token."""
+        """Return how many values a layer keeps of each token, over all heads."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -45,12 +45,12 @@ class PagedKV:
         return self.sliding_window
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
-        """Return the arrays that a layer keeps in a unit.
+        """Return the arrays that a layer keeps in a unit, with shapes over all ranks together.
 
         Args:
             block_size: tokens per unit.
-            dtype: dtype name of keys and values.
-            compute_dtype: dtype name of activations.
+            dtype: name of the dtype of keys and values.
+            compute_dtype: name of the dtype of activations, for arrays of a state.
         """
         shape = (2, self.num_kv_heads, block_size, self.head_dim)
         axis = None if self.is_replicated else 1
@@ -86,8 +86,8 @@ class StateArray:
     """One array of a layer's state.
 
     Attributes:
-        shape: axes such as `(channels, kernel - 1)` or `(heads, head_dim, state_size)`; ranks split
-            the first axis.
+        shape: size of each axis, such as `(channels, kernel - 1)` or `(heads, head_dim,
+            state_size)`; ranks split the first axis.
         dtype: name of the dtype; empty: the dtype of activations.
     """
 
@@ -97,17 +97,18 @@ class StateArray:
 
 @dataclass(frozen=True, slots=True)
 class StateKV:
-    """A state of constant size after the last token, of a convolution or recurrence.
+    """State of a convolution or recurrence: its size does not depend on the number of tokens.
 
-    A unit holds the state after its block's last token. So the state of a full block is final, and
-    a sequence continues from the newest state.
+    A unit holds the state after the last token of its block. So the state in a full block no longer
+    changes, and a sequence continues from the state in its newest block.
 
     Attributes:
         state: arrays of the state.
-        is_replicated: whether every rank has all of it.
+        is_replicated: whether every rank has the whole state.
         kind, handoff, token_values: as in `PagedKV`. The size does not depend on the number of
             tokens.
-        retained_tokens: 2, the next token and the token whose state the next one starts from.
+        retained_tokens: 2: the next token, and the token before it, because the next token starts
+            from the state after that token.
     """
 
     state: tuple[StateArray, ...]
@@ -118,7 +119,7 @@ class StateKV:
     retained_tokens: ClassVar[int | None] = 2
 
     def arrays(self, block_size: int, dtype: str, compute_dtype: str) -> tuple[KVArray, ...]:
-        """Implement `PagedKV.arrays`; the size does not depend on the number of tokens."""
+        """Implement `PagedKV.arrays`; the arrays' size does not depend on ``block_size``."""
         axis = None if self.is_replicated else 0
         return tuple(
             KVArray(shape=one.shape, dtype=one.dtype or compute_dtype, shard_axis=axis)
@@ -130,5 +131,5 @@ LayerKV = PagedKV | LatentKV | StateKV
 
 
 def as_replicated(kv: LayerKV) -> LayerKV:
-    """Return a copy of a layer's KV that every rank keeps whole."""
+    """Return a layer's declaration, changed so that every rank keeps all of the layer's KV."""
     return kv if isinstance(kv, LatentKV) else replace(kv, is_replicated=True)

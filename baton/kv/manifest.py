@@ -1,4 +1,4 @@
-"""KVManifest: layout of a unit of KV, and which bytes each rank writes to which rank.
+"""KVManifest: the layout of a unit of KV, and the byte ranges that ranks of two nodes exchange.
 
 A *unit* is what a node allocates and transfers: a block of one group of layers. A manifest
 describes a whole model's units as if one rank held them. Each rank holds a part:
@@ -7,8 +7,9 @@ describes a whole model's units as if one rank held them. Each rank holds a part
     4 ranks       heads 0 1 | 2 3 | 4 5 | 6 7
     16 ranks      head  0 | 0 | 1 | 1 | ...                       replicated: more ranks than heads
 
-Ranks may also form stages with some of the layers each. `unit_copies` derives the copies between
-two nodes from their manifests. Knows neither memory nor addresses, transports or tensors.
+Ranks may also form pipeline stages, each of which has some of the layers. `unit_copies` derives the
+copies between two nodes from their manifests. Knows neither memory nor addresses, transports or
+tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ MAX_GROUPS = 64
 MAX_AXES = 8
 MAX_ARRAYS = 8
 MAX_RANKS = 1024
-MAX_STAGE_SIZE = 64  # limit of --tensor-parallel-size: the number of copies grows quadratically
+MAX_STAGE_SIZE = 64  # limit of --tensor-parallel-size: copies grow with its square
 _MAX_UNIT_BYTES = 2**31
 _ALIGNMENT = 16  # bytes
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
-# Values from peers are not trusted.
+# Limits of the values in a manifest, because a peer's manifest is not trusted.
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _Layers = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=4096)
@@ -43,24 +44,24 @@ _Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class KVKind(enum.StrEnum):
-    """Kinds of units' contents, which decide how long units are kept."""
+    """Kinds of content that a unit may have. The kind decides how long a unit is kept."""
 
     PAGED = "paged"  # keys and values of a block's tokens; all blocks are kept
     WINDOW = "window"  # keys and values; blocks outside the window are freed
     LATENT = "latent"  # one vector per token; all blocks are kept
-    STATE = "state"  # the state after a block's last token; the newest is kept
+    STATE = "state"  # the state after a block's last token; the newest state is kept
     ENCODING = "encoding"  # embeddings of an image's placeholders; no KV
 
 
 class HandOffRule(enum.StrEnum):
-    """When a unit may be transferred."""
+    """Rules for when a unit may be transferred."""
 
     AS_IT_FILLS = "as it fills"  # each unit once it is full, because a full unit never changes
     AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends, as a whole
 
 
 class KVOrder(enum.StrEnum):
-    """Orders of a unit's bytes, which decide what is contiguous."""
+    """Orders of layers and heads within a unit: layer by layer, or head by head."""
 
     # All bytes of a layer are adjacent, so a layer is sent as one range once it is computed.
     LAYERS = "layers"
@@ -97,7 +98,8 @@ class KVArray(msgspec.Struct, frozen=True, kw_only=True):
 def array_offsets(arrays: Sequence[KVArray], rank: int = 0, num_ranks: int = 1) -> list[int]:
     """Return the byte offsets of a layer's arrays, and the end of the last one.
 
-    Several arrays are padded to 16 bytes each, because vector loads and views need this.
+    If a layer has several arrays, each is padded to a multiple of 16 bytes, because vector loads
+    and views of other dtypes need aligned addresses.
     """
     offsets = [0]
     for array in arrays:
@@ -117,10 +119,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         kind: kind of the units' contents.
         layers: indexes of the model's layers, in their order within a unit.
         arrays: arrays that each layer keeps in a unit, in order; layers follow one another.
-        num_places: slots for layers in a unit; may exceed the number of layers, because units of
-            all groups have one size.
+        num_places: slots for layers in a unit; may exceed the number of layers, because the units
+            of all groups have the same size.
         block_size: tokens per unit.
-        scales: digest of the scales of quantized keys and values; empty: unscaled.
+        scales: digest of the scales of quantized keys and values; empty: keys and values have no
+            scales.
         window: tokens that a token attends to, the token itself included; 0: all.
         handoff: when a unit may be transferred.
         order: order of layers and heads. HEADS requires one array per layer whose second axis is
@@ -138,11 +141,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     order: KVOrder = KVOrder.LAYERS
 
     def layer_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
-        """Return the bytes of one layer in one rank's part of a unit."""
+        """Return the size of one layer in one rank's part of a unit, in bytes."""
         return array_offsets(self.arrays, rank, num_ranks)[-1]
 
     def unit_bytes(self, rank: int = 0, num_ranks: int = 1) -> int:
-        """Return the bytes of one rank's part of a unit, without padding."""
+        """Return the size of one rank's part of a unit, in bytes, without padding."""
         return self.num_places * self.layer_bytes(rank, num_ranks)
 
 
@@ -153,7 +156,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         groups: all groups of layers.
         num_ranks: workers that share the node's model, stage by stage.
         num_stages: pipeline stages, each with equally many ranks.
-        stage_layers: number of layers of each stage; empty: equal numbers.
+        stage_layers: number of layers of each stage; empty: all stages have equally many layers.
     """
 
     groups: Annotated[tuple[KVGroup, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
@@ -185,7 +188,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leader(self) -> int:
-        """Rank that represents the node: the first one of the last stage."""
+        """Rank that represents the node: the first rank of the last stage."""
         return self.num_ranks - self.stage_size
 
     def places(self, group: KVGroup, stage: int) -> Sequence[int]:
@@ -205,9 +208,9 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, *(len(self.places(group, stage)) for group in self.groups))
 
     def unit_bytes(self, rank: int = 0) -> int:
-        """Return the bytes of one rank's part of a unit; all groups share a pool and this size.
+        """Return the size of one rank's part of a unit, in bytes.
 
-        Units of smaller groups are padded.
+        All groups share one pool, so units of smaller groups are padded to the size of the largest.
         """
         stage, place = divmod(rank, self.stage_size)
         num_bytes = max(
@@ -249,9 +252,9 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference(own: KVManifest, other: KVManifest) -> str:
-    """Return the first field in which units differ and so cannot be copied; empty if none.
+    """Return the first field whose values prevent copies between two nodes; empty if there is none.
 
-    Numbers of ranks may differ.
+    The numbers of ranks and stages may differ.
     """
     if len(own.groups) != len(other.groups):
         return f"{len(other.groups)} KV groups, not {len(own.groups)}"
@@ -266,10 +269,10 @@ def difference(own: KVManifest, other: KVManifest) -> str:
 
 
 def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return a rank's range of an axis: first index and end.
+    """Return the range of an axis of length ``size`` that a rank has: first index and end.
 
-    All shares are equal if the axis is divisible. If there are more ranks than indexes, several
-    ranks share an index.
+    All ranges are equal if ``size`` is divisible by ``num_ranks``. If there are more ranks than
+    indexes, several ranks share an index.
     """
     first = rank * size // num_ranks
     return first, max(first + 1, (rank + 1) * size // num_ranks)
@@ -278,10 +281,10 @@ def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 def stage_span(
     num_layers: int, stage: int, num_stages: int, stage_layers: Sequence[int] = ()
 ) -> tuple[int, int]:
-    """Return the layers of a pipeline stage: the first one, and the end.
+    """Return the range of layers that a pipeline stage has: first layer and end.
 
     Args:
-        stage_layers: number of layers of each stage; empty: equal numbers.
+        stage_layers: number of layers of each stage; empty: the numbers are as equal as possible.
     """
     if not stage_layers:
         return shard(num_layers, stage, num_stages)
@@ -296,7 +299,7 @@ class RankCopy(NamedTuple):
         writer: rank of the sender.
         reader: rank of the receiver.
         source: offset of the range in the writer's part of a unit, in bytes.
-        target: offset in the reader's part, in bytes.
+        target: offset of the range in the reader's part of a unit, in bytes.
     """
 
     writer: int
@@ -306,7 +309,12 @@ class RankCopy(NamedTuple):
     num_bytes: int
 
     def of_ranks(self, first_writer: int, first_reader: int) -> RankCopy:
-        """Return this copy with both rank numbers shifted."""
+        """Return this copy with ranks numbered over whole nodes, instead of within their stages.
+
+        Args:
+            first_writer: number of the first rank in the writer's stage.
+            first_reader: number of the first rank in the reader's stage.
+        """
         return self._replace(writer=self.writer + first_writer, reader=self.reader + first_reader)
 
 
@@ -315,13 +323,13 @@ def unit_copies(
 ) -> tuple[RankCopy, ...]:
     """Return the byte ranges that one node's ranks write in a unit of another node's ranks.
 
-    Each byte of a reader is written once. If several writers have a byte, different readers get the
-    byte from different writers.
+    Each byte of a reader is written once. If several writers have the same heads, the readers of
+    these heads are divided among the writers.
 
     Args:
         writers: manifest of the writing node.
-        readers: manifest of the reading node; equal except for ranks and stages.
-        layers: range of the whole unit's layers; None: all.
+        readers: manifest of the reading node; equal to ``writers`` except for ranks and stages.
+        layers: range of layer slots of the group to copy; None: all layers.
     """
     one = writers.groups[group]
     sizes = writers.stage_size, readers.stage_size
@@ -360,10 +368,10 @@ def _head_copies(
     moves: Sequence[tuple[int, int, int]],
     reader: int,
 ) -> Iterator[RankCopy]:
-    """Yield a reader's copies of units in HEADS order, sorted by their place at the reader.
+    """Yield the copies to a reader of units in HEADS order, sorted by their offset at the reader.
 
     Args:
-        moves: for each layer its stage and slot at the writers, and its slot at the reader.
+        moves: for each layer, its stage and slot at the writing node, and its slot at the reader.
     """
     array = group.arrays[0]
     inner = math.prod(array.shape[2:]) * _DTYPE_BYTES[array.dtype]
@@ -387,7 +395,7 @@ def _head_copies(
 
 
 def _append(copies: list[RankCopy], copy: RankCopy) -> None:
-    """Add a copy; merge it with the last one if they are adjacent."""
+    """Add a copy to ``copies``; merge it with the last copy if their bytes are adjacent."""
     last = copies[-1] if copies else None
     if last and (last.writer, last.reader) == (copy.writer, copy.reader):
         ends = (last.source + last.num_bytes, last.target + last.num_bytes)
@@ -400,12 +408,12 @@ def _append(copies: list[RankCopy], copy: RankCopy) -> None:
 def _array_copies(
     group: KVGroup, index: int, places: tuple[int, int], reader: int, sizes: tuple[int, int]
 ) -> Iterator[RankCopy]:
-    """Yield a reader's copies of one array of one layer, sorted by their place at the reader.
+    """Yield the copies to a reader of one array of one layer, sorted by their offset at the reader.
 
     Args:
-        places: the layer's slots in the writers' units and in the reader's.
+        places: the layer's slot in the writers' units, and its slot in the reader's units.
         reader: rank of the reader within its stage.
-        sizes: numbers of ranks per stage: of writers, of readers.
+        sizes: number of ranks per stage at the writing node, and at the reading node.
     """
     array = group.arrays[index]
     axis = 0 if array.shard_axis is None else array.shard_axis
@@ -440,7 +448,7 @@ def _place(
 def _parts(
     array: KVArray, reader: int, num_writers: int, num_readers: int
 ) -> list[tuple[int, int, int]]:
-    """Return (writer, first, end) for each range of the shard axis that a reader gets."""
+    """Return (writer, first, end) for each range of the shard axis that a reader receives."""
     if array.shard_axis is None:
         return [(reader % num_writers, 0, array.shape[0])]
     size = array.shape[array.shard_axis]

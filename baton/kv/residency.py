@@ -1,4 +1,4 @@
-"""BlockResidency: how long blocks stay in the prefix cache, as histograms of seconds.
+"""BlockResidency: histograms of how long blocks stay in the prefix cache, in seconds.
 
     cached ............. freed ......... taken back ...... freed ....... evicted
            in use              idle, a reuse gap                  idle
@@ -12,24 +12,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-# Upper limits of the buckets, in seconds; longer times are in one more bucket.
+# Upper limits of the histograms' buckets, in seconds; one more bucket counts longer times.
 RESIDENCY_S = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 
 
 @dataclass(slots=True)
 class SecondsHistogram:
-    """Counts of times, by the buckets of `RESIDENCY_S`.
+    """Histogram of durations, with the buckets of `RESIDENCY_S`.
 
     Attributes:
-        counts: number of times in each bucket.
-        sum_s: sum of all times.
+        counts: number of durations in each bucket.
+        sum_s: sum of all durations, in seconds.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(RESIDENCY_S) + 1))
     sum_s: float = 0.0
 
     def note(self, seconds: float) -> None:
-        """Count one time of ``seconds``."""
+        """Count one duration of ``seconds``."""
         self.counts[bisect_left(RESIDENCY_S, seconds)] += 1
         self.sum_s += seconds
 
@@ -39,12 +39,13 @@ class SecondsHistogram:
 
 @dataclass(slots=True)
 class BlockResidency:
-    """Times of one pool's cached blocks.
+    """Histograms of how long the cached blocks of one pool stay, are idle, and wait for reuse.
 
     Attributes:
-        lifetime: from entering the prefix cache to eviction.
-        idle_before_eviction: from the last holder's release to eviction.
-        reuse_gap: from the last holder's release until a request took the block back.
+        lifetime: time from a block's entry into the prefix cache to its eviction.
+        idle_before_eviction: time from the release by the block's last holder to its eviction.
+        reuse_gap: time from the release by the block's last holder until a request uses the block
+            again.
     """
 
     lifetime: SecondsHistogram = field(default_factory=SecondsHistogram)
@@ -52,7 +53,7 @@ class BlockResidency:
     reuse_gap: SecondsHistogram = field(default_factory=SecondsHistogram)
 
     def note_eviction(self, cached_at: float, freed_at: float, now: float) -> None:
-        """Count a block that leaves the prefix cache; runs once per evicted block."""
+        """Count the lifetime and the idle time of a block that is evicted now."""
         lifetime, idle = self.lifetime, self.idle_before_eviction
         lifetime.counts[bisect_left(RESIDENCY_S, now - cached_at)] += 1
         lifetime.sum_s += now - cached_at

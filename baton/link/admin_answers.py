@@ -1,7 +1,7 @@
 """AdminAnswers: a node's answers to operators' questions, over its link to a router.
 
-An answer is sent in parts, and a part only when no event waits, so a large ledger does not delay
-any tokens. Each part is a message; all parts merged are the answer.
+An answer is sent in parts. A part waits until no event is queued on the link, so that a large
+answer hardly delays tokens. Each part is a protobuf message; all parts merged are the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.link.words import AdminCall, AdminReply, RequestError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 64 * 2**10  # approximate size
-MAX_PART_BYTES = 4 * 2**20  # maximum number of bytes that a router accepts in one message
+MAX_PART_BYTES = 4 * 2**20  # a router accepts no longer messages
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_OPEN_CALLS = 8  # per router
 MAX_TIMEOUT_S = 120.0
@@ -25,11 +25,11 @@ Answer = Callable[[AdminCall], Awaitable[Sequence[bytes]]]
 
 
 class AdminAnswers:
-    """Track the open admin calls of one link.
+    """The calls of operators that are being answered over one link.
 
     Args:
-        answer: makes the answer to a call; None: no call is answered.
-        send: puts a part on the link when the link has room.
+        answer: makes the answer to a call; None: every call gets an error.
+        send: queues a part on the link when no event waits.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AdminAnswers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, call: AdminCall) -> None:
-        """Start to answer a call; returns at once."""
+        """Start a task that answers a call; return at once."""
         task = asyncio.create_task(self._run(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -72,7 +72,7 @@ class AdminAnswers:
             return RequestError("DEADLINE_EXCEEDED", f"no answer within {call.timeout_s:g} s")
         except BatonError as error:
             return RequestError(status_name(error), str(error))
-        except Exception as error:  # operators see any error
+        except Exception as error:  # operators are told of unexpected errors, too
             logger.exception("unexpected error in an admin call")
             return RequestError("INTERNAL", f"internal error: {type(error).__name__}")
         num_bytes, largest = sum(map(len, answer)), max(map(len, answer), default=0)

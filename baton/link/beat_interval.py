@@ -1,3 +1,3 @@
-"""Interval of beats between node and router; a module of its own, so that help loads fast."""
+"""Seconds between beats of node and router; apart from the link's code so that --help is fast."""
 
 BEAT_INTERVAL_S = 0.25

@@ -2,10 +2,10 @@
 
     SERVING -> DRAINING -> DRAINED        (and back, when told to serve again)
 
-A draining node's beats carry the state, and every router confirms it with `DrainSeen`. Links keep
-the order of messages, so after the confirmation no earlier request of this router is in transit.
-DRAINED is therefore exact: no router places requests any more, and no request, transfer, or block
-that a peer may write is left.
+A draining node's beats carry its serving state, and every router confirms the drain with
+`DrainSeen`. Links keep the order of messages, so after the confirmation none of the router's
+earlier requests is in transit. DRAINED is therefore exact: no router places requests any more, and
+the node has no requests, no transfers, and no blocks that a peer may still write.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Drain:
     """The serving state of one node, on its asyncio loop.
 
     Attributes:
-        state: state for the next beat.
-        drained: event that is set during the state ``DRAINED``.
-        is_locked: whether `resume` does nothing, because the node could not serve.
+        state: serving state that the next beat reports.
+        drained: event that is set while the state is ``DRAINED``.
+        is_locked: whether `resume` has no effect, because this node could not serve.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Drain:
         return self.state is ServingState.SERVING
 
     def begin(self) -> None:
-        """Start draining; do nothing if the node drains already."""
+        """Start draining; do nothing if the node already drains."""
         if self.state is ServingState.SERVING:
             self.state = ServingState.DRAINING
 
@@ -52,7 +52,7 @@ class Drain:
         self.drained.clear()
 
     def mark(self, beat: NodeBeat, *, all_routers_know: bool) -> NodeBeat:
-        """Return the beat with the serving state; the drain ends if nothing is open."""
+        """Return the beat with the serving state, which becomes DRAINED if nothing is open."""
         if self.state is not ServingState.SERVING:
             is_quiet = all_routers_know and not _num_open(beat)
             # A router that joins a drained node must first learn of the drain.

@@ -1,9 +1,10 @@
-"""Message cuts: split a step's events into messages that a link can carry.
+"""Message cuts: split a step's deltas into messages that a link can carry.
 
-A message that is too long breaks the link, and all requests of the node with it. So a step's events
-are split between requests; a request whose own events are too long is ended. The number of parts
-(token ids, hashes, rows) in a message is limited too: a part may take only two bytes on the wire,
-but the reader makes an object of each, so a short message could fill its memory.
+A message that is too long breaks the link, which ends all requests of the node. So the deltas of a
+step are divided over several messages; if one request's delta is too long for a message, the
+request is ended. The number of parts (token ids, hashes, rows) in a message is limited too: a part
+may take only two bytes on the wire, but the reader makes an object of each part, so a short message
+could fill the reader's memory.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from baton.api.outputs import RequestDelta
 from baton.api.sampling_params import MAX_LOGPROBS
 from baton.v1 import node_pb2
 
-# Half of what a router accepts in one message (`baton.serving.rpc.MAX_CLIENT_MESSAGE_BYTES`).
+# Half of the length that a router accepts (`baton.serving.rpc.MAX_CLIENT_MESSAGE_BYTES`).
 MAX_LINK_MESSAGE_BYTES = 4 * 2**20
 MAX_LINK_DELTAS = 2**13
-# Limit when reading; a node that splits its steps never sends more.
+# Maximum number of deltas that a router accepts in a message; nodes split steps and send fewer.
 MAX_READ_DELTAS = 2 * MAX_LINK_DELTAS
 MAX_PARTS = 2**18  # maximum number of tokens with logprobs, rows, or hashes in a message
-# Messages with more logprobs are made in a thread, not on the node's event loop.
+# A message with more logprobs is made in a thread, so that the node's event loop is not blocked.
 MAX_LOGPROBS_HERE = 512
-# Other parts of a delta; all parts are counted before a message is read (`baton.wire.parts`).
+# Upper bound of a delta's other fields, which count as parts too (`baton.wire.parts`).
 _MORE_PARTS = 32
 
 
 def cut_message(
     message: node_pb2.NodeMessage, max_bytes: int = MAX_LINK_MESSAGE_BYTES
 ) -> Iterator[node_pb2.NodeMessage]:
-    """Yield the message; if it is too long, divide its deltas over several messages, in order."""
+    """Yield the message, or if it is too long, several messages with its deltas in order."""
     is_short = message.ByteSize() <= max_bytes and len(message.deltas.deltas) <= MAX_LINK_DELTAS
     if message.WhichOneof("message") != "deltas" or (is_short and not parts_problem(message)):
         yield message
@@ -58,7 +59,7 @@ def cut_message(
 def parts_problem(message: node_pb2.NodeMessage) -> str:
     """Return why a message has too many parts to be read; empty if it may be read.
 
-    Call this before converting the message: counting costs a fraction of converting.
+    Call this before converting the message, because counting is much cheaper.
     """
     step, events = message.deltas, message.kv_events
     if len(step.deltas) > MAX_READ_DELTAS:
@@ -71,7 +72,7 @@ def parts_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def tops_problem(message: node_pb2.NodeMessage) -> str:
-    """Return why a message has too many alternatives of a token; empty if it may be read."""
+    """Return the problem if a token has too many alternatives with logprobs; empty if none has."""
     for delta in message.deltas.deltas:
         for one in itertools.chain(delta.logprobs, delta.prompt_logprobs):
             if len(one.top_token_ids) > MAX_LOGPROBS:
@@ -80,17 +81,17 @@ def tops_problem(message: node_pb2.NodeMessage) -> str:
 
 
 def has_many_logprobs(deltas: tuple[RequestDelta, ...]) -> bool:
-    """Return whether a step has so many logprobs that making its messages takes milliseconds."""
+    """Return whether making the messages of a step takes milliseconds, because of its logprobs."""
     return sum(len(one.logprobs) + len(one.prompt_logprobs) for one in deltas) > MAX_LOGPROBS_HERE
 
 
 def _num_parts(delta: node_pb2.RequestDelta) -> int:
-    """Count a delta's parts, except alternatives in logprobs, which are read fast."""
+    """Count a delta's parts, except the alternatives of tokens, which are read fast."""
     return len(delta.token_ids) + len(delta.logprobs) + len(delta.prompt_logprobs)
 
 
 def _too_long(delta: node_pb2.RequestDelta, num_bytes: int) -> node_pb2.RequestDelta:
-    """Return the delta that ends a request whose step is too long for any message."""
+    """Return the delta that ends a request whose own delta is too long for a message."""
     problem = f"logprobs: one step has {num_bytes} bytes of them, more than a message holds"
     error = node_pb2.RequestError(code="INVALID_ARGUMENT", message=problem)
     return node_pb2.RequestDelta(request_id=delta.request_id, epoch=delta.epoch, error=error)

@@ -1,8 +1,8 @@
 """NodeEnd: the decisions of a node's end of a link. Has no stream, task or clock.
 
-register, take_first      join, or learn why the router refuses
-say, take                 send events up and read commands, with converted request ids
-miss_beat                 notice a silent router
+register, take_first      join, or learn why the router refuses the node
+say, take                 convert events to messages, and messages to commands
+miss_beat                 notice that the router sends nothing any more
 leave                     end the router's requests after the stream broke
 """
 
@@ -34,6 +34,7 @@ from baton.link.words import (
     RequestError,
     RouterBeat,
     RouterCommand,
+    ShareCommand,
     failed_delta,
     node_request_id,
     protocol_problem,
@@ -43,10 +44,12 @@ from baton.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
-# A router that missed more beats has stopped, or the network to it is dead.
+# A router that sends nothing during more beats of this node has stopped, or the network is dead.
 MAX_MISSED_BEATS = 6
 
 Asked = RouterCommand | AdminCall | tuple[RequestDelta]
+# Commands with a request id, which must be unique among routers.
+_OF_A_REQUEST = PrefillCommand | DecodeCommand | EncodeCommand | ShareCommand | CancelCommand
 
 
 class NodeEnd:
@@ -65,17 +68,16 @@ class NodeEnd:
         self.router_id = ""
         self.joined = False
         self.obstacle = ""
-        # Each router gets a key of its own, so that no router can pose as this node at another
-        # router.
+        # Each router gets another key, so that no router can pose as this node at another router.
         self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
         self._num_missed_beats = 0
 
     def register(self) -> node_pb2.NodeMessage:
-        """Return the first message of a stream."""
+        """Return the registration, the first message of a stream."""
         return wire.registration_to_proto(self._registration)
 
     def take_first(self, message: node_pb2.RouterMessage) -> None:
-        """Handle the answer to the registration: join, or keep the reason of the refusal.
+        """Handle the answer to the registration: join, or keep why the router refuses.
 
         Raises:
             ConfigError: the router refused this node for good.
@@ -91,7 +93,7 @@ class NodeEnd:
             raise ConfigError(f"the router refused this node: {self.obstacle}")
 
     def say(self, event: NodeEvent, now: float) -> list[node_pb2.NodeMessage]:
-        """Return the messages for an event; none if it cannot be sent.
+        """Return the messages that report an event to the router; none if the event cannot be sent.
 
         Args:
             now: current time, by the clock of `RequestDelta.sampled_at`.
@@ -108,16 +110,19 @@ class NodeEnd:
         return list(cut_message(message))
 
     def take(self, message: node_pb2.RouterMessage) -> Asked | None:
-        """Return the command in a message, or deltas to send back at once; None: neither."""
+        """Return the command in a router's message, or the deltas to reply with; None: neither."""
         self._num_missed_beats = 0
         try:
             command = wire.command_from_proto(message)
-        except InvalidRequestError as error:  # invalid data from the network; not a bug
+        # The router sent invalid data, which is no error of this program.
+        except InvalidRequestError as error:
             logger.warning("refused a command: %s", error)
-            if message.HasField("encode"):  # the prefill node encodes what does not come
+            # No answer is needed, because the prefill node encodes or computes itself what does not
+            # come.
+            if message.HasField("encode") or message.HasField("share"):
                 return None
             return self._refuse(message, str(error))
-        if isinstance(command, PrefillCommand | DecodeCommand | EncodeCommand | CancelCommand):
+        if isinstance(command, _OF_A_REQUEST):
             name = node_request_id(command.request_id, self.router_id)
             return dataclasses.replace(command, request_id=name)
         return None if isinstance(command, RouterBeat | Refusal) else command
@@ -139,7 +144,7 @@ class NodeEnd:
         return self._num_missed_beats > MAX_MISSED_BEATS
 
     def leave(self) -> AbortAll | None:
-        """Leave the link; return the command that ends the router's requests, if it was joined."""
+        """Leave the link; return the command to end the router's requests; None if not joined."""
         if not self.joined:
             return None
         self.joined = False
@@ -157,8 +162,9 @@ def _with_send_time(delta: RequestDelta, now: float) -> RequestDelta:
 def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:
     """Merge consecutive steps into one, so that fewer messages are sent.
 
-    A slow event loop sends one message per round, and steps must not pile up before beats. A step
-    with more than plain tokens ends a merged step, because a router reads plain tokens first.
+    A slow event loop sends one message per round, and beats must not wait behind many steps. A step
+    with more than plain tokens, such as logprobs, is the last one of a merged step, because a
+    router reads the plain tokens of a message first.
     """
     merged = list[NodeEvent]()
     before: NodeEvent | None = None

@@ -1,6 +1,6 @@
 """The messages of the router's end of a link. Has no stream, task or clock.
 
-`NodePool`, `Node` and `JoinGate` act on them.
+`NodePool`, `Node` and `JoinGate` of the router act on these messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 def registered(
     problem: str, router_id: str = "", *, may_retry: bool = False
 ) -> node_pb2.RouterMessage:
-    """Return the answer to a registration; it is a refusal if there is a problem."""
+    """Return the answer to a node's registration.
+
+    Args:
+        problem: why the router refuses the node; empty: the node joins.
+    """
     answer = node_pb2.Registered(
         problem=problem, router_id=router_id, may_retry=may_retry, protocol=PROTOCOL
     )
@@ -36,7 +40,10 @@ def registered(
 
 
 def read_event(message: node_pb2.NodeMessage) -> tuple[NodeEvent | None, str]:
-    """Return a message's event (None: unknown kind), and why the link must end ("": it goes on)."""
+    """Return the event of a node's message, and why the link must end.
+
+    The event is None if its kind is unknown. The reason is empty if the link continues.
+    """
     problem = parts_problem(message)
     return None if problem else wire.node_event_from_proto(message), problem
 

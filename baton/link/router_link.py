@@ -1,7 +1,7 @@
 """RouterLink: a node's end of its stream to one router.
 
-A link joins, carries events up and commands down, and joins again when the stream breaks. `NodeEnd`
-decides what is sent and what messages mean.
+A link joins, carries events to the router and commands to the node, and joins again when the stream
+breaks. `NodeEnd` decides what is sent and what messages mean.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RETRY_INTERVAL_S = 0.5
 _ASK_WHY_INTERVAL_S = 5.0
 REGISTER_TIMEOUT_S = 2.0
 _PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
-# The node's identity or rights are wrong, so retrying does not help.
+# Status codes after which retrying does not help, because the node's identity or rights are wrong.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _TOLD = (grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
@@ -56,11 +56,11 @@ class RouterLink:
         join_timeout_s: longest time for the first join.
         node_token: authorizes this node to join.
         answer: answers operators' questions; None: questions are not answered.
-        tls: this node's certificates; reread for each link.
+        tls: this node's certificates, which are read again for each new stream.
         server_name: name that the router's certificate must have; empty: the address's host.
 
     Attributes:
-        problem: why TLS prevents a link; empty without such a problem.
+        problem: why TLS prevents the link; empty if TLS does not prevent it.
     """
 
     def __init__(
@@ -104,12 +104,15 @@ class RouterLink:
         return self._end.obstacle
 
     def emit(self, event: NodeEvent) -> None:
-        """Queue an event; drop it if there is no link. Call on the loop's thread."""
+        """Queue an event for the router, or drop the event if the node is not joined.
+
+        Call this on the thread of the event loop.
+        """
         if self.joined:
             self._events.put_nowait(event)
 
     def leave(self) -> AbortAll | None:
-        """Implement `NodeEnd.leave`, once `run` was cancelled."""
+        """Implement `NodeEnd.leave`; call this after `run` was cancelled."""
         return self._end.leave()
 
     async def run(self) -> None:
@@ -143,7 +146,7 @@ class RouterLink:
     async def _tell_why(self, *, is_first: bool) -> None:
         """Log why there is no link; log again when the reason changes.
 
-        A router that is not up yet, as when both start at the same time, causes no warning.
+        If the router does not answer yet, for example because both start now, no warning is logged.
         """
         told: str | None = None
         while True:
@@ -166,7 +169,7 @@ class RouterLink:
         self.problem = ""
 
     async def _connect(self) -> None:
-        """Open a link with the current certificates, and hold it until it breaks."""
+        """Open a link with the current certificates, and keep the link up until it breaks."""
         try:
             tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
         except ConfigError:  # logged by `_tell_why`; the next try may find valid certificates
@@ -186,7 +189,7 @@ class RouterLink:
         call = stub.Link(metadata=self._metadata)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                # The router refused the call; `read` raises the reason.
+                # If the router refused the call, `write` fails, and `read` raises the reason.
                 with contextlib.suppress(asyncio.InvalidStateError):
                     await call.write(self._end.register())
                 first = await call.read()
@@ -205,7 +208,7 @@ class RouterLink:
         jobs = (self._write(call), self._read(call), self._watch())
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
-            # If one job ends, the link ends: a node that only reads or only writes is useless.
+            # If one task ends, the link ends: a link that only reads or only writes is useless.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -216,9 +219,9 @@ class RouterLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send_part(self, reply: AdminReply) -> None:
-        """Queue a part of an answer when no event waits, so that tokens are hardly delayed.
+        """Queue a part of an operator's answer when no event waits, so that tokens are not delayed.
 
-        On a link that is never idle, the part is queued after `_MOST_PART_PAUSES` pauses.
+        If events are always waiting, the part is queued after `_MOST_PART_PAUSES` pauses.
         """
         for _ in range(_MOST_PART_PAUSES):
             if self._events.empty():
@@ -239,7 +242,7 @@ class RouterLink:
                     self._submit(command)
 
     async def _watch(self) -> None:
-        """Return when the router has missed too many beats."""
+        """Return once nothing has come from the router for too many beats."""
         is_silent = False
         while not is_silent:
             await asyncio.sleep(BEAT_INTERVAL_S)
@@ -247,9 +250,9 @@ class RouterLink:
         logger.warning("the router is silent")
 
     async def _say(self, event: NodeEvent) -> list[node_pb2.NodeMessage]:
-        """Return the messages of an event; a thread makes those with many logprobs."""
+        """Return the messages of an event; if it has many logprobs, a thread makes the messages."""
         if isinstance(event, tuple) and has_many_logprobs(event):
-            # If no thread can start, the loop blocks for a moment; the link survives.
+            # If no thread can start, the event loop makes the messages and blocks for a moment.
             with contextlib.suppress(RuntimeError):
                 return await asyncio.to_thread(self._end.say, event, time.monotonic())
         return self._end.say(event, time.monotonic())
@@ -263,6 +266,6 @@ class RouterLink:
             for message in messages:
                 try:
                     await call.write(message)
-                # The router has ended the call, because it took this node for dead.
+                # The router ended the call because it took this node for dead.
                 except asyncio.InvalidStateError:
                     return

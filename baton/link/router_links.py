@@ -1,7 +1,8 @@
-"""RouterLinks: a node's links to all of its routers; the routers do not know of each other.
+"""RouterLinks: a node's links to all of its routers.
 
-A request's tokens go to the router that placed it, all else to every router. A router's DNS name
-may have several addresses; addresses that appear later are joined later.
+Routers do not know each other. The tokens of a request go to the router that placed the request;
+all other events go to every router. A DNS name may have the addresses of several routers; when an
+address is added to the name later, the node joins that router, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from baton.access.exposure import split_address
 from baton.access.tls import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.kv.prefixes import is_fetch_end
 from baton.link.admin_answers import Answer
 from baton.link.drain import Drain
 from baton.link.router_link import RouterLink
@@ -48,7 +50,7 @@ class RouterLinks:
         registration: this node's registration.
         submit: receives commands for the node's loop; returns at once.
         drain: the node's serving state.
-        on_joined: called with whether the node is linked to any router.
+        on_joined: called with True if the node is linked to at least one router, else with False.
         on_stop: called when a router orders the process to end after draining.
         join_timeout_s: how long to try to reach a first router.
         node_token: authorizes this node to join.
@@ -56,7 +58,8 @@ class RouterLinks:
         tls: this node's certificates.
 
     Attributes:
-        reached: engine ids of connected peers.
+        reached: engine ids of the peers that this node is connected to. The encode nodes of a
+            prefill node do not count.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class RouterLinks:
         self._seers: set[str] = set()  # addresses of routers that know that this node drains
         # Engine id -> addresses of the routers that list the peer.
         self._peers: dict[str, set[str]] = {}
-        self._is_away = False  # True between `leave` and `join`
+        self._is_away = False  # True from `leave` until `join`
         self._resolve_at = 0.0
 
     @property
@@ -99,9 +102,9 @@ class RouterLinks:
         return joined <= self._seers
 
     async def leave(self) -> None:
-        """End all links and the requests that came over them; do not make any link until `join`.
+        """End all links and the requests of their routers; make no link until `join`.
 
-        Routers and peers take the node for gone.
+        Routers and peers then treat the node as gone.
         """
         self._is_away = True
         tasks, links = list(self._tasks.values()), list(self._links.values())
@@ -121,14 +124,18 @@ class RouterLinks:
         await self._on_joined(False)
 
     def join(self, registration: NodeRegistration) -> None:
-        """Join all routers again, under another registration with the same address."""
+        """Join all routers again, with a new registration that has the same address."""
         address = self._registration.address
         self._registration = dataclasses.replace(registration, address=address)
         self._is_away, self._resolve_at = False, 0.0
 
     def emit(self, event: NodeEvent) -> None:
-        """Send an event to the routers that it concerns. Call on the loop's thread."""
-        if isinstance(event, PeerReport):
+        """Send an event to the routers that it concerns.
+
+        Call this on the thread of the event loop.
+        """
+        is_of_pair = isinstance(event, PeerReport) and not event.is_encode_node
+        if is_of_pair and not is_fetch_end(event.engine_id):
             note = self.reached.add if event.connected else self.reached.discard
             note(event.engine_id)
         if not isinstance(event, tuple):
@@ -188,7 +195,7 @@ class RouterLinks:
     def _give_up(self, *, ever_joined: bool) -> None:
         """Raise the reason why no router was joined, if the time for joining is over."""
         obstacles = [link.obstacle for link in self._links.values() if link.obstacle]
-        if obstacles:  # most likely another node with this name is joined
+        if obstacles:  # most likely another node with this name has joined
             raise ConfigError(
                 f"the router refuses this node for {self._join_timeout_s:g} s: {obstacles[0]}"
             )
@@ -201,18 +208,20 @@ class RouterLinks:
             )
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Raise a router's refusal; if this node drains, log it and drop the link instead."""
+        """Raise the error that ended a link; if this node drains, log it and drop the link."""
         try:
             task.result()  # always raises, because a link does not end by itself
         except ConfigError as error:
             if self._drain.state is ServingState.SERVING:
                 raise
-            logger.warning("%s", error)  # other routers may wait for results of this node
+            # The error is not raised, because other routers may still wait for results of this
+            # node.
+            logger.warning("%s", error)
             (address,) = (name for name, one in self._tasks.items() if one is task)
             del self._tasks[address], self._links[address]
 
     async def _follow(self, addresses: Mapping[str, str]) -> None:
-        """Connect to new addresses; drop links that are not joined and whose address is gone.
+        """Make links to new addresses; drop links that are not joined and whose address is gone.
 
         Args:
             addresses: address -> the host that resolved to this address.
@@ -266,7 +275,7 @@ class RouterLinks:
             case PeerUpdate(engine_id=engine_id, removed=True):
                 routers = self._peers.get(engine_id, set())
                 routers.discard(address)
-                if not routers:  # a peer lives as long as a router lists it
+                if not routers:  # a peer counts as alive as long as a router lists it
                     self._peers.pop(engine_id, None)
                     self.reached.discard(engine_id)
                     self._submit(command)
@@ -286,9 +295,9 @@ def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:
 
 
 async def resolve_routers(routers: Sequence[str]) -> dict[str, str]:
-    """Resolve all routers to addresses, each with its host; skips names that fail to resolve.
+    """Return all routers' addresses, each with its host; names that fail to resolve are skipped.
 
-    A name with a single address is kept as written, for messages.
+    A name with a single address is not replaced, so that log messages show the name.
     """
     loop = asyncio.get_running_loop()
     addresses: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Convert the link's messages, and pieces of streams, to protobuf and back.
+"""Convert the messages of the link, and the outputs streamed to clients, to protobuf and back.
 
 `baton/wire/types.py` has the types that all services share. Raises InvalidRequestError for values
 that no peer or client should send.
@@ -35,7 +35,7 @@ from baton.wire.types import (
     sampling_params_to_proto,
 )
 
-MAX_PROMPT_TOKENS = 2**31 - 1  # where an image may lie whose prompt is not known
+MAX_PROMPT_TOKENS = 2**31 - 1  # assumed if the length of an image's prompt is not known
 
 _Command = TypeVar("_Command", link.PrefillCommand, link.DecodeCommand)
 
@@ -49,7 +49,8 @@ _ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
 # ------------------------------------------------------------------ the public stream
 
 
-# Written field by field, which is faster than by name: one message is made per piece.
+# Each field is written out here, because each streamed output is a message, and `to_message`, which
+# copies fields by name, is slower.
 def text_delta_to_proto(delta: TextDelta) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         request_id=delta.request_id,
@@ -83,7 +84,7 @@ def text_delta_from_proto(message: inference_pb2.GenerateResponse) -> TextDelta:
 
 
 def beam_search_to_proto(beams: BeamSearchParams) -> inference_pb2.BeamSearch:
-    """Convert a beam search; the message has neither the output length nor end tokens."""
+    """Convert a beam search's parameters, except the output length and the end tokens."""
     return inference_pb2.BeamSearch(
         beam_width=beams.beam_width,
         length_penalty=beams.length_penalty,
@@ -92,7 +93,7 @@ def beam_search_to_proto(beams: BeamSearchParams) -> inference_pb2.BeamSearch:
 
 
 def beam_search_from_proto(message: inference_pb2.BeamSearch) -> BeamSearchParams:
-    """Convert a beam search; raises InvalidRequestError."""
+    """Convert the parameters of a beam search; raises InvalidRequestError."""
     has_penalty = message.HasField("length_penalty")
     stopping = _STOPPING_FROM_PROTO.get(message.early_stopping)
     if stopping is None:
@@ -203,20 +204,21 @@ def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
-    newer = link.ServingState.DRAINING  # replaces states that only newer versions know
+    # A state that this version does not know counts as DRAINING.
+    newer = link.ServingState.DRAINING
     state = _SERVING_FROM_PROTO.get(message.serving_state, newer)
     return from_message(link.NodeBeat, message, serving_state=state)
 
 
 def is_plain(delta: link.RequestDelta) -> bool:
-    """Return whether a delta holds tokens and no other field."""
+    """Return whether a delta has tokens, and no other results such as logprobs or an end."""
     return delta == link.RequestDelta(
         delta.request_id, delta.output_index, delta.token_ids, epoch=delta.epoch
     )
 
 
 def split_step(deltas: tuple[link.RequestDelta, ...]) -> link.StepDeltas:
-    """Pack deltas of plain tokens into rows, which take a thirtieth of the time to read."""
+    """Pack deltas that only have tokens into rows, which a router reads 30 times as fast."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
         if not is_plain(delta):
@@ -300,6 +302,10 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         images = map(_image_to_proto, command.images)
         encode = to_message(node_pb2.EncodeCommand, command, images=images)
         return node_pb2.RouterMessage(encode=encode)
+    if isinstance(command, link.ShareCommand):
+        images = map(_image_to_proto, command.images)
+        share = to_message(node_pb2.ShareCommand, command, images=images)
+        return node_pb2.RouterMessage(share=share)
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
     if isinstance(command, link.DrainCommand):
@@ -339,7 +345,11 @@ def _image_to_proto(image: PromptImage) -> node_pb2.PromptImage:
 def _images_from_proto(
     messages: Iterable[node_pb2.PromptImage], num_prompt_tokens: int
 ) -> tuple[PromptImage, ...]:
-    """Convert images; raises InvalidRequestError unless they lie in order in the prompt."""
+    """Convert the images of a prompt.
+
+    Raises:
+        InvalidRequestError: the images overlap, are not in order, or lie outside the prompt.
+    """
     images: list[PromptImage] = []
     end = 0
     for message in messages:
@@ -380,6 +390,12 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     if kind == "encode":
         images = _images_from_proto(message.encode.images, MAX_PROMPT_TOKENS)
         return from_message(link.EncodeCommand, message.encode, images=images)
+    if kind == "share":
+        token_ids = list(message.share.prompt_token_ids)
+        images = _images_from_proto(message.share.images, len(token_ids))
+        return from_message(
+            link.ShareCommand, message.share, prompt_token_ids=token_ids, images=images
+        )
     if kind == "beat":
         return link.RouterBeat()
     if kind == "drain":

@@ -1,4 +1,4 @@
-"""Operators' requests that router and nodes answer in the same way: log levels, profiles."""
+"""Answer operators' requests that router and nodes answer alike: log levels and profiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def set_log_level(request: admin_pb2.SetLogLevelRequest) -> admin_pb2.SetLogLeve
 
 
 async def profile(thread_name: str, seconds: float) -> admin_pb2.ProfileResponse:
-    """Profile one thread of this process; raises InvalidRequestError."""
+    """Sample the stack of one thread of this process; raises InvalidRequestError."""
     found = await asyncio.to_thread(sample_stacks, thread_name, seconds)
     return admin_pb2.ProfileResponse(
         thread=found.thread,

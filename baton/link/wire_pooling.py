@@ -17,14 +17,18 @@ _FROM_PROTO = {number: kind for kind, number in _TO_PROTO.items()}
 
 
 def pooling_to_proto(params: PoolingParams | None) -> node_pb2.Pooling | None:
-    """Return a message, or None for a request that samples."""
+    """Convert the pooling parameters to a message; None: the request samples tokens instead."""
     if params is None:
         return None
     return node_pb2.Pooling(kind=_TO_PROTO[params.kind], token_ids=params.token_ids)
 
 
 def pooling_from_proto(command: node_pb2.PrefillCommand) -> PoolingParams | None:
-    """Return a command's pooling; None: sample. Raises InvalidRequestError for an unknown kind."""
+    """Return a command's pooling parameters; None: the request samples tokens instead.
+
+    Raises:
+        InvalidRequestError: the kind of pooling is unknown.
+    """
     if not command.HasField("pooling"):
         return None
     kind = _FROM_PROTO.get(command.pooling.kind)

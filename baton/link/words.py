@@ -21,12 +21,13 @@ from baton.kv.block_hash import ShortHash
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
 
-# Version of the link's messages. A change that readers of the previous version would misread raises
-# it. Each end supports its own version and the previous one. New fields need no new version.
+# Version of the link's messages. Raise the version with a change that readers of the previous
+# version would misread; a new field is no such change. Each end supports its own version and the
+# previous version.
 PROTOCOL = 1
 FIRST_PROTOCOL = 1  # protocol version of peers that do not send any version
-REVISION = "revision"  # entry of ``compatibility`` that keeps revisions apart
-# Codes of a `RequestError` that are not gRPC's: no node is at fault, so try the request elsewhere.
+REVISION = "revision"  # entry of ``compatibility`` with the node's revision
+# Codes of a `RequestError` besides gRPC's: no node is at fault, so the router retries the request.
 PREEMPTED, ADAPTER_MISSING = "PREEMPTED", "ADAPTER_MISSING"
 MOVED = frozenset({PREEMPTED, ADAPTER_MISSING})
 
@@ -42,14 +43,15 @@ def protocol_problem(theirs: int, *, own: int = PROTOCOL) -> str:
 
 
 class NodeRole(Enum):
-    """The roles of a node."""
+    """Roles that a node may have."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     ENCODE = "encode"
 
 
-# Roles of the two nodes that a request needs. An encode node only saves a prefill node work.
+# Roles of the two nodes that a request needs. Encode nodes are optional: they relieve prefill
+# nodes.
 PAIR_ROLES = (NodeRole.PREFILL, NodeRole.DECODE)
 
 
@@ -66,7 +68,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """Duration of one step that decoded a token of each request on an otherwise idle node.
+    """Duration of one decode step, with a token of each request, on an otherwise idle node.
 
     Attributes:
         num_context_tokens: tokens before each request's decoded token, summed over all requests.
@@ -79,23 +81,28 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """A node's description of itself. Only nodes with equal ``compatibility`` are paired.
+    """A node's description of itself. Routers pair only nodes with equal ``compatibility``.
 
     Attributes:
         prefix_hash: algorithm of block hashes (`baton/kv/block_hash.py`); empty: no prefix cache.
-        kv_bytes_per_token: KV size over all layers; 0: unknown.
+        kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
         tensor_parallel_size: number of ranks that share each layer.
         pipeline_parallel_size: number of pipeline stages.
         computes_prompts: whether this decode node accepts requests without a prefill node.
         process_key: secret shared only with this node's routers; empty: none.
-        step_times: times measured at the node's start, sorted by tokens; empty: not measured.
-        decode_times: times measured at the node's start; empty: not measured, or no decode node.
+        step_times: times of steps with prompt tokens, measured at the node's start, sorted by
+            tokens; empty: not measured.
+        decode_times: times of decode steps, measured at the node's start; empty: not measured, or
+            no decode node.
         protocol: version of the link's messages.
         loads_adapters: whether the node can load the adapters of its commands.
         encodes_images: whether the node can compute prompts with images.
-        encodings_peer_info: how encode nodes reach this prefill node; empty: it takes no encodings.
-        encode_times: times to encode one image of so many tokens, sorted by tokens; measured at an
-            encode node's start.
+        encodings_peer_info: how encode nodes reach this prefill node; empty: this node receives no
+            encodings.
+        encode_times: times to encode one image, by its number of tokens, sorted; measured at the
+            start of an encode node.
+        fetch_peer_info: how other nodes reach this node's end for cached prefixes; empty: it has
+            none.
     """
 
     node_name: str
@@ -121,6 +128,7 @@ class NodeRegistration:
     encodes_images: bool = False
     encodings_peer_info: bytes = b""
     encode_times: tuple[StepTime, ...] = ()
+    fetch_peer_info: bytes = b""
 
     @property
     def revision(self) -> str:
@@ -144,13 +152,13 @@ class ServingState(Enum):
 class StepDeltas(msgspec.Struct, frozen=True):
     """The results of one engine step, as a router receives them.
 
-    Most results are rows: one token of one request without other fields. Nodes emit plain deltas;
-    the wire format packs these into rows.
+    Most results are rows: a row is one token of one request, without other fields. Nodes emit
+    deltas; the wire format packs deltas without other fields into rows.
 
     Attributes:
-        epochs: attempt of each row; identifies the row's request, because a router's epochs never
-            repeat.
-        deltas: all results that are no rows; they follow the rows.
+        epochs: epoch (attempt of a request) of each row; it identifies the row's request, because a
+            router uses each epoch once.
+        deltas: all other results; a request's deltas come after its rows.
     """
 
     epochs: Sequence[int]
@@ -164,18 +172,20 @@ class NodeBeat:
     """A node's report of its load.
 
     Attributes:
-        num_transfers: hand-offs that have begun or been granted, and have not ended.
-        serving_state: ``DRAINED`` only if every router knows of the drain, and no request, transfer
-            or block that a peer may write is left.
-        num_uncomputed_tokens: prompt tokens still to compute here.
+        num_transfers: hand-offs of KV that have begun or been granted, and have not ended.
+        serving_state: ``DRAINED`` only if every router knows of the drain, and the node has no
+            requests, no transfers, and no blocks that a peer may still write.
+        num_uncomputed_tokens: prompt tokens that this node has still to compute.
         num_rounds: completed rounds of the engine's thread, idle ones included.
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
         longest_round_s: duration of the longest completed round.
         stalled_thread: name of the stalled thread.
-        adapters: digests of the adapters in memory that accept requests.
-        num_waiting_for_adapters: commands that wait for their adapters; also counted in
-            ``num_waiting``.
-        adapter_load_s: recent time to read and load an adapter; 0: unknown.
+        adapters: digests of the loaded adapters that accept requests.
+        num_waiting_for_adapters: commands that wait until their adapters are loaded;
+            ``num_waiting`` includes them.
+        adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
+        num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
+            their images; ``num_waiting`` includes them.
     """
 
     num_waiting: int = 0
@@ -193,6 +203,7 @@ class NodeBeat:
     adapters: tuple[str, ...] = ()
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
+    num_waiting_for_encodings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +212,7 @@ class PeerReport:
 
     Attributes:
         bandwidth_bytes_per_s: bandwidth measured when the nodes connected; 0: unknown.
+        is_encode_node: whether a prefill node reports an encode node, with which it forms no pair.
     """
 
     engine_id: str
@@ -208,11 +220,12 @@ class PeerReport:
     transport: str = ""
     problem: str = ""
     bandwidth_bytes_per_s: float = 0.0
+    is_encode_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestView:
-    """An open request as operators see it."""
+    """An open request of a node, with the fields that operators see."""
 
     request_id: str
     status: str
@@ -228,8 +241,9 @@ class KVCacheEvents:
     """Net changes of a node's prefix cache.
 
     Attributes:
-        sequence: number of the message, per engine id; a gap means that messages were lost.
-        snapshot: whether the cache holds only ``stored``, and earlier events are void.
+        sequence: number of this message among the messages of an engine id; a gap means lost
+            messages.
+        snapshot: whether ``stored`` lists the whole cache, so that earlier events are void.
         stored: short hashes of new blocks, in prefix order.
         removed: short hashes of evicted blocks; disjoint from ``stored``.
     """
@@ -245,7 +259,7 @@ class AdminReply:
     """A part of the answer to an `AdminCall`; parts arrive in order.
 
     Attributes:
-        error: replaces the answer; ``code`` is the name of a gRPC status code.
+        error: error to report instead of an answer; its ``code`` is the name of a gRPC status code.
     """
 
     call_id: int
@@ -263,28 +277,34 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdate:
-    """A node that this one pairs with has joined (``peer_info``) or left (``removed``)."""
+    """News that a possible partner of this node joined (``peer_info``) or left (``removed``).
+
+    Attributes:
+        fetch_peer_info: how to reach the node's end for cached prefixes; empty: the two nodes do
+            not send prefixes to each other.
+    """
 
     engine_id: str
     peer_info: bytes = b""
     removed: bool = False
+    fetch_peer_info: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCommand:
-    """A request, as the router sends it to both nodes.
+    """The fields of a request that the router sends to the prefill node and to the decode node.
 
     Attributes:
-        output_token_ids: output of earlier attempts; its KV is computed and sent with the prompt's,
-            and the token after it is sampled in place of token 1.
+        output_token_ids: output of earlier attempts. Its KV is computed and sent with the prompt's
+            KV, and the prefill node samples the token that follows this output.
         cache_salt: prompts share cached blocks only if their salts are equal; empty: no salt.
         adapter: digest of the request's adapter; empty: the base model.
         adapter_source: folder to load the adapter from if the node lacks it; empty: unknown.
-        pins_adapter: whether the adapter keeps its slot when others need one.
-        priority: the client's order among requests, where smaller goes first.
+        pins_adapter: whether the adapter stays loaded when other adapters need a slot.
+        priority: the client's priority; requests with smaller numbers are scheduled first.
         trace: parent span of the node's spans; None: not traced.
-        images: images of the prompt in order; without files for a node that does not compute the
-            prompt.
+        images: images of the prompt in order; a node that does not compute the prompt gets the
+            images without their files.
     """
 
     request_id: str
@@ -304,27 +324,31 @@ class RequestCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCommand(RequestCommand):
-    """Compute a prompt's KV, sample token 1, and hand over.
+    """Command to compute a prompt's KV, sample token 1, and hand the request to a decode node.
 
     Attributes:
         decode_engine_id: node that receives the KV; empty: the request ends here.
-        pooling: numbers to take from the prompt's hidden states, instead of token 1; None: sample.
-        encode_engine_ids: node that sends each image's encoding; an empty text, or no entries:
-            this node encodes.
+        pooling: how to pool the prompt's hidden states instead of sampling token 1; None: sample.
+        encode_engine_ids: for each image, the node that sends its encoding; if the entry is empty
+            or missing, this node encodes the image.
+        fetch_engine_id: node that sends a cached prefix of the prompt; empty: no node.
+        fetch_num_tokens: tokens of this prefix, as far as the router knows.
     """
 
     decode_engine_id: str
     pooling: PoolingParams | None = None
     encode_engine_ids: tuple[str, ...] = ()
+    fetch_engine_id: str = ""
+    fetch_num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCommand(RequestCommand):
-    """Park a request until its KV arrives, then decode from token 2 on.
+    """Command to hold a request until its KV arrives, and then to decode from token 2 on.
 
     Attributes:
-        prefill_engine_id: node that sends the KV; empty: compute the prompt and sample token 1
-            here.
+        prefill_engine_id: node that sends the KV; empty: the decode node computes the prompt and
+            samples token 1.
     """
 
     prefill_engine_id: str
@@ -332,10 +356,10 @@ class DecodeCommand(RequestCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeCommand:
-    """Encode images, and send the encodings to a prefill node.
+    """Command to encode images and to send the encodings to a prefill node.
 
     Attributes:
-        images: the images, with their files; their places in the prompt have no meaning here.
+        images: the images, with their files; their positions in the prompt are not used.
     """
 
     request_id: str
@@ -345,9 +369,29 @@ class EncodeCommand:
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareCommand:
+    """Send the cached part of a prefix to a prefill node, which computes the rest of the prompt.
+
+    Attributes:
+        prompt_token_ids: the prefix: the first tokens of the prompt.
+        cache_salt, adapter: as in the prompt's `PrefillCommand`.
+        images: the images in the prefix, without files.
+    """
+
+    request_id: str
+    epoch: int
+    prefill_engine_id: str
+    timeout_s: float
+    prompt_token_ids: list[int] = field(repr=False)
+    cache_salt: bytes = field(default=b"", repr=False)
+    adapter: str = ""
+    images: tuple[PromptImage, ...] = field(default=(), repr=False)
+
+
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """End a request on this node; do nothing if the node lacks it."""
+    """Command to end a request on this node, if the node has the request."""
 
     request_id: str
     epoch: int
@@ -358,7 +402,7 @@ class Refusal:
     """The router's refusal of this node.
 
     Attributes:
-        may_retry: whether the problem may pass.
+        may_retry: whether the node should try to join again, because the problem may be temporary.
     """
 
     problem: str
@@ -367,12 +411,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RouterBeat:
-    """Tell that the router is alive. The link handles this, not the node's loop."""
+    """Sign that the router is alive. Handled by the link, not by the node's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainCommand:
-    """Drain the node, or serve again. The link handles this, not the node's loop.
+    """Command to drain the node or to serve again. Handled by the link, not by the node's loop.
 
     Attributes:
         stop: whether to end the process once it is drained.
@@ -384,17 +428,17 @@ class DrainCommand:
 
 @dataclass(frozen=True, slots=True)
 class DrainSeen:
-    """Tell a draining node that this router places no more requests there. Handled by the link."""
+    """Confirmation to a draining node: this router sends no more requests. Handled by the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendKVSnapshot:
-    """Send a snapshot of the prefix cache, and all later changes."""
+    """Command to report all blocks in the prefix cache now, and all later changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """Ask the node an operator's question. The link handles this, not the node's loop.
+    """An operator's question to the node. Handled by the link, not by the node's loop.
 
     Attributes:
         call_id: identifies the call on this link.
@@ -414,6 +458,7 @@ RouterCommand = (
     | PrefillCommand
     | DecodeCommand
     | EncodeCommand
+    | ShareCommand
     | CancelCommand
     | RouterBeat
     | DrainCommand
@@ -425,13 +470,13 @@ RouterCommand = (
 
 @dataclass(frozen=True, slots=True)
 class AbortAll:
-    """End every request that a router placed here. The link makes this command when it breaks."""
+    """Command to end every request that a router placed here. A broken link makes this command."""
 
     reason: str
     router_id: str = ""
 
     def concerns(self, request_id: str) -> bool:
-        """Return whether the command's router placed a request, given its id on nodes."""
+        """Return whether the command's router placed the request with this id."""
         return split_request_id(request_id)[1] == self.router_id
 
 
@@ -442,7 +487,7 @@ def scoped_id(request_id: str, tenant: str) -> str:
     """Return an id that is unique among tenants, from a request id and its tenant.
 
     Clients choose request ids, and a tenant must not reach another's request by guessing its id.
-    Without tenants, this is the client's id.
+    If there are no tenants, the result is the client's id.
     """
     if not tenant:
         return request_id

@@ -1,1 +1,1 @@
-"""Images in prompts: the tokens of an image, by model and image size; needs no torch."""
+"""Images in prompts: find out which tokens an image has in a model's prompts, without torch."""

@@ -19,14 +19,14 @@ SizedFile = tuple[bytes, int, int]
 
 
 def as_written(text: str, layout: ImageLayout) -> str:
-    """Return a text with images as the model's processor writes it before tokenizing."""
+    """Return a prompt's text with images, in the form that the model's processor tokenizes."""
     return text.replace(layout.marker, layout.written)
 
 
 def expand_images(
     token_ids: Sequence[int], images: Sequence[SizedFile], layout: ImageLayout
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Return the prompt with the tokens of its images, and where the images lie.
+    """Return the prompt with its images' tokens, and the place and digest of each image.
 
     Args:
         token_ids: tokens of the prompt, with one marker per image.
@@ -34,8 +34,8 @@ def expand_images(
         layout: the model's rule for the tokens of an image.
 
     Raises:
-        InvalidRequestError: the numbers of markers and images differ, or the model takes no image
-            of some size.
+        InvalidRequestError: the numbers of markers and images differ, or the model does not accept
+            the size of an image.
     """
     marker = layout.marker_token_id
     num_markers = token_ids.count(marker)

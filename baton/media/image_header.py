@@ -1,8 +1,8 @@
 """Read the header of an image file: its format and size, without decoding a pixel.
 
 The file comes from a client and may kill its parser, so call this only in a worker process (see
-`make_work`). Nodes and routers read the orientation with this module, so that both see the same
-width.
+`make_work`). Nodes also read an image's orientation with this module, so that nodes and routers
+agree on the image's width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# Errors of Pillow's parsers. Their texts are not shown, because some contain addresses.
+# Errors of Pillow's parsers. Their texts are not shown, because some contain memory addresses.
 _PARSER_ERRORS = (
     OSError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError,
     EOFError, struct.error,
@@ -51,9 +51,10 @@ def read_header(data: bytes) -> ImageHeader:
     Raises:
         InvalidRequestError: the file is no image of a known format, or has several frames.
     """
-    from PIL import Image  # imported late, because importing Pillow takes a while
+    from PIL import Image  # imported here, because importing Pillow takes long
 
-    Image.MAX_IMAGE_PIXELS = None  # switches off Pillow's limit; our reader has its own limits
+    # Pillow's limit of an image's size is turned off, because this module has its own limits.
+    Image.MAX_IMAGE_PIXELS = None
     try:
         with (
             warnings.catch_warnings(action="ignore"),
@@ -69,7 +70,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def _header_of(image: Image.Image) -> ImageHeader:
-    # A phone's JPEG may hold previews besides the picture, which comes first.
+    # JPEG files of phones may have previews after the picture itself.
     is_jpeg = image.format in ("JPEG", "MPO")
     if not is_jpeg and getattr(image, "is_animated", False):
         raise _refused("the image is animated: send one picture")
@@ -80,9 +81,10 @@ def _header_of(image: Image.Image) -> ImageHeader:
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image that is not decoded yet, 1 to 8; 1: upright.
+    """Return the EXIF orientation, 1 (upright) to 8, of an image that is not decoded yet.
 
-    Metadata behind the pixels is ignored, because reading it would decode the image.
+    Metadata that comes after the pixels in the file is ignored, because reading it would decode the
+    image.
     """
     if image.format == "PNG" and "exif" not in image.info:
         return 1
@@ -113,11 +115,12 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def make_work(options: Mapping[str, str]) -> Work:
-    """Return the function that reads a header; called in a worker template."""
+    """Load Pillow in a worker template, and return the function that reads a header."""
     from PIL import Image
 
     Image.preinit()
-    Image.init()  # load the parsers once, in the template
+    # Load Pillow's parsers in the template, so that all workers share them.
+    Image.init()
     return _work
 
 

@@ -1,1 +1,1 @@
-"""Processes: how they start and end, their children, and workers for expensive work."""
+"""Processes: start and end Baton's processes, and run expensive work in worker processes."""

@@ -1,4 +1,4 @@
-"""Cores that this process may use."""
+"""Cores: find out on which CPU cores this process may run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""EarlyTemplate: a template of workers, forked from its program before threads start.
+"""EarlyTemplate: a worker template that is forked from its program before threads start.
 
-The template shares the program's memory so far and imports nothing again. Later templates are new
-processes (`worker_processes`), because a fork of a program with threads inherits locks that nobody
-will release.
+A worker template is a process that forks workers. A forked template shares the memory of the
+program and need not import modules again. After threads have started, a template must be a new
+process (`worker_processes`), because a fork would inherit locks that no thread will release.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from baton.processes.child_processes import use_one_heap
 from baton.processes.worker_template import Work, serve_parent
 
-# Environment of templates, forked or new.
+# Environment variables of all templates, forked or new.
 ENVIRONMENT = {
-    # Libraries lose their threads in a fork, and would wait for them for ever.
+    # No thread pools: libraries lose their threads in a fork, and would wait for them for ever.
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
-    # The address space is limited, so all threads share one heap.
+    # All threads share one heap, because the address space of workers is limited.
     "MALLOC_ARENA_MAX": "1",
 }
-_MAX_DESCRIPTORS = 2**16  # more descriptors than a program has open when it forks
+# Descriptors up to this number are closed: more than a program has open when it forks.
+_MAX_DESCRIPTORS = 2**16
 
 
 class ForkedProcess:
-    """A forked child of this process, with methods of `subprocess.Popen`.
+    """A forked child of this process, with the methods of `subprocess.Popen` that are used.
 
     Attributes:
         pid: process id.
@@ -69,7 +70,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True, slots=True)
 class EarlyTemplate:
-    """A forked template of workers, as its parent sees it.
+    """A forked worker template, as its parent sees it.
 
     Attributes:
         control: socket on which `worker_processes` sends commands to the template.
@@ -85,7 +86,7 @@ def may_fork() -> bool:
 
 
 def fork_template(make_work: Callable[[], Work]) -> EarlyTemplate:
-    """Fork a template; call only if `may_fork` returns True.
+    """Fork a worker template; call this only if `may_fork` returns True.
 
     Args:
         make_work: called in the template; returns the function that does the work.
@@ -107,7 +108,7 @@ def fork_template(make_work: Callable[[], Work]) -> EarlyTemplate:
 
 
 def _be_template(control: socket.socket, make_work: Callable[[], Work]) -> None:
-    """Act as a template until the parent is gone; never returns."""
+    """Act as a worker template until the parent is gone; never return."""
     code = 1
     try:
         os.setsid()  # Ctrl-C is for the program, which may have requests to finish
@@ -115,7 +116,8 @@ def _be_template(control: socket.socket, make_work: Callable[[], Work]) -> None:
         use_one_heap()
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        kept = control.fileno()  # the only descriptor to keep; the others are the program's
+        # The template keeps only this descriptor, because the others belong to the program.
+        kept = control.fileno()
         os.closerange(3, kept)
         os.closerange(kept + 1, _MAX_DESCRIPTORS)
         work = make_work()

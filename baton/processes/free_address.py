@@ -1,4 +1,4 @@
-"""Free addresses: loopback addresses for servers that will start soon."""
+"""Free addresses: find loopback addresses for servers that will start soon."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from random import SystemRandom
 
 from baton.api.errors import BatonError
 
-# Ports below the ephemeral ones (from 32768 on Linux): another process might get an ephemeral port
-# by chance before the server listens.
+# Ports to choose from. They are below the ephemeral ports (from 32768 on Linux), because another
+# process might get an ephemeral port before the server listens on it.
 _PORTS = range(10_000, 30_000)
 _NUM_CLAIMS = 64  # maximum number of servers that have an address but do not listen yet
 
-# Not `random`: tests give it the same seed in all workers.
+# The module `random` is not used, because tests give it the same seed in all processes.
 _next_ports = deque(_PORTS)
 _next_ports.rotate(SystemRandom().randrange(len(_PORTS)))
 _claims: deque[socket.socket] = deque()
@@ -29,8 +29,9 @@ def _close_claims() -> None:
 def free_address() -> str:
     """Return a loopback address on which nobody listens, and which no other caller gets.
 
-    A process gives out each port once. UDP sockets on the latest ports tell other processes that
-    these are taken; servers use TCP, so the sockets do not disturb them.
+    A process gives out each port once. This process keeps UDP sockets on the ports that it gave out
+    last, so that other callers of this function do not choose them. Servers use TCP, so the sockets
+    are not in their way.
 
     Raises:
         BatonError: all ports are taken.

@@ -1,7 +1,8 @@
 """HeldFolder: a temporary folder that is removed even if its process is killed, though later.
 
-A process removes its folders at its end. A killed process cannot, so each living owner holds a lock
-(flock) on its folder, and whoever makes a folder first removes the unlocked ones.
+A process removes its folders when it ends. A killed process cannot do this. So each process holds a
+lock (flock) on its folders, and before a process makes a folder, it removes all folders that are
+not locked.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ _MAX_TRIES = 10
 
 
 class HeldFolder:
-    """Makes a folder that only this user can open, and holds it until `close`.
+    """A temporary folder that only this user can open, locked until `close`.
 
-    First removes this user's folders with this prefix whose owners have ended.
+    Before the folder is made, this user's folders with the same prefix are removed if their
+    processes have ended.
 
     Args:
-        prefix: beginning of the name; must be unique to one kind of folder.
-        parent: folder to create it in; None: the system's folder for temporary files.
+        prefix: beginning of the folder's name, which must be used for only one kind of folder.
+        parent: folder in which to make the folder; None: the system's folder for temporary files.
 
     Attributes:
         path: path of the folder.
@@ -39,14 +41,14 @@ class HeldFolder:
         self.path, self._descriptor = _make(prefix, parent)
 
     def close(self) -> None:
-        """Remove the folder with its contents; do nothing if it is closed."""
+        """Remove the folder with its contents; do nothing if this was done before."""
         if self._descriptor >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
     def leave(self) -> None:
-        """Unlock the folder; it stays until the next folder with its prefix is made."""
+        """Unlock the folder, which stays until the next folder with the same prefix is made."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -86,7 +88,7 @@ def _make(prefix: str, parent: str) -> tuple[Path, int]:
 
 
 def _lock(path: str) -> int | None:
-    """Return a descriptor that locks a folder; None if it is locked, gone, or another user's."""
+    """Lock a folder and return the descriptor; None if it is locked, gone or another user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -106,7 +108,7 @@ def _lock(path: str) -> int | None:
 
 
 def _remove_abandoned(prefix: str, parent: str) -> None:
-    """Remove this user's unlocked folders, as far as possible."""
+    """Remove this user's unlocked folders with a prefix, and ignore errors."""
     for path in Path(parent).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             descriptor = _lock(str(path))

@@ -1,4 +1,4 @@
-"""Process life: errors of one line, stop signals, and ending with the parent process."""
+"""Process life: run a program's main coroutine, handle its signals, and end its process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Time for the process of a dead engine to log the reason, write its dump and close files.
+# Time that a process gets, after its engine died, to log the reason, write a dump and close files.
 END_AFTER_DEATH_S = 3.0
 _PARENT_GRACE_S = 5.0
-_MAX_DESCRIPTORS = 2**20  # descriptors; limits in containers can be absurdly high
+# Highest limit of descriptors to set, because some containers allow absurdly high limits.
+_MAX_DESCRIPTORS = 2**20
 
 
 def run_program(
@@ -37,7 +38,7 @@ def run_program(
     Raises:
         BatonError: options, files or peers have a problem.
     """
-    # Imported here, so that `--help` is fast.
+    # Imported here, because `--help` needs no event loop and should be fast.
     import uvloop
 
     from baton.telemetry.logs import close_logging, set_up_logging
@@ -54,16 +55,17 @@ def run_program(
     finally:
         close_logging()
         # At exit the interpreter would collect garbage. With a node's objects this takes seconds,
-        # in which memory and cores are not free for others. Nothing here needs finalizing.
+        # in which the node's memory and cores are not free for other processes. No object needs
+        # finalizing.
         gc.freeze()
     return 0
 
 
 async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
-    """Run a program's main coroutine on a loop whose worker threads start first.
+    """Run a program's main coroutine on an event loop, after starting the loop's worker threads.
 
-    If the engine has died, ends the process at once: a dead engine may leave threads that never
-    end, and at exit event loop and interpreter would wait for them.
+    If the engine dies, the process is ended at once: a dead engine may leave threads that never
+    end, and the event loop and the interpreter would wait for these threads at exit.
     """
     try:
         _start_workers()
@@ -73,7 +75,7 @@ async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _start_workers() -> None:
-    """Start all worker threads of the running loop now; later the system may refuse more."""
+    """Start all worker threads of the event loop now, because later the system may refuse."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
@@ -97,10 +99,10 @@ def end_dead(error: EngineDeadError) -> NoReturn:
 
 
 def end_within(timeout_s: float) -> None:
-    """Let the kernel end this process after this time if it still runs; safe from any thread.
+    """Let the kernel end this process after ``timeout_s``, wherever it hangs; safe from any thread.
 
-    The alarm needs no thread, descriptor, memory or interpreter of the process: SIGALRM ends it
-    wherever it hangs, but for uninterruptible system calls. A later call can only shorten the time.
+    SIGALRM needs no thread, descriptor, memory or interpreter of the process. Only an
+    uninterruptible system call delays the end. A later call can only shorten the time.
     """
     left_s, _ = signal.getitimer(signal.ITIMER_REAL)
     if not left_s or timeout_s < left_s:
@@ -108,22 +110,22 @@ def end_within(timeout_s: float) -> None:
 
 
 def _accept_alarm() -> None:
-    """Let SIGALRM end this process even if the parent made it ignore or block the signal."""
+    """Let SIGALRM end this process, even if its parent let it ignore or block the signal."""
     if signal.getsignal(signal.SIGALRM) is signal.SIG_IGN:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open descriptors as far as allowed.
+    """Raise this process's limit of open descriptors as far as the system allows.
 
-    The soft limit is often 1,024, for the sake of programs that use `select`.
+    The limit is often only 1,024, because programs that use `select` need a low limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    # If it cannot be raised, the limit still allows a few connections.
+    # If the limit cannot be raised, the program still works with few connections.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -135,7 +137,7 @@ def num_descriptors_allowed() -> int:
 
 
 def print_error(error: object) -> None:
-    """Print an error as one line on standard error; its text may quote a server or a file."""
+    """Print an error as one line on standard error, with unprintable characters escaped."""
     text = printable(" ".join(str(error).split()))
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
@@ -164,7 +166,7 @@ def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 def watch_parent() -> None:
     """End this process when its parent ends, even if the parent is killed.
 
-    `baton up` gives each child the read end of a pipe that nobody writes to; end of file means that
+    `baton up` gives each child the read end of a pipe that nobody writes to. At the end of file,
     the parent is gone.
     """
     value = os.environ.pop(PARENT_PIPE_VARIABLE, "")
@@ -183,6 +185,7 @@ def watch_parent() -> None:
                 break
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_PARENT_GRACE_S)
-        os._exit(1)  # reached only if the signal did not end this process
+        # This is reached only if the signal did not end the process.
+        os._exit(1)
 
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()

@@ -1,8 +1,9 @@
-"""Program reaper: takes a template's place to report how forked programs end.
+"""Program reaper: takes the place of a program template, to report how forked programs end.
 
-When a template will not fork any more, it replaces itself by this program (`exec`). The process
-keeps its id and its children, the programs; the template's imported modules leave memory. The
-reaper imports only the standard library, and runs as a file, so that not even `baton` is imported:
+A template that need not fork any more replaces itself by this program (`exec`). The process keeps
+its id and its children (the forked programs), but frees the memory of the modules that the template
+imported. The reaper imports only the standard library, and runs as a file, so that not even `baton`
+is imported:
 
     python program_reaper.py CONTROL DESCRIPTOR:PID ...
 """
@@ -22,7 +23,8 @@ def main(words: Sequence[str]) -> None:
     """Report the end of each program; return when the parent is gone.
 
     Args:
-        words: descriptor of the socket to the parent; descriptor and id of each program's process.
+        words: descriptor of the socket to the parent; then the descriptor and id of each program's
+            process.
     """
     control = socket.socket(fileno=int(words[0]))
     pairs = (word.split(":") for word in words[1:])

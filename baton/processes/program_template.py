@@ -1,7 +1,8 @@
-"""ProgramTemplate: a process that imports the modules of programs once and forks the programs.
+"""ProgramTemplate: a process that imports the modules of programs once, and forks the programs.
 
-The forked programs share the imported code; importing torch takes a second and 130 MiB each time.
-Linux only. The template has one thread, so a fork never inherits a locked lock.
+The forked programs share the memory of the imported code; otherwise each would import torch, which
+takes a second and 130 MiB. The template has only one thread, so a fork never inherits a lock that
+is held. Works on Linux only.
 """
 
 from __future__ import annotations
@@ -26,33 +27,35 @@ import msgspec
 
 from baton.processes.child_processes import PYTHON_MODULE
 
-# Bytes reserved in the template's command line, where each program writes its own for `ps`.
+# Bytes to reserve in the template's command line, in which a forked program writes its own command
+# line for `ps`.
 _TITLE_ROOM = " " * 4096
 _MAX_MESSAGE = 2**20
 _POLL_S = 0.05
-# Exit code of a program whose template has ended: only the template would know the real one.
+# Exit code to report for a program whose template has ended, because only the template knew the
+# real one.
 _UNKNOWN = -signal.SIGKILL
 _ARG_START = 45  # index of arg_start in /proc/self/stat, after the name
 _REAPER = Path(__file__).with_name("program_reaper.py")
 
 
 class TemplateError(Exception):
-    """The template cannot start a program; the caller starts the program in another way."""
+    """The template cannot fork a program, so the caller must start the program in another way."""
 
 
 class _Start(msgspec.Struct, frozen=True, tag="start"):
-    """Order to start a program; the message carries a descriptor for its output."""
+    """Command to fork a program; its message carries the descriptor of the program's output."""
 
     arguments: list[str]
     environment: dict[str, str]
 
 
 class _Release(msgspec.Struct, frozen=True, tag="release"):
-    """Order to free the template's memory; no program will start any more."""
+    """Command to free the template's memory, after which it forks no more programs."""
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """News that a program has started or how it ended.
+    """Message from the template that a program has started or ended.
 
     Attributes:
         returncode: exit code; None: the program has started; negative: a signal ended it.
@@ -63,15 +66,15 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class ProgramTemplate:
-    """The template, seen from its parent.
+    """The program template, as its parent process sees it.
 
     Args:
         function: ``"module:function"`` to call in each program, with `sys.argv` set.
         modules: modules to import before the first fork.
-        environment: environment of the template; libraries read it when they load.
-        kept: descriptors that programs inherit under the same numbers.
-        load: ``"module:function"`` and its arguments, to call once before the first fork; empty:
-            no call.
+        environment: environment variables of the template, which libraries read at their import.
+        kept: descriptors that forked programs inherit under the same numbers.
+        load: ``"module:function"`` to call once before the first fork, and its arguments; empty: no
+            call.
     """
 
     def __init__(
@@ -108,8 +111,8 @@ class ProgramTemplate:
 
         Args:
             arguments: words after the program's name.
-            environment: whole environment of the program.
-            output: descriptor for standard output and standard error.
+            environment: all environment variables of the program.
+            output: descriptor for the program's standard output and standard error.
 
         Raises:
             TemplateError: the template has ended, or released its memory.
@@ -130,10 +133,10 @@ class ProgramTemplate:
     def release_memory(self) -> None:
         """Free the template's memory once all programs have started.
 
-        While the template exists, pages that a program has written to are in memory twice.
+        While the template exists, each page of memory that a program has changed exists twice.
         Afterwards the template only reports how programs end, and `start` raises TemplateError.
         """
-        # A template that has ended does not hold any memory
+        # if the template has ended, its memory is free
         with self._lock, contextlib.suppress(OSError):
             if not self._has_released:
                 self._has_released = True
@@ -158,7 +161,7 @@ class ProgramTemplate:
                 return None
 
     def close(self) -> None:
-        """End the template; the programs that it forked go on."""
+        """End the template; the programs that it forked continue."""
         with self._lock:
             self._has_ended = True
             self._control.close()
@@ -238,9 +241,11 @@ def main() -> None:
     if words := msgspec.json.decode(load, type=list[str]):
         _find(words[0])(*words[1:])
     if len(list(Path("/proc/self/task").iterdir())) > 1:
-        return  # forking is unsafe, because a library has started a thread
+        # A library has started a thread, so this process must not be forked.
+        return
     gc.collect()
-    gc.freeze()  # a collection would write to pages that all programs share
+    # Garbage collections would write to the objects, and so copy memory that programs share.
+    gc.freeze()
     if _serve(control):
         _find(function)()
 
@@ -253,7 +258,7 @@ def _find(function: str) -> Callable[..., None]:
 
 
 def _serve(control: socket.socket) -> bool:
-    """Fork programs and report their ends until the parent is gone; return True in a program."""
+    """Fork programs, and report their ends, until the parent is gone; return True in a program."""
     programs: dict[int, int] = {}  # descriptor of a program's process -> process id
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -272,7 +277,9 @@ def _serve(control: socket.socket) -> bool:
             command = msgspec.json.decode(message, type=_Start | _Release)
             if isinstance(command, _Release):
                 _become_reaper(control, programs)
-                continue  # exec failed, so this process stays the template
+                # The template could not replace itself by the reaper, so it continues as the
+                # template.
+                continue
             pid = os.fork()
             if pid == 0:
                 for process in programs:
@@ -304,7 +311,7 @@ def _become_reaper(control: socket.socket, programs: Mapping[int, int]) -> None:
 
 
 def _become_program(start: _Start, output: int) -> None:
-    """Give this process a session, output, environment and arguments of its own."""
+    """Turn this forked process into a program with its own output, environment and arguments."""
     os.setsid()  # Ctrl-C is for the parent, which ends its children in order
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -316,7 +323,7 @@ def _become_program(start: _Start, output: int) -> None:
 
 
 def _show_title(words: Sequence[str]) -> None:
-    """Overwrite the command line that `ps` shows."""
+    """Overwrite the command line of this process, which `ps` shows."""
     stat = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     start, end = (int(number) for number in stat[_ARG_START : _ARG_START + 2])
     title = os.fsencode(" ".join(words))[: end - start - 2]

@@ -1,8 +1,9 @@
-"""Ray processes: Baton's processes that Ray places on machines of its cluster.
+"""Ray processes: start Baton's processes on machines of a Ray cluster.
 
-An actor starts the process on the machine where Ray placed the actor, and holds the process's
-parent pipe. So the process ends with the actor, with the machine's Ray, or with the program that
-asked for it. Does not know what the processes do.
+For each process, Ray places an actor on a machine. The actor starts the process and holds the pipe
+that tells the process whether its parent lives. So the process ends when the actor ends, when Ray
+ends on that machine, or when the program that asked for the process ends. Does not know what the
+processes do.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from baton.processes.child_processes import (
 
 _CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-# CPUs that Ray may give out on this machine alone: more than exist, because processes share cores.
+# Number of CPUs of a new cluster on this machine: more than exist, because processes share cores.
 _OWN_CPUS = 64
 _OWN_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
 
@@ -68,7 +69,7 @@ class ProcessActor:
 
 
 class RayProcess:
-    """A process placed by Ray, with methods like `subprocess.Popen`.
+    """A process that Ray placed, with the methods of `subprocess.Popen` that Baton uses.
 
     Args:
         actor: the actor that started the process.
@@ -78,7 +79,7 @@ class RayProcess:
     def __init__(self, ray: Any, actor: Any, log: Path) -> None:
         self._ray, self._actor, self._log = ray, actor, log
         self.returncode: int | None = None
-        # Ray may first have to free resources.
+        # The first answer may take long, because Ray may have to free resources before.
         self.pid: int = self._ask("pid", -1, timeout_s=120.0)
 
     def poll(self) -> int | None:
@@ -113,7 +114,7 @@ class RayProcess:
     def _ask(
         self, method: str, otherwise: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S
     ) -> Any:
-        """Call the actor. Without the actor the process is gone too."""
+        """Call a method of the actor; return ``otherwise`` if actor and process are gone."""
         try:
             return self._ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
         except self._ray.exceptions.GetTimeoutError:
@@ -141,7 +142,7 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         self._ray = ray = connect_ray(address, log_to_driver=False, logging_level="ERROR")
         self.num_machines = sum(node["Alive"] for node in ray.nodes())
-        # Address by which nodes on all machines find the cluster.
+        # Address at which nodes on other machines find the cluster.
         self.address: str = ray.get_runtime_context().gcs_address
         self.own_host: str = ray.util.get_node_ip_address()
         self._num_gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
@@ -149,11 +150,13 @@ class RayCluster:
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], num_cpus: int, log: Path
     ) -> RayProcess:
-        """Start `baton` with these arguments on a machine with room, spread over machines.
+        """Start `baton` with these arguments on a machine with enough free CPUs.
+
+        Ray spreads processes over its machines.
 
         Args:
-            environment: variables; the process gets those for Baton's options.
-            num_cpus: number of cores that the process uses.
+            environment: environment variables, of which the process gets those for Baton's options.
+            num_cpus: number of CPUs that the process uses.
             log: file on this machine for its output.
         """
         ours = {k: v for k, v in environment.items() if k.startswith(f"{ENVIRONMENT_PREFIX}_")}
@@ -167,7 +170,7 @@ class RayCluster:
         return RayProcess(self._ray, actor.remote(list(arguments), ours), log)
 
     def close(self) -> None:
-        """Disconnect, which ends processes that still run."""
+        """Disconnect from the cluster, which ends the processes that still run."""
         self._ray.shutdown()
 
 
@@ -196,10 +199,10 @@ def connect_ray(address: str, **settings: Any) -> Any:
         why = " ".join(str(error).split())
         raise ConfigError(f"ray_address: {address or 'auto'}: {why}") from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)  # undo Ray's own handler
+        signal.signal(signal.SIGTERM, before)  # restore the handler that Ray replaced
     return ray
 
 
 def where_code_is() -> dict[str, str]:
-    """Return the environment in which an actor finds this code."""
+    """Return the Ray environment in which an actor can import this code."""
     return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

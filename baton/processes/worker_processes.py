@@ -1,8 +1,7 @@
-"""WorkerProcesses: runs work on clients' texts in processes that can be killed.
+"""WorkerProcesses: runs work on clients' inputs in worker processes, which can be killed.
 
-`WorkerProcesses` is independent of the kind of work; `worker_template` is the other end. A template
-process loads the code and data of the work once, and forks a new worker within milliseconds
-whenever one has ended.
+The kind of work is given by a function. A template process (`worker_template`) loads the code and
+data of the work once, and forks a new worker within milliseconds whenever a worker has ended.
 """
 
 from __future__ import annotations
@@ -42,12 +41,13 @@ __all__ = ["WorkLimitError", "WorkLimits", "WorkerProcesses"]
 
 logger = logging.getLogger(__name__)
 
-# A worker whose time is over ends itself, or is killed after this extra time.
+# A worker whose time is over ends itself; if not, it is killed after these additional seconds.
 _GRACE_S = 5.0
 _POLL_S = 0.05
-# Time for a template to load code and data: some seconds, more on a busy machine.
+# Maximum time for a template to load code and data, which takes some seconds, or more if the
+# machine is busy.
 _START_S = 120.0
-# Number of workers that try a piece of work if workers end for reasons other than the work.
+# Number of workers that try a piece of work, if workers end for reasons other than the work.
 _MAX_TRIES = 3
 
 
@@ -55,12 +55,12 @@ Template = subprocess.Popen[bytes] | ForkedProcess
 
 
 class WorkLimitError(Exception):
-    """A piece of work exceeded its limits; callers word the error themselves."""
+    """A piece of work exceeded its limits; callers turn this into an error for the client."""
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """The parent's end of a worker.
+    """A worker process, as the parent sees it.
 
     Attributes:
         template: process that forked the worker; the kernel ends the worker with it.
@@ -73,7 +73,7 @@ class _Worker:
     is_ready: bool = False
 
     async def wait_ready(self) -> None:
-        """Wait until the worker is ready; this time does not count for the work's limits.
+        """Wait until the worker is ready for work.
 
         Raises:
             ConnectionError: the worker ended before it was ready.
@@ -87,14 +87,15 @@ class _Worker:
             async with asyncio.timeout(_START_S):
                 self.is_ready = await self._receive(len(READY)) == READY
         except TimeoutError:
-            self.template.kill()  # the next piece of work starts a new template
+            # The template hangs; the next piece of work will start a new template.
+            self.template.kill()
             problem = f"a process that reads requests has not started in {_START_S:g} s; try again"
             raise NodeUnavailableError(problem) from None
         if not self.is_ready:
             raise ConnectionError("the worker ended before it was ready")
 
     async def ask(self, work: bytes) -> tuple[bytes, bool]:
-        """Return the answer (empty: the worker died), and whether the worker has ended.
+        """Send work; return the answer (empty: the worker died), and whether the worker has ended.
 
         Raises:
             ConnectionError: the worker ended before it read the work, so the work is not the cause.
@@ -119,18 +120,18 @@ class _Worker:
 
 
 class WorkerProcesses:
-    """Runs one kind of work in processes, each piece within limits. Belongs to one event loop.
+    """Runs one kind of work in worker processes, each piece within limits. Used on one event loop.
 
-    Processes start with the first piece of work or with `start`, and always end with this process.
-    Callers take turns, and one caller never gets the last free worker.
+    The processes start at the first piece of work or at `start`, and end with this process at the
+    latest. Callers take turns, and a caller who has busy workers never gets the last free worker.
 
     Args:
         work: ``"module:function"`` that takes ``options`` and returns the function for the work.
         limits: limits of one piece of work.
         num_workers: number of worker processes, at least 2.
-        max_waiting: maximum number of pieces of work that wait; at most half of these are one
-            caller's.
-        early: template forked for this work; None: start a new process.
+        max_waiting: maximum number of pieces of work that wait, of which one caller may have half.
+        early: worker template that was forked for this work; None: start a template as a new
+            process.
     """
 
     def __init__(
@@ -191,8 +192,8 @@ class WorkerProcesses:
             InvalidRequestError: raised by the work.
             WorkLimitError: the work exceeded its limits.
             OverloadedError: too much work waits.
-            NodeUnavailableError: processes cannot be started, or kept ending, or the machine gave
-                the work no CPU time.
+            NodeUnavailableError: processes could not be started, or ended several times, or the
+                work got no CPU time.
         """
         self.start()
         worker = await self._take(caller)
@@ -203,8 +204,9 @@ class WorkerProcesses:
                 answer, has_ended, was_read = await self._ask(worker, work)
                 if answer or (not await self._has_ended(worker.template) and was_read):
                     break
-                # When memory is short, the kernel kills idle workers first. If the template is
-                # killed, its workers end, too. In both cases the work is not to blame.
+                # The worker ended before it read the work: when memory is short, the kernel kills
+                # idle workers first, and if it kills the template, the workers end, too. The work
+                # is not the cause.
                 worker = self._replace(worker)
             else:
                 raise NodeUnavailableError("a process that reads requests ended; try again")
@@ -234,7 +236,7 @@ class WorkerProcesses:
             self._give_back(worker if worker.is_ready else self._replace(worker), "")
 
     async def _ask(self, worker: _Worker, work: bytes) -> tuple[bytes, bool, bool]:
-        """Let a worker do a piece of work; the work's time begins when the worker is ready.
+        """Let a worker do a piece of work. The time limit begins when the worker is ready.
 
         Returns:
             The answer, empty if there is none; whether the worker has ended; whether the worker may
@@ -252,16 +254,17 @@ class WorkerProcesses:
         except ConnectionError:
             return b"", True, False
         except TimeoutError:
-            pass  # the worker hangs and has not ended itself
+            # The worker hangs and has not ended itself within its time limit.
+            pass
         if not answer and time.monotonic() - began_at >= self.limits.wall_s:
-            # Work that runs reaches its CPU limit earlier, so this work got no CPU.
+            # Work that gets CPU time reaches its CPU limit before, so this work got no CPU time.
             raise NodeUnavailableError(
                 f"this machine did not read the request in {self.limits.wall_s:g} s; try again"
             )
         return answer, has_ended, True
 
     def close(self) -> None:
-        """End the processes; also done when this object is garbage collected."""
+        """End the processes; garbage collection of this object does this, too."""
         if self._finalizer is not None:
             self._finalizer()
 
@@ -308,7 +311,8 @@ class WorkerProcesses:
             self._waiting.move_to_end(waiting)
             if not queue:
                 del self._waiting[waiting]
-            if not future.done():  # the caller has not given up
+            # A caller that has given up has cancelled its future.
+            if not future.done():
                 self._active[waiting] += 1
                 future.set_result(self._idle.pop())
 
@@ -320,14 +324,14 @@ class WorkerProcesses:
             self._template, ours = early.process, early.control
         else:
             self._template, ours = _spawn_template()
-        # the template has ended; its workers' callers will notice
+        # the template has ended, which the callers of its workers will notice
         with contextlib.suppress(ConnectionError):
             ours.send(msgspec.json.encode(self._setup))
         self._control = ours
         self._finalizer = weakref.finalize(self, _end, self._template, ours, self._links)
 
     def _fork(self) -> _Worker:
-        """Ask the template for a new worker; it is ready once the template is loaded."""
+        """Ask the template for a new worker, which is ready once the template is loaded."""
         assert self._control is not None
         assert self._template is not None
         ours, theirs = socket.socketpair()
@@ -342,10 +346,10 @@ class WorkerProcesses:
         return worker
 
     def _replace(self, worker: _Worker) -> _Worker:
-        """End a worker and return a new one.
+        """End a worker, and return a new worker.
 
-        Returns the ended worker if there is no descriptor for a new one; the next caller then
-        tries again.
+        Returns the ended worker if the process has no descriptor left for a new worker; the next
+        caller then tries again.
         """
         assert self._control is not None
         self._links.pop(worker.number, worker.link).close()
@@ -360,7 +364,8 @@ class WorkerProcesses:
     async def _has_ended(self, template: Template) -> bool:
         """Return whether this template has ended; if so, replace it."""
         if template.poll() is None:
-            # sockets close a moment before the process's end is visible
+            # The sockets of a process close shortly before the system shows that the process has
+            # ended.
             await asyncio.sleep(_POLL_S)
         if template.poll() is None:
             return False
@@ -371,8 +376,8 @@ class WorkerProcesses:
     def _restart_template(self) -> None:
         """Replace a template that has ended, with its idle workers.
 
-        Busy workers are replaced by their callers, which still read from the sockets: if a socket
-        were closed under its reader, the reader might read from a new socket with the same
+        Busy workers are replaced later, by their callers, who still read from the workers' sockets:
+        if such a socket were closed now, its reader might read from a new socket with the same
         descriptor.
         """
         template, control, finalizer = self._template, self._control, self._finalizer

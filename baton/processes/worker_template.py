@@ -1,8 +1,8 @@
 """Worker template: loads one kind of work, and forks workers that do it within limits.
 
 `worker_processes` starts the template and controls it over a socket, with framed bytes and without
-pickle. The system ends a worker that exceeds its limits, whatever the worker does, so the work need
-not be trusted.
+pickle. The operating system ends a worker that exceeds its limits, whatever the worker does, so the
+work need not be trusted.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ import msgspec
 
 from baton.api.errors import InvalidRequestError
 
-# A worker's first message, which says that it waits for work.
+# First message of a worker, which says that the worker waits for work.
 READY = b"!"
-# Header of a frame from the parent: the length of the rest in bytes.
+# Header of a frame from the parent: number of bytes that follow.
 LENGTH = struct.Struct("<I")
-# Header of an answer: its length in bytes, and whether the worker ends because it has grown.
+# Header of an answer: number of bytes that follow, and whether the worker now ends because its
+# memory has grown.
 ANSWER = struct.Struct("<I?")
-# A command on the control socket, with the worker's number.
+# A command on the template's control socket, and the number of the worker that it is about.
 COMMAND = struct.Struct("<cI")
 FORK, KILL = b"f", b"k"
-# First byte of an answer.
+# First byte of an answer: the kind of its content.
 DONE, REFUSED, TOO_MUCH = b"d", b"r", b"m"
 
-# Libraries recurse in nested texts; a stack overflow then ends only the worker.
+# Size of a worker's stack. Libraries recurse in nested texts; a stack overflow ends only the
+# worker.
 _STACK_BYTES = 64 * 2**20
-# A worker that has grown by more than this is replaced, so that memory left over from one piece of
-# work does not count for the next.
+# A worker whose memory has grown by more than this is replaced, so that what one piece of work
+# leaves in memory does not count for the next piece.
 _KEPT_BYTES = 8 * 2**20
 _PR_SET_PDEATHSIG = 1
 
@@ -65,7 +67,7 @@ class WorkLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a template.
+    """Settings of a template, sent to it as the first message.
 
     Attributes:
         work: ``"module:function"`` that takes ``options`` and returns the function for the work.
@@ -77,7 +79,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(control: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Fork and end workers as the parent commands; return when the parent is gone."""
+    """Fork and end workers as the parent commands, until the parent is gone."""
     workers: dict[int, int] = {}  # number -> process id; workers are reaped only here
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
@@ -111,9 +113,10 @@ def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # When memory runs out, the kernel should kill workers before other processes.
+    # If memory runs out, the kernel should kill workers before other processes.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    # Libraries print when they abort for lack of memory; the parent logs a message of its own.
+    # Output is dropped: libraries print when they abort for lack of memory, but the parent logs
+    # this.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_answer_all, args=(link, work, limits))
@@ -123,13 +126,13 @@ def _be_worker(link: socket.socket, work: Work, limits: WorkLimits) -> None:
 
 
 def _answer_all(link: socket.socket, work: Work, limits: WorkLimits) -> None:
-    """Answer until the parent hangs up, or until memory has grown too much."""
+    """Do work until the parent closes the link, or until the worker's memory has grown too much."""
     resident_bytes = resident_memory_bytes()
     limit = _memory_bytes(0) + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     link.sendall(READY)
     while (frame := _receive(link)) is not None:
-        # Without a handler, both signals end the process, whatever it does.
+        # Without a handler, the signals of both limits end the process, whatever it does.
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
         answer = _answer(work, frame)
@@ -167,7 +170,11 @@ def resident_memory_bytes() -> int:
 
 
 def _memory_bytes(column: int) -> int:
-    """Return a column of the kernel's table in bytes: 0 address space, 1 resident memory."""
+    """Return this process's use of memory in bytes, from a column of /proc/self/statm.
+
+    Args:
+        column: 0: address space; 1: resident memory.
+    """
     columns = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return int(columns[column]) * resource.getpagesize()
 
@@ -184,7 +191,7 @@ def _import_work(setup: Setup) -> Work:
 
 
 def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> None:
-    """Load the work named in the first message, and serve; return when the parent is gone.
+    """Load the work that the first message names, and serve until the parent is gone.
 
     Args:
         make_work: returns the function that does the work.
@@ -194,7 +201,8 @@ def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> 
     setup = msgspec.json.decode(message, type=Setup)
     work = make_work(setup)
     gc.collect()
-    gc.freeze()  # keeps these objects on pages that all workers share
+    # Garbage collections would write to these objects, and so copy memory that all workers share.
+    gc.freeze()
     serve(control, work, setup.limits)
 
 

@@ -1,1 +1,1 @@
-"""Parts that all servers share: connections, the gate of calls, errors, metrics pages."""
+"""Parts that all servers share: connections, checks of calls, errors, metrics pages."""

@@ -1,7 +1,7 @@
 """AccessLog: one log line for each request of a client, written when the request ends.
 
-A line does not hold secrets, and only the request id from the client's input; callers are named
-by their keys. Unauthenticated calls are only in the audit log.
+A line contains no secrets, and nothing from the client's input but the request id. Callers are
+named by the names of their keys. Unauthenticated calls are only in the audit log.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class AccessEntry:
         call: method or path, such as ``POST /v1/completions``.
         address: the caller's address.
         request_id: the request's id; empty until known.
-        trace_id: id of the caller's trace or Baton's; empty: none.
-        trace: this request's trace context; None: not traced.
+        trace_id: id of the request's trace, from the caller or from Baton; empty: there is no
+            trace.
+        trace: this request's trace context; None: the request is not traced.
         model: served name that the request uses; empty: the default name.
-        num_prompt_tokens: tokens of the request's prompts; a prompt with several outputs counts
-            once.
-        num_output_tokens: tokens sent to the client, over all outputs.
+        num_prompt_tokens: number of tokens in the request's prompts; a prompt with several outputs
+            counts once.
+        num_output_tokens: number of tokens sent to the client, over all outputs.
         ttft_s: time to the first output token; None: no output token was sent.
-        error: the request's final status, if it is not that of the call.
+        error: final status of the request, if it differs from the status of the call.
     """
 
     call: str = ""
@@ -50,13 +51,13 @@ class AccessEntry:
     began_at: float = field(default_factory=time.perf_counter)
 
     def join_trace(self, tracing: Tracing, traceparent: str, tracestate: str) -> None:
-        """Join the trace in the caller's headers, or begin a trace."""
+        """Join the trace that the caller's headers name, or begin a trace."""
         self.trace = tracing.begin(traceparent, tracestate)
         known = self.trace or parse_traceparent(traceparent)
         self.trace_id = "" if known is None else known.trace_id.hex()
 
     def note_tokens(self, number: int) -> None:
-        """Count tokens sent to the client; the first ones end the time to first token."""
+        """Count tokens that are sent to the client; the first tokens set ``ttft_s``."""
         if number and self.ttft_s is None:
             self.ttft_s = time.perf_counter() - self.began_at
         self.num_output_tokens += number
@@ -78,7 +79,7 @@ class AccessLog:
         """Log a request that has ended.
 
         Args:
-            principal: the caller; None: unauthenticated.
+            principal: the caller; None: the caller is not authenticated, so nothing is logged.
             status: HTTP or gRPC status.
         """
         if not self._is_on or principal is None:

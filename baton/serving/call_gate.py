@@ -1,4 +1,4 @@
-"""CallGate: authenticates and authorizes every gRPC call, and turns errors into statuses.
+"""CallGate: authenticates and authorizes the callers of gRPC calls, and turns errors into statuses.
 
 Only this file calls `context.abort`. Callers are checked before their messages are read, and before
 they learn whether the method exists.
@@ -38,21 +38,21 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # replaces the caller's method name, which may not be UTF-8
-# Maximum number of bytes of a message for health checks or reflection; such messages hold service
-# names.
+_UNKNOWN_METHOD = "of this name"  # logged for unknown methods, whose names may not be UTF-8
+# Maximum number of bytes of a message for health checks or reflection, which holds only the name of
+# a service.
 MAX_OPEN_BYTES = 2**16
-_NOT_TOLD = ("prompt",)  # fields with clients' texts, left out of the audit log
+_NOT_TOLD = ("prompt",)  # fields with clients' texts, which the audit log leaves out
 
 
 class Context:
-    """The context of a call for a service.
+    """The context of a call, as the implementation of a service sees it.
 
     Attributes:
         principal: the caller.
-        entry: entry for the access log.
-        address: the caller's address without a port. Read when the call begins, because gRPC
-            crashes when asked for the peer of an ended call.
+        entry: the request's entry for the access log.
+        address: the caller's address without a port. The address is read when the call begins,
+            because gRPC crashes when asked for the peer of a call that has ended.
     """
 
     __slots__ = ("_context", "address", "entry", "principal")
@@ -70,7 +70,7 @@ class Context:
         return self._context.time_remaining()
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Return gRPC's TLS properties of the caller; none without TLS."""
+        """Return the caller's TLS properties as gRPC names them; empty without TLS."""
         return self._context.auth_context()
 
     def set_trailing_metadata(self, trailers: tuple[tuple[str, str | bytes], ...]) -> None:
@@ -79,16 +79,16 @@ class Context:
 
 
 class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Guards all calls of one server, even calls of unknown methods.
+    """Interceptor that checks all calls of one server, even calls of unknown methods.
 
     Args:
         access: decides who may call.
         anybody: principal of callers without credentials; see `Access.principal_of`.
-        stall_timeout_s: ends a stream whose client reads nothing for this long.
-        check_load: raises if the server does not accept requests; called before a message is
+        stall_timeout_s: a stream is ended if its client reads nothing for this long.
+        check_load: raises an error if the server accepts no requests; called before a message is
             read.
-        access_log: logs clients' calls.
-        tracing: decides which calls are traced; None: no calls.
+        access_log: log of clients' calls.
+        tracing: decides which calls are traced; None: no call is traced.
     """
 
     def __init__(
@@ -107,14 +107,15 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         self._check_load = check_load
         self._access_log = access_log or AccessLog()
         self._tracing = tracing
-        # One thread only: more would take too much interpreter time from the event loop.
+        # Only one thread parses messages: more threads would take too much interpreter time from
+        # the event loop.
         self._thread = ThreadPoolExecutor(1, "long-messages")
         self._held = HeldCalls()
         # For each known method: the method's handler, and the handler that guards the method.
         self._made: dict[str, tuple[Handler, Handler]] = {}
 
     def with_stall_timeout(self, stall_timeout_s: float) -> CallGate:
-        """Return a copy with another limit for stalled clients."""
+        """Return a copy with another time limit for clients that read nothing."""
         return CallGate(
             self._access,
             self._anybody,
@@ -145,8 +146,9 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             roles = ANY
         elif roles is OPEN:
             return _open(handler)
-        # Every method is handled as a stream of messages, so that this code runs before the first
-        # message is read. On the wire, streams and single messages look the same.
+        # Every method is registered as a stream of messages, so that the caller is checked before
+        # the first message is read. On the wire, a single message looks like a stream of one
+        # message.
         deserialize = handler.request_deserializer if handler else None
         if deserialize is not None:
             if roles is ANY:  # gRPC's own services: health checks and reflection
@@ -165,7 +167,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             raise AssertionError("a refused call has no responses")
 
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
-        # imported here, since clients do not need it
+        # Imported here, because clients import this module but do not need structlog.
         from structlog.contextvars import bind_contextvars
 
         tracing = self._tracing if Role.INFER in roles else NO_TRACING
@@ -205,17 +207,17 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                     )
                     async with contextlib.aclosing(behavior(request, context)) as responses:
                         async for response in responses:
-                            if not watch.num_sent:  # after a message, no other status could be sent
-                                # Send headers first, in case the client does not read the first
-                                # message.
+                            if not watch.num_sent:
+                                # Send headers now: the client may not read the first message.
                                 await raw.send_initial_metadata(())
                             watch.is_sending = True
-                            yield response  # resumes when the client's side has accepted it
+                            yield response  # resumes once gRPC has accepted the message
                             watch.is_sending = False
                             watch.num_sent += 1
                     status = "OK"
                     return
-                if handler.response_streaming:  # a library's method, which sends the answer itself
+                # The method is implemented by a library, which sends its answers itself.
+                if handler.response_streaming:
                     await behavior(request, raw)
                     return
                 try:
@@ -226,7 +228,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
                 self._note(method, context, request)
                 status = "OK"
                 yield response
-            except grpc.aio.BaseError:  # gRPC's own error, as when a client disconnected
+            except grpc.aio.BaseError:  # gRPC's own error, for example a client that disconnected
                 raise
             except Exception as error:
                 status = status_name(error) if isinstance(error, BatonError) else "INTERNAL"
@@ -241,7 +243,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
         return guarded
 
     def _note(self, method: str, context: Context, request: Any, problem: str = "") -> None:
-        """Write an operator's call and its outcome to the audit log."""
+        """Write an operator's call, and its error if there is one, to the audit log."""
         roles = ROLES_OF_CALL.get(method) or _NOBODY
         if roles.isdisjoint((Role.LOOK, Role.OPERATE)) or not isinstance(request, Message):
             return
@@ -254,7 +256,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
 
 
 def _open(handler: Handler) -> Handler:
-    """Wrap the handler of an open method, so that unreadable messages are not logged."""
+    """Wrap the handler of a method for all callers, so that unreadable messages are not logged."""
     answer: Callable[..., Any] | None = handler.unary_unary
     if answer is None or handler.request_deserializer is None:
         return handler
@@ -284,7 +286,7 @@ async def _readable(
     """Yield a call's messages; raises the error of a message that could not be read.
 
     Args:
-        thread: parses long messages; None: pass them on unparsed.
+        thread: thread that parses long messages; None: long messages are passed on unparsed.
     """
     async for request in requests:
         if isinstance(request, InvalidRequestError):
@@ -295,7 +297,7 @@ async def _readable(
 
 
 async def _say_last(context: _Raw, problem: str) -> None:
-    """Send an error to a stalled client, in case it reads again."""
+    """Send an error to a client that does not read, in case it reads again."""
     with contextlib.suppress(grpc.aio.BaseError):
         await _abort(context, RequestCancelledError(problem))
 
@@ -322,5 +324,5 @@ async def _abort(context: _Raw, error: Exception) -> None:
 
 
 def status_of(error: BatonError) -> grpc.StatusCode:
-    """Return an error's status code: that of its nearest class in the table."""
+    """Return the gRPC status code of an error."""
     return grpc.StatusCode[status_name(error)]

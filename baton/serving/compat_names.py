@@ -1,7 +1,7 @@
-"""VllmNames: metrics under vLLM's names, for dashboards and gateways that expect them.
+"""VllmNames: exports metrics under vLLM's names, for dashboards and gateways made for vLLM.
 
-Shows each number twice: with a colon in the name, as on vLLM's pages, and with an underscore, as
-some dashboards expect.
+Each metric is exported twice: with a colon in the name, as on vLLM's pages, and with an underscore,
+as some dashboards expect.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _FINISHED = ("stop", "length", "abort")
 
 
 class VllmNames(Collector):
-    """Collect metric families under vLLM's names.
+    """Collector of metrics under vLLM's names.
 
     Args:
-        families: yields (name without prefix and ``_total``, family) pairs; called at each scrape.
+        families: yields pairs of a name, without prefix and ``_total``, and its metric family;
+            called at each scrape.
         model: name of the served model, a label of each sample.
     """
 
@@ -48,7 +49,7 @@ class VllmNames(Collector):
 
 
 def finished_only(requests: Metric) -> Metric:
-    """Return the counts of finished requests by vLLM's label."""
+    """Return the numbers of finished requests by vLLM's label of the reason."""
     found = {
         sample.labels["outcome"]: sample.value
         for sample in requests.samples

@@ -13,12 +13,13 @@ class ConnectionLimits:
 
     Attributes:
         max_connections: maximum number of open connections.
-        max_connections_per_address: maximum number of open connections from one address, perhaps a
-            proxy's.
+        max_connections_per_address: maximum number of open connections from one address, which may
+            be a proxy's.
         header_timeout_s: time from the start of a connection to its first request's headers, TLS
             included.
         idle_timeout_s: time from a response to the next request's headers.
-        stall_timeout_s: a peer is cut off if it reads nothing for this long while data waits.
+        stall_timeout_s: a connection is closed if its peer reads nothing for this long while data
+            waits.
     """
 
     max_connections: int = 1024
@@ -38,10 +39,10 @@ class RpcLimits:
     """Limits of the connections to a gRPC server.
 
     Attributes:
-        max_connections: maximum number of open connections; further ones are closed at once.
+        max_connections: maximum number of open connections; further connections are closed at once.
         handshake_timeout_s: time to set up a connection, TLS included.
         idle_timeout_s: a connection without calls is closed after this time; clients reconnect.
-        stall_timeout_s: ends a stream whose client reads nothing for this long.
+        stall_timeout_s: a stream is ended if its client reads nothing for this long.
     """
 
     max_connections: int = 256
@@ -66,8 +67,9 @@ class ConnectionCounts:
         open: number of open connections.
         at_work: open connections whose request is being answered.
         accepted: connections that were accepted.
-        refused: connections that found no room and could displace no idle connection.
-        displaced: connections that were closed to make room for others.
+        refused: connections that were closed at once, because there was no room and no idle
+            connection to close.
+        displaced: idle connections that were closed to make room for others.
         timed_out: connections that were closed because no request came in time.
         stalled: connections that were closed because the peer did not read.
     """

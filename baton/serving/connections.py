@@ -1,13 +1,13 @@
 """Listener: accepts TCP connections for a protocol, within limits and with timeouts.
 
-The listener accepts connections itself, so that they count before their TLS handshake. It knows no
-HTTP: the server marks a connection as at work.
+The listener accepts connections itself, so that they count for limits before their TLS handshake.
+It knows no HTTP, so the server tells when a connection is at work (has an open request).
 
     accepted -> waits for a first request -> at work <-> idle
                                              (or cut off, if the peer does not read)
 
-Without room, connections that are not at work make way for new ones, so idle and half-open
-connections keep nobody out.
+If there is no room, connections that are not at work are closed to accept new ones, so idle and
+half-open connections keep nobody out.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 512
 _SWEEP_INTERVAL_S = 0.5
 _NO_ROOM_PAUSE_S = 0.1
-# A host name may resolve to an address family that the machine does not support.
+# Errors that are ignored, because a name may have addresses of a family that the machine lacks.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ANY_IPV6 = "::"
-_MAPPED = "::ffff:"  # prefix of an IPv4 peer's address on a dual-stack socket
+_MAPPED = "::ffff:"  # prefix of an IPv4 address on a socket for IPv6 and IPv4
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-# Seconds between two lines about an address; maximum number of addresses
+# Seconds between two log lines about an address, and maximum number of addresses to remember.
 _TELL_AGAIN_S, _MAX_TOLD = 60.0, 100
 # Maximum number of bytes read from a connection at a time. asyncio's own 256 KiB would block the
 # loop for half a second if they came as chunks of one byte.
 _READ_BYTES = 2**14
-_MAX_LOOKED_AT = 64  # maximum number of connections examined to choose one to close
+_MAX_LOOKED_AT = 64  # maximum number of connections to look at when one must be closed
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One accepted connection; it passes all data to its inner protocol.
+    """One accepted connection, which passes all data to its inner protocol.
 
     Attributes:
         address: the peer's address without the port.
@@ -68,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Number of bytes that are still to go to the peer or the system's buffers."""
+        """Number of bytes that wait in this process to be sent to the peer."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
@@ -77,12 +77,13 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
             return
-        # Setting up is never cancelled: the loop would then keep the descriptor for ever.
+        # Setting up a connection is never cancelled, because the event loop would not close its
+        # descriptor.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Forget a connection that is closed or never came up."""
+        """Make the listener forget this connection, which is closed or was never set up."""
         if not self._is_lost:
             self._is_lost = True
             self._listener.forget(self)
@@ -93,7 +94,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_aborted:
             self.end()
-            self.inner = asyncio.Protocol()  # serves nothing, because the connection is aborted
+            # This protocol does nothing, because the connection is aborted.
+            self.inner = asyncio.Protocol()
             self._transport.abort()
         self.inner.connection_made(transport)
 
@@ -128,7 +130,8 @@ class Listener:
 
     Attributes:
         counts: numbers of connections, for metrics.
-        read_buffer: receives data of any connection; the data is copied out at once.
+        read_buffer: buffer into which all connections read, one at a time; the data is copied at
+            once.
     """
 
     def __init__(
@@ -136,7 +139,8 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        # A memoryview: asyncio's TLS reads into slices, and slices of bytearrays would be copies.
+        # A memoryview, because asyncio's TLS reads into slices, and slices of a bytearray are
+        # copies.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
@@ -175,7 +179,8 @@ class Listener:
         try:
             self._sockets = await _listen(host.strip("[]"), port, reuse_port=reuse_port)
         except OSError as error:
-            number = error.errno or 0  # negative numbers: name resolution failed
+            # The number of an error is negative if name resolution failed.
+            number = error.errno or 0
             why = os.strerror(number).lower() if number > 0 else str(error)
             raise ConfigError(f"{option}: cannot listen on {listen} ({why})") from error
         for sock in self._sockets:
@@ -184,7 +189,7 @@ class Listener:
         return f"{host}:{self._sockets[0].getsockname()[1]}"
 
     def stop_accepting(self) -> None:
-        """Accept no new connections; open ones go on. May be repeated."""
+        """Accept no new connections; open connections continue. May be called again."""
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
             loop.remove_reader(sock)
@@ -201,7 +206,7 @@ class Listener:
 
     @contextlib.contextmanager
     def working(self, protocol: asyncio.BaseProtocol) -> Iterator[None]:
-        """Mark the connection as at work during one request, then as idle."""
+        """Mark a protocol's connection as at work during one request, and then as idle."""
         connection = self._of_protocol.get(protocol)
         if connection is not None:
             self._stop_waiting(connection)
@@ -237,7 +242,7 @@ class Listener:
             del self._num_of[connection.address]
 
     def note_unsent(self, connection: Connection) -> None:
-        """Note that a connection's unsent bytes exceed the limit, and their number."""
+        """Note how many unsent bytes a connection has, because they exceed the limit."""
         now = asyncio.get_running_loop().time()
         self._unsent[connection] = (connection.num_unsent_bytes, now)
 
@@ -287,19 +292,22 @@ class Listener:
         connection.setup = asyncio.create_task(self._set_up(connection, sock))
 
     def _make_room(self, address: str) -> bool:
-        """Return whether this address may connect; close a waiting connection if needed."""
+        """Return whether there is room for this address; close a waiting connection if needed."""
         limits, of_address = self.limits, self._waiting_of.get(address, {})
         if self._num_of.get(address, 0) >= limits.max_connections_per_address:
             return self._displace(self._oldest(of_address))
         if self.counts.open >= limits.max_connections:
-            # Close a connection of this address first, so that an address with many connections
-            # takes no connection from other addresses.
+            # A connection of the same address is closed first, so that an address with many
+            # connections takes no room from other addresses.
             return self._displace(self._oldest(of_address, self._fresh, self._idle))
         return True
 
     @staticmethod
     def _oldest(*waiting: dict[Connection, None]) -> Connection | None:
-        """Return the longest waiting connection without unsent bytes; earlier groups go first."""
+        """Return the connection that has waited longest, of the first group that has one.
+
+        Connections with unsent bytes are skipped. Only a few of each group are looked at.
+        """
         for connections in waiting:
             for connection in itertools.islice(connections, _MAX_LOOKED_AT):
                 if not connection.num_unsent_bytes:
@@ -311,7 +319,7 @@ class Listener:
             return False
         self.counts.displaced += 1
         connection.abort()
-        connection.end()  # frees its place before the loop notices the close
+        connection.end()  # frees its place now, not when the loop sees the close
         return True
 
     async def _set_up(self, connection: Connection, sock: socket.socket) -> None:
@@ -322,16 +330,17 @@ class Listener:
             await loop.connect_accepted_socket(
                 lambda: connection, sock, ssl=self._ssl, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError) as error:  # peer gone, or no TLS
+        # The peer is gone, or it does not speak TLS.
+        except (OSError, asyncio.CancelledError) as error:
             if isinstance(error, ssl.SSLError):
-                # The certificate's problem, or a code such as WRONG_VERSION_NUMBER.
+                # The problem of a certificate, or a code of OpenSSL such as WRONG_VERSION_NUMBER.
                 why = getattr(error, "verify_message", "") or error.reason or "it ended"
                 self._warn(connection.address, f"a TLS handshake failed: {why}")
             sock.close()
             connection.end()
 
     def _warn(self, address: str, problem: str) -> None:
-        """Log a client's fault, at most once a minute per address, and for a limited number."""
+        """Log a client's fault, once a minute per address, for a limited number of addresses."""
         now = asyncio.get_running_loop().time()
         told = {one: at for one, at in self._told_of.items() if now - at < _TELL_AGAIN_S}
         if address not in told and len(told) < _MAX_TOLD:
@@ -390,7 +399,7 @@ def _without_mapping(address: str) -> str:
 async def _listen(host: str, port: int, *, reuse_port: bool) -> list[socket.socket]:
     """Listen on all addresses of a host, on one port; raises OSError.
 
-    The host ``::`` stands for addresses of both families, as in gRPC.
+    As in gRPC, the host ``::`` means all addresses of IPv6 and IPv4.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(

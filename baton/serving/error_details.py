@@ -1,6 +1,6 @@
-"""Error details: carry an error and its receipt in a call's trailers, in google.rpc's form.
+"""Error details: send an error and its receipt in a call's trailers, as messages of google.rpc.
 
-Errors are converted in both directions, so a client gets the error that the router raised.
+Errors are converted to trailers and back, so a client raises the error that the router raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.v1 import types_pb2
 from baton.wire import types as wire_types
 
 DOMAIN = "baton"
-DETAILS_KEY = "grpc-status-details-bin"  # the trailer that gRPC's libraries read
+DETAILS_KEY = "grpc-status-details-bin"  # trailer in which gRPC's libraries expect details
 RECEIPT_KEY = "baton-receipt-bin"
 
 _KINDS: dict[str, type[BatonError]] = {
@@ -49,14 +49,14 @@ _KINDS: dict[str, type[BatonError]] = {
     "ENGINE_DEAD": EngineDeadError,
 }
 _INVALID_REQUEST = "INVALID_REQUEST"
-_MAX_DIGITS = 40  # maximum number of digits of either number in untrusted metadata
+_MAX_DIGITS = 40  # maximum number of digits of numbers in untrusted metadata
 _REASONS = {kind: reason for reason, kind in _KINDS.items()} | {
     InvalidRequestError: _INVALID_REQUEST
 }
 
 
 def reason_of(error: BatonError) -> str:
-    """Return an error's name for clients of any language."""
+    """Return the name of an error's class for clients in any language."""
     for kind in type(error).__mro__:
         if kind in _REASONS:
             return _REASONS[kind]
@@ -64,7 +64,7 @@ def reason_of(error: BatonError) -> str:
 
 
 def details_trailer(code: int, message: str, error: BatonError) -> tuple[str, bytes]:
-    """Return the trailer with ErrorInfo, and RetryInfo or BadRequest if they apply."""
+    """Return the trailer of an error: ErrorInfo, and RetryInfo or BadRequest if they apply."""
     status = status_pb2.Status(code=code, message=message)
     info = error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
@@ -86,7 +86,7 @@ def details_trailer(code: int, message: str, error: BatonError) -> tuple[str, by
 
 
 def _too_long(field: str, metadata: Mapping[str, str]) -> PromptTooLongError | None:
-    """Return the PromptTooLongError that the metadata describe, or None."""
+    """Return the PromptTooLongError that the metadata of ErrorInfo describe, or None."""
     num_tokens, limit = metadata.get("num_tokens", ""), metadata.get("limit", "")
     if metadata.get("code") != PromptTooLongError.code or len(num_tokens + limit) > _MAX_DIGITS:
         return None

@@ -1,9 +1,9 @@
-"""HeldCalls: limits how much of a server one caller's calls and streams may hold.
+"""HeldCalls: limits the memory and the streams of a server that one caller's calls may hold.
 
-    a call whose message has not come      one place, and up to 8 MiB that have arrived
+    a call whose message has not come      one place, and up to 8 MiB of its message
     a health watch, a reflection stream    one place while the stream lives
 
-gRPC bounds both only per connection, and accepts hundreds of connections.
+gRPC limits both only per connection, and accepts hundreds of connections.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 
-# Maximum number of calls whose messages of up to 8 MiB each are read at the same time. Messages of
-# further calls stay with the client until another message has arrived.
+# Maximum number of calls of a caller whose messages, of up to 8 MiB each, are read at the same
+# time. Further messages stay with the client until one of these has arrived.
 MAX_COMING = 32
-# Maximum number of calls that wait for their turn. Each takes 25 KiB and several times the size of
-# its headers.
+# Maximum number of a caller's calls that wait for their turn. Each takes 25 KiB, and several times
+# the size of its headers.
 MAX_WAITING = 1024
-# Time for 8 MiB at 64 KiB/s, HTTP's slowest allowed rate.
+# Seconds to receive 8 MiB at 64 KiB/s, the slowest rate that the HTTP server allows, too.
 MESSAGE_TIMEOUT_S = 138.0
 MAX_STREAMS = 512  # maximum number of health watches per caller
-# Maximum number of streams per caller with messages from it, such as reflection
+# Maximum number of streams per caller in which the caller sends messages, such as reflection.
 MAX_MESSAGE_STREAMS = 32
 
 
 class _Caller:
-    """The places that one caller holds."""
+    """Counts of the places that one caller holds."""
 
     __slots__ = ("num_held", "turns")
 
@@ -61,9 +61,9 @@ class _Places:
 
 
 class HeldCalls:
-    """Limits, for each caller of one server, the calls that wait for messages and open streams.
+    """Limits of calls that wait for messages, and of open streams, for each caller of one server.
 
-    Callers are told apart by key or certificate; unauthenticated callers by address.
+    Callers are distinguished by key or certificate, and unauthenticated callers by address.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class HeldCalls:
         self._message_streams = _Places(MAX_MESSAGE_STREAMS, "reflection streams")
 
     async def only_message(self, caller: str, messages: AsyncIterator[Any]) -> Any:
-        """Return the only message of a call; wait for the caller's turn to send it.
+        """Wait for the caller's turn to send the only message of a call; return the message.
 
         Raises:
             InvalidRequestError: no message came, or it is unreadable.

@@ -26,7 +26,7 @@ from baton.serving.connections import Listener
 logger = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Few clients scrape; other clients must not burden the node.
+# Limits of connections: few clients scrape metrics, and others must not burden the node.
 _LIMITS = ConnectionLimits(
     max_connections=64,
     max_connections_per_address=64,
@@ -37,17 +37,17 @@ _LIMITS = ConnectionLimits(
 
 
 class MetricsPage:
-    """Serves ``/metrics``, ``/health`` and ``/ready`` on the caller's loop until it is closed.
+    """HTTP server of ``/metrics``, ``/health`` and ``/ready`` on the caller's event loop.
 
     `/health` and `/ready` need no key or certificate, because kubelets and load balancers have
-    none: ``/health`` answers while the loop runs, ``/ready`` with 200 or 503.
+    none: ``/health`` answers 200 while the event loop runs; ``/ready`` answers 200 or 503.
 
     Args:
-        collector: makes the page; called on a thread, by one scrape at a time.
+        collector: makes the metrics page; called on a thread, for one scrape at a time.
         access: decides who may read the page; None: anybody.
         limits: limits of connections.
         tls: certificates for HTTPS, and CA for client certificates; None: HTTP.
-        is_ready: returns the answer of ``/ready``.
+        is_ready: returns whether ``/ready`` answers 200.
 
     Attributes:
         address: ``host:port`` of the page once it is started.
@@ -65,8 +65,8 @@ class MetricsPage:
         self.address = ""
         self._access = access or Access()
         self._is_ready = is_ready
-        # Certificates are optional, because probes have none; callers without a certificate may not
-        # read the page.
+        # Client certificates are optional, because probes have none. Callers without a certificate
+        # may not read the metrics.
         self._tls = None if tls is None else ServerContext.of(tls, require_client_certs=False)
         self._registry = CollectorRegistry()
         self._registry.register(collector)

@@ -33,22 +33,25 @@ from baton.serving.unknown_methods import make_server
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-# A client's message grows on its way to a node, because text becomes token ids.
+# A client's message must be shorter than a node's message, because text becomes token ids, which
+# take more bytes.
 MAX_CLIENT_MESSAGE_BYTES = 8 * 2**20
 MAX_STREAMS = 2048  # maximum number of concurrent calls per connection
-# The same limit for servers with few callers; a call takes 25 to 40 KiB while its answer is unread.
+# Maximum number of concurrent calls per connection for servers with few callers. A call takes 25 to
+# 40 KiB while its answer is unread.
 FEW_STREAMS = 64
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A machine that vanishes does not close any connection, so pings check it while a call is open.
+    # A machine that fails does not close its connections, so pings check connections with open
+    # calls.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
 # The library supports v1alpha only.
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-_IDENTITY_ONLY = 1  # bit of "no compression" in gRPC's set of algorithms
+_IDENTITY_ONLY = 1  # bit of "no compression" in gRPC's set of allowed algorithms
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_CLIENT_MESSAGE_BYTES),
@@ -56,14 +59,15 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Maximum number of calls that wait to be accepted; gRPC drops further ones as CANCELLED without
+    # Maximum number of calls that wait to be accepted. gRPC ends further calls as CANCELLED without
     # a reason.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
-    # A few compressed kilobytes could become megabytes, and many messages gigabytes.
+    # Compression is off: a few compressed kilobytes could become megabytes, and many messages
+    # gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    # Both limits equal the guard's limit. If they differed, gRPC would refuse calls between them at
-    # random.
+    # gRPC's soft and hard limit of header bytes both equal the limit of `FrameGuard`. If they
+    # differed, gRPC would refuse calls with sizes between them at random.
     ("grpc.max_metadata_size", FrameLimits().max_header_bytes),
     ("grpc.absolute_max_metadata_size", FrameLimits().max_header_bytes),
 ]
@@ -73,7 +77,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
-    """Serve reflection v1alpha and v1, which differ only in their names."""
+    """Serve reflection as v1alpha and as v1, which differ only in the services' names."""
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -86,7 +90,7 @@ def _add_reflection(servicer: Any, server: grpc.aio.Server) -> None:
 
 
 def bearer(token: str) -> Metadata:
-    """Return metadata with a bearer token; empty if the token is."""
+    """Return the metadata that sends a bearer token; empty if the token is empty."""
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -97,11 +101,11 @@ class RpcServer:
         services: full names of the services that `register` adds, for reflection.
         register: adds the servicers to the server.
         gate: guards all calls; None: anybody on this machine may call.
-        reuse_port: whether other processes may serve on this port, sharing its connections. If
-            not, a second server on the port fails to start.
+        reuse_port: whether other processes may serve on the same port and share its connections.
+            Otherwise a second server on the port fails to start.
         limits: limits of connections.
         tls: the server's certificates; None: no TLS.
-        require_client_certs: whether clients need a certificate of a CA in ``tls``; if not, the
+        require_client_certs: whether clients need a certificate from a CA in ``tls``; otherwise the
             server asks clients for no certificate.
         max_streams: maximum number of concurrent calls per connection.
     """
@@ -122,7 +126,7 @@ class RpcServer:
         self._credentials: grpc.ServerCredentials | None = None
         self._front: RpcFront | None = None
         if tls is not None and require_client_certs:
-            # No guard is needed, because unknown clients fail at the handshake.
+            # `RpcFront` is not needed, because unknown clients fail at the TLS handshake.
             self._credentials = server_credentials(tls, require_client_certs=True)
         else:
             self._front = RpcFront(limits, None if tls is None else ServerContext.for_grpc(tls))
@@ -220,5 +224,5 @@ def open_sync_channel(
 
 def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
     named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
-    # Otherwise a channel with new certificates might reuse an old connection.
+    # No shared connections, because a channel with new certificates might reuse an old connection.
     return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

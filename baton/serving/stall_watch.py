@@ -1,4 +1,4 @@
-"""StallWatch: ends a stream whose client does not read. Knows no service."""
+"""StallWatch: ends a call whose client does not read its messages. Knows no service."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ logger = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """End a call if its client does not read any message for 1 to 1.5 times the timeout.
+    """Timer that ends a call if its client reads no message for 1 to 1.5 times the timeout.
 
-    Belongs to the task that creates it.
+    The call is ended by cancelling the task that made this object.
 
     Args:
         address: address of the client, for the log.
@@ -59,4 +59,4 @@ class StallWatch:
         logger.info("ended a call of %s: %s", self._address, problem)
         assert self._task is not None
         self._last_words = asyncio.ensure_future(self._say(problem))
-        self._task.cancel()  # the task waits for the client, so an exception would not reach it
+        self._task.cancel()  # nothing else ends the task's wait for the client

@@ -1,8 +1,8 @@
-"""Keeps calls of unknown gRPC methods away from the loop that accepts all calls.
+"""Answer calls of unknown gRPC methods outside gRPC's loop, which accepts all calls.
 
 Since grpcio 1.84 this loop decodes the name of an unknown method. A name that is not UTF-8 raises
-there and ends the loop, and the server with it: one call of anybody could stop a router or node.
-This module answers such calls without decoding their names.
+an error that ends the loop, and with it the server: one call by anybody could stop a router or
+node. This module answers calls of unknown methods without decoding their names.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
 
-# A function that answers a call, given the call's context.
+# Type of a function that answers a call, given the call's context.
 _Refuse = Callable[[Any], Awaitable[None]]
 _HOOK = "_make_request_call_future"
 
 
 class _Server(cygrpc.AioServer):  # type: ignore[misc]  # has no stubs
-    """A gRPC server whose own loop only sees calls of registered methods."""
+    """A gRPC server whose loop gets only calls of registered methods."""
 
     refuse: _Refuse
 
@@ -56,12 +56,12 @@ def make_server(
     """Make a server that refuses all methods except registered ones.
 
     Args:
-        interceptor: sees every call of a registered method.
+        interceptor: interceptor of every call of a registered method.
         refuse: answers calls of all other methods.
         options: channel arguments.
     """
     server = grpc.aio.server(interceptors=[interceptor], options=options)
-    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where an error does no harm
+    if hasattr(cygrpc.AioServer, _HOOK):  # older versions decode names where errors do no harm
         loop = cygrpc.get_working_loop()
         guarded = _Server(loop, None, (), (interceptor,), tuple(options), None)
         guarded.refuse = refuse
@@ -71,5 +71,8 @@ def make_server(
 
 
 def _is_no_odd_header(record: logging.LogRecord) -> bool:
-    """Drop gRPC's tracebacks about headers that are not UTF-8: a client could cause millions."""
+    """Return False for log records of gRPC about headers that are not UTF-8, to drop them.
+
+    A client could cause millions of these tracebacks.
+    """
     return not str(record.msg).startswith("Invalid encoding on")

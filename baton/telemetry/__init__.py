@@ -1,1 +1,1 @@
-"""Reports of a process: logs, traces, metrics, its ledger of KV blocks, and stack samples."""
+"""What a process reports about itself: logs, traces, a ledger of KV blocks, stack samples."""

@@ -1,4 +1,4 @@
-"""Options to export metrics under the names of other engines as well."""
+"""Options to export metrics also under the names that other engines use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The ledger: the owners of a node's KV blocks, as plain values. Knows no engine and no wire.
+"""The ledger: the owners of a node's KV blocks, as plain values. Knows no engine, no wire format.
 
 Each reference to a block must have an owner in the ledger. A reference without an owner is a leak,
-and its block an orphan. An owner without a reference could lose its block to another owner.
+and its block is an orphan, which never becomes free. If an owner has no reference to its block, the
+block could be given to another owner.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from enum import Enum
 
 
 class BlockOwner(Enum):
-    """Kinds of owners of references to blocks."""
+    """Kinds of owners that references to blocks may have."""
 
-    REQUEST = "request"  # a request that waits or runs here
+    REQUEST = "request"  # a request that waits or runs on this node
     GRANT = "grant"  # promised to a prefill node, which may write the block
     QUARANTINE = "quarantine"  # the request has ended, but a prefill node may still write the block
-    PUSH = "push"  # being pushed to a decode node
+    PUSH = "push"  # is being sent to a decode node
     DRAINING = "draining"  # the request has ended, but a push may still read the block
     STEP = "step in flight"  # the request has ended, but the running step still writes the block
     CACHE = "cache"  # encodings that an encode node keeps for later commands
@@ -27,11 +28,11 @@ class BlockOwner(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHolding:
-    """The references of one owner: one to each of these blocks.
+    """The references of one owner, which has one reference to each of its blocks.
 
     Attributes:
-        state: name of the request's or transfer's state.
-        peer: engine id of the node at the other end; empty: none.
+        state: name of the state of the owning request or transfer.
+        peer: engine id of the node at the other end of a transfer; empty: there is no such node.
         age_s: seconds since the request reached this node.
     """
 
@@ -46,12 +47,14 @@ class BlockHolding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """All references to a node's blocks, at one moment between two steps.
+    """All references to a node's blocks and their owners, at one moment between two steps.
 
     Attributes:
         num_references: references that the block pool counts.
         orphans: blocks with more references than owners; they never become free.
         overdrawn: blocks with more owners than references.
+        encodings: ledger of the memory in which a prefill node receives encodings of images; None:
+            the node receives none.
     """
 
     holdings: tuple[BlockHolding, ...]
@@ -60,6 +63,17 @@ class Ledger:
     num_references: int
     orphans: tuple[int, ...]
     overdrawn: tuple[int, ...]
+    encodings: Ledger | None = None
+
+    @property
+    def num_orphans(self) -> int:
+        """Number of orphans, those of encodings included."""
+        return len(self.orphans) + (self.encodings.num_orphans if self.encodings else 0)
+
+    @property
+    def num_overdrawn(self) -> int:
+        """Number of overdrawn blocks, those of encodings included."""
+        return len(self.overdrawn) + (self.encodings.num_overdrawn if self.encodings else 0)
 
 
 def balance(
@@ -69,10 +83,12 @@ def balance(
     num_blocks: int,
     num_free_blocks: int,
 ) -> Ledger:
-    """Compare the owners' holdings with the block pool's counts.
+    """Make the ledger of a node: compare the owners' references with the counts of the block pool.
 
     Args:
-        ref_counts: the pool's reference counts; blocks without references may be missing.
+        holdings: the references of all owners.
+        ref_counts: the pool's reference count of each block; blocks without references may be left
+            out.
     """
     holdings = tuple(holdings)
     named = Counter(block_id for holding in holdings for block_id in holding.block_ids)
@@ -87,7 +103,7 @@ def balance(
 
 
 def to_ranges(block_ids: Iterable[int]) -> list[tuple[int, int]]:
-    """Return runs of consecutive ids as ``[(first id, number of ids), ...]``, in given order."""
+    """Return runs of consecutive ids, in the given order, as (first id, number of ids) pairs."""
     ranges: list[tuple[int, int]] = []
     for block_id in block_ids:
         if ranges and sum(ranges[-1]) == block_id:

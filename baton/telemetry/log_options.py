@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from baton.api.errors import ConfigError
 from baton.options import check_limits, option
 
-# Our packages. Libraries log only from `info` on: debug lines of gRPC and asyncio are noise.
+# Baton's packages, whose debug lines may be logged. Libraries log only from `info` on, because
+# debug lines of gRPC and asyncio are noise.
 OURS = (
     "baton", "router", "prefill_node", "decode_node", "node_runtime", "sim_node", "loadtest",
     "engine", "kvconnector", "models", "baton_kernels",

@@ -1,7 +1,8 @@
 """Logs: lines on standard error, as text for people or as JSON for programs.
 
-A thread writes the lines, so a reader that stops reading delays nobody. Text from others is
-escaped, so it cannot begin a line or move a terminal's cursor.
+A thread writes the lines, so the program does not wait if the log's reader stops reading. Texts
+from other programs and users are escaped, so that they cannot begin a line or move a terminal's
+cursor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def set_up_logging(level: str, log_format: str = "text", modules: Sequence[str] 
     """Log to standard error from now on; raises ConfigError for invalid values.
 
     Args:
-        modules: ``MODULE=LEVEL`` entries for modules with levels of their own.
+        modules: ``MODULE=LEVEL`` entries for modules that have a log level of their own.
     """
     LogOptions(log_level=level.lower(), log_format=log_format, log_modules=tuple(modules))
     close_logging()
@@ -60,10 +61,11 @@ def change_log_level(level: str, module: str = "") -> str:
     """Change the log level and return the previous one.
 
     Args:
-        module: module to change, with all modules inside it; empty: all modules but those that have
-            a level of their own.
+        module: module to change, with all modules inside it; empty: all modules but those with a
+            level of their own.
 
-    Raises ConfigError for an unknown level or a module that is not ours.
+    Raises:
+        ConfigError: the level is unknown, or the module is not one of Baton's.
     """
     LogOptions(log_level=level.lower())
     if module:
@@ -85,7 +87,7 @@ def _set_level(level: str) -> None:
 
 
 class _LineWriter(logging.Handler):
-    """Queues lines for a thread that writes them; counts lines lost when the queue is full.
+    """Log handler that queues lines for a writing thread, and counts lines lost to a full queue.
 
     Attributes:
         num_lost: lines that were not written.
@@ -105,10 +107,11 @@ class _LineWriter(logging.Handler):
             self._waiting.put_nowait(self.format(record))
         except queue.Full:
             self.num_lost += 1
-        except Exception:  # the arguments do not fit the message, or memory is exhausted
+        # The arguments do not fit the message, or memory is exhausted.
+        except Exception:
             self.handleError(record)
 
-    # Not named `close`, because libraries that configure logging close all handlers.
+    # This method is not named `close`, because libraries that set up logging close all handlers.
     def stop(self) -> None:
         """Write the queued lines and end the thread."""
         with contextlib.suppress(queue.Full):
@@ -179,7 +182,7 @@ def _render_json(logger: Any, name: str, event: Event) -> str:
 
 
 def _parts(event: Event) -> tuple[Event, Event, str]:
-    """Split an event into the fields that all lines have, its own fields, and its traceback."""
+    """Split a log event into the fields that all events have, other fields, and the traceback."""
     head = {
         "time": event["time"],
         "level": event["level"],

@@ -1,4 +1,4 @@
-"""Formats receipts for people."""
+"""Format receipts of requests for people to read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def receipt_line(receipt: Receipt) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size such as ``1.5 MiB``."""
+    """Return a number of bytes as text such as ``1.5 MiB``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

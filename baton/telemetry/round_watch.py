@@ -1,7 +1,8 @@
 """RoundWatch: finds threads of a node that are stuck in one round of work.
 
-If a node's engine hangs, other threads of its process still send beats. Rounds are measured in
-beats, not in seconds, so a pause of the whole process does not make its threads look stuck.
+If a node's engine hangs, other threads of the node's process still send beats. The duration of a
+round is measured in beats, not in seconds, so a pause of the whole process does not make its
+threads look stuck.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ class Rounds(NamedTuple):
 
 
 class RoundWatch:
-    """Find threads of one node that are stuck in one round.
+    """Finder of the threads of a node that are stuck in one round.
 
     Args:
-        rounds: returns the threads' rounds by name; safe from any thread.
+        rounds: returns the `Rounds` of each thread, by the thread's name; may be called on any
+            thread.
         beat_interval_s: seconds from one beat to the next.
 
     Attributes:
-        stalled_s: how long the most stalled thread has been in its round.
-        stalled_thread: name of the most stalled thread; empty if none is stalled.
+        stalled_s: seconds for which the thread that is stuck longest has been in its round.
+        stalled_thread: name of this thread; empty if no thread is stuck.
     """
 
     def __init__(self, rounds: Callable[[], Mapping[str, Rounds]], beat_interval_s: float) -> None:
@@ -35,7 +37,7 @@ class RoundWatch:
         self._rounds = rounds
         self._beat_interval_s = beat_interval_s
         self._last: Mapping[str, Rounds] = {}
-        self._num_beats: dict[str, int] = {}  # beats since a thread's round began
+        self._num_beats: dict[str, int] = {}  # thread -> beats since its round began
         self._longest = 0
 
     def tick(self) -> None:

@@ -1,7 +1,7 @@
 """Spans as plain values, and the context that joins several processes' spans into a trace.
 
-A span is made when the work that it describes has ended, from times that receipts need anyway. So
-traces and receipts agree, and requests that are not traced cost nothing. Knows no exporter.
+A span is made when the work that it describes has ended, from times that are also in receipts. So
+traces and receipts agree, and a request that is not traced costs nothing. Knows no exporter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
-MAX_STATE_CHARS = 512  # W3C's least length to forward; longer states are dropped
+MAX_STATE_CHARS = 512  # W3C demands that states up to this length are forwarded
 
 _PARENT = re.compile(
     r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII | re.DOTALL
@@ -28,13 +28,14 @@ Attribute: TypeAlias = str | bool | int | float | tuple[str, ...]
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False):
-    """The ids of a span, which other processes need to add child spans.
+    """The ids of a trace and a span, by which other processes add child spans.
 
     Attributes:
         trace_id: id of the trace, 16 bytes.
-        span_id: 8 bytes; empty: the trace has no span yet, and its next span is the root.
+        span_id: id of the span, 8 bytes; empty: the trace has no span yet, and its next span is the
+            root.
         is_sampled: whether spans of this trace are kept.
-        state: data of other tracing systems, forwarded unchanged.
+        state: data of other tracing systems (``tracestate``), which is forwarded unchanged.
     """
 
     trace_id: bytes
@@ -48,13 +49,13 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def traceparent(self) -> str:
-        """The W3C header that this span's calls carry."""
+        """Value of W3C's header ``traceparent`` for calls that this span makes."""
         flags = _SAMPLED if self.is_sampled else 0
         return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{flags:02x}"
 
 
 class SpanKind(IntEnum):
-    """A span's relation to its parent, with OpenTelemetry's numbers."""
+    """Kinds of spans, by the relation to the parent, with OpenTelemetry's numbers."""
 
     INTERNAL = 1  # work within one process
     SERVER = 2  # work for a caller in another process
@@ -68,7 +69,7 @@ class Span(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         parent_id: id of the parent span; empty: no parent.
         begin_s, end_s: seconds by the clock of the code that made the span.
         links: related spans, each with the kind of relation.
-        events: moments within the span, by name.
+        events: name and time of moments within the span.
         error: why the work failed; empty: it did not fail.
     """
 
@@ -125,8 +126,8 @@ def request_span(
     )
 
 
-# Takes the finished spans of one piece of work; quick and thread-safe. The second argument is the
-# UNIX time at which the spans' clock showed 0, in nanoseconds.
+# Function that takes the finished spans of a piece of work; it must be quick and thread-safe. Its
+# second argument is the UNIX time in nanoseconds at which the spans' clock showed 0.
 SpanSink: TypeAlias = Callable[[Sequence[Span], int], None]
 
 
@@ -138,7 +139,7 @@ def zero_of(clock: Callable[[], float]) -> int:
 def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
     """Parse the W3C header ``traceparent``; return None if it is missing or invalid.
 
-    Of unknown versions only the fields of version 00 are read, as W3C demands.
+    Of a header with an unknown version, only the fields of version 00 are read, as W3C demands.
     """
     found = _PARENT.fullmatch(header) if header else None
     if found is None:
@@ -157,5 +158,5 @@ def parse_traceparent(header: str, state: str = "") -> TraceContext | None:
 
 
 def random_id(num_bytes: int) -> bytes:
-    """Return a random id; never all zeros, which W3C reserves for "no id"."""
+    """Return a random id of ``num_bytes``, never all zeros, which for W3C mean "no id"."""
     return (random.getrandbits(8 * num_bytes) or 1).to_bytes(num_bytes, "big")

@@ -1,7 +1,7 @@
 """Stack sampler: finds out where a running thread spends its time.
 
-Every few milliseconds the sampler reads the thread's Python stack, which costs little. The sampler
-does not see C code; time in C code counts for the Python function that called it.
+Every few milliseconds, the sampler reads the Python stack of the thread, which costs little. The
+sampler does not see C code: time in C code counts for the Python function that called the C code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ NUM_FUNCTIONS = 40
 
 @dataclass(frozen=True, slots=True)
 class SampledFunction:
-    """A function and the number of samples that saw it.
+    """A function, and the number of samples in which it was on the stack.
 
     Attributes:
         place: ``file:line`` of the function's first line, with the last two parts of the path.
-        num_own: samples in the function itself.
-        num_total: samples in the function or in functions that it called.
+        num_own: number of samples in which the thread was in the function itself.
+        num_total: number of samples in which the thread was in the function or in functions that it
+            called.
     """
 
     name: str
@@ -38,7 +39,7 @@ class SampledFunction:
 
 @dataclass(frozen=True, slots=True)
 class StackProfile:
-    """The functions in which a thread was seen, the most frequent first."""
+    """Samples of a thread's stack: the functions on the stack, the most frequent first."""
 
     thread: str
     num_samples: int
@@ -47,9 +48,10 @@ class StackProfile:
 
 
 def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
-    """Sample a thread for some seconds; blocks only the calling thread.
+    """Sample the stack of a thread for some seconds; block only the calling thread.
 
-    Raises InvalidRequestError.
+    Raises:
+        InvalidRequestError: there is no thread of this name, or the time is out of range.
     """
     if not 0 < seconds <= MAX_SECONDS:
         raise InvalidRequestError(
@@ -78,7 +80,7 @@ def sample_stacks(thread_name: str, seconds: float) -> StackProfile:
 
 
 def _codes(frame: FrameType | None) -> set[CodeType]:
-    """Return the functions on a stack, each once."""
+    """Return the code objects of the functions on a stack, each once."""
     codes = set()
     while frame is not None:
         codes.add(frame.f_code)

@@ -1,4 +1,4 @@
-"""Tracing: decides which requests are traced, and takes their spans. Costs nothing when off."""
+"""Tracing: decides which requests are traced, and passes on their spans. Costs nothing when off."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from baton.telemetry.trace_options import TraceOptions
 
 
 class Tracing:
-    """Traces of one process.
+    """The tracing of one process.
 
     Args:
-        options: where to send traces; None: nowhere.
+        options: where to send traces; None: tracing is off.
         service: name of this program in traces.
-        resource: more attributes for all spans.
-        sink: takes the spans instead of an exporter.
+        resource: further attributes of all spans.
+        sink: function that takes the spans instead of an exporter.
 
     Attributes:
-        sink: takes finished spans; None: tracing is off.
+        sink: function that takes finished spans; None: tracing is off.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Tracing:
             self._exporter = SpanExporter(options.trace_endpoint, service, resource or {})
             sink = self._exporter.take
         self.sink = sink
-        # OpenTelemetry's TraceIdRatioBased decides in this way, so programs with equal ratios
-        # sample the same traces.
+        # OpenTelemetry's TraceIdRatioBased decides in the same way, by the trace id, so programs
+        # with equal ratios sample the same traces.
         self._bound = round(options.trace_ratio * 2**64)
 
     def begin(self, traceparent: str, tracestate: str = "") -> TraceContext | None:

@@ -1,4 +1,4 @@
-"""Contract suites: the tests that a plug-in must pass, as pytest classes to subclass.
+"""Contract suites: pytest classes with the tests that a plug-in must pass, to be subclassed.
 
     from baton.testing.policies import PolicyContract
 

@@ -1,4 +1,4 @@
-"""The contract of architectures: an engine gives the same tokens as another implementation."""
+"""Contract of architectures: an engine gives the same tokens as an independent implementation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAX_TOKENS = 12
 
 
 class ArchitectureContract:
-    """The suite of an architecture, run with one of its checkpoints.
+    """Tests of an architecture, which use one of its checkpoints.
 
     Attributes:
-        model: a model folder; small, because it is loaded several times.
-        prompts: prompts as token ids.
+        model: folder of the checkpoint, which should be small because it is loaded several times.
+        prompts: prompts to complete, as token ids.
     """
 
     model = ""

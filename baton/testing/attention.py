@@ -1,4 +1,4 @@
-"""The contract of attention backends: each gives the results of `baton_kernels.reference`."""
+"""Contract of attention backends: a backend gives the results of `baton_kernels.reference`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ STEPS: dict[str, tuple[list[int], list[int]]] = {
 
 
 def make_tables(seq_lens: Sequence[int], block_size: int, num_blocks: int, seed: int = 0) -> Tensor:
-    """Return `[num_requests, max_blocks]` int32: blocks in random order, -1 behind the last."""
+    """Return a block table of blocks in random order, `[num_requests, max_blocks]` int32.
+
+    Entries after a request's last block are -1.
+    """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_blocks, generator=generator, device="cpu").tolist()
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
@@ -64,16 +67,16 @@ def make_metadata(
 def make_cache(
     num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int
 ) -> Tensor:
-    """Return a block-major cache full of NaN, which shows reads of slots never written."""
+    """Return a block-major KV cache full of NaN, which show reads of slots never written."""
     shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
     return torch.full(shape, torch.nan)
 
 
 class AttentionContract:
-    """The suite of an attention backend of keys and values, in float32.
+    """Tests of an attention backend for keys and values, in float32.
 
     Attributes:
-        shapes: (key-value heads, query heads for each, head size) to test.
+        shapes: shapes to test: (key-value heads, query heads per key-value head, head size).
         device: device of queries and cache.
     """
 
@@ -110,7 +113,7 @@ class AttentionContract:
         window: int | None,
         num_padding: int = 0,
     ) -> Tensor:
-        """Compare one layer of a drawn step with the reference; return what the backend gave."""
+        """Compare one layer of a random step with the reference; return the backend's result."""
         torch.manual_seed(0)
         (query_lens, seq_lens), (num_kv_heads, ratio, head_dim) = lens, shape
         with torch.device(self.device):

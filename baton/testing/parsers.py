@@ -1,4 +1,4 @@
-"""The contract of tool-call and reasoning parsers: cuts of an output do not change its parts."""
+"""Contract of tool-call and reasoning parsers: cuts of an output do not change its parts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from router.intake.parsers.base import (
     Reasoning,
 )
 
-Joined = list[tuple[str, str]]  # (kind, text), neighbours of one kind joined
+Joined = list[tuple[str, str]]  # (kind, text); neighbours of the same kind are joined
 
 
 def join_parts(parts: Iterable[Part]) -> Joined:
-    """Join neighbouring parts of one kind; ids of calls are left out, because they are random."""
+    """Join neighbouring parts of the same kind, without the ids of calls, which are random."""
     joined: Joined = []
     for part in parts:
         match part:
@@ -45,18 +45,18 @@ def parse(parser: OutputParser, pieces: Sequence[str]) -> Joined:
 
 
 class ParserContract:
-    """The suite of an output parser.
+    """Tests of an output parser.
 
     Attributes:
-        outputs: outputs of the model that the parser is for.
-        num_cuts: ways in which each output, and each beginning of one, is cut into pieces.
+        outputs: example outputs of the models that the parser is for.
+        num_cuts: number of random ways to cut each output, and each beginning of it, into pieces.
     """
 
     outputs: Sequence[str] = ()
     num_cuts = 20
 
     def make(self) -> Callable[[ParserContext], OutputParser]:
-        """Return the registered entry, which makes a parser for a request."""
+        """Return the entry to register: a function that makes a parser for a request."""
         raise NotImplementedError
 
     def test_there_are_outputs(self) -> None:

@@ -1,4 +1,4 @@
-"""The contract of routing policies: run on the router's records of nodes, without real nodes."""
+"""Contract of routing policies: tests that use the router's records of nodes, without nodes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ QUERY = RouteQuery(num_prompt_tokens=100, max_tokens=20)
 
 
 class FleetBook:
-    """Prefill nodes p0, p1, ... and decode nodes d0, d1, ...; every pair can hand off.
+    """A router's records of prefill nodes p0, p1, ... and decode nodes d0, d1, ..., all connected.
 
     Args:
-        step_times: profile of every node; empty: nodes have no profile.
+        step_times: measured step times of every node; empty: nodes have none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FleetBook:
         without: Iterable[str] = (),
         may_self_prefill: bool = False,
     ) -> Fleet:
-        """Return a fleet of all nodes except some, in the order of joining or backwards."""
+        """Return a fleet of all nodes except ``without``, in the order of joining or backwards."""
         step = -1 if backwards else 1
         return Fleet(
             [n for n in self.prefills[::step] if n.node_name not in without],
@@ -71,7 +71,7 @@ class FleetBook:
         )
 
     def place(self, policy: RoutingPolicy, query: RouteQuery, fleet: Fleet) -> Placement:
-        """Have a policy pick nodes, and count the request there, as the router does."""
+        """Let a policy pick nodes for a request; count the request there, as the router does."""
         placement = policy.pick(query, fleet)
         assert placement is not None
         num_tokens = query.num_prompt_tokens
@@ -93,13 +93,13 @@ class FleetBook:
 
 
 def names(placement: Placement | None) -> tuple[str, str]:
-    """Return the names of a pair's nodes; the prefill node's is empty if there is none."""
+    """Return the names of the two nodes of a placement; empty if there is no prefill node."""
     assert placement is not None
     return placement.prefill.node_name if placement.prefill else "", placement.decode.node_name
 
 
 def assert_is_of(placement: Placement | None, fleet: Fleet) -> None:
-    """Assert that a placement is on nodes of a fleet that reach each other."""
+    """Assert that a placement has connected nodes of this fleet, or a node that may work alone."""
     assert placement is not None, "no place, though nodes reach each other"
     if placement.prefill is None:
         assert placement.decode in fleet.self_prefilling, "a decode node that computes no prompts"
@@ -110,7 +110,7 @@ def assert_is_of(placement: Placement | None, fleet: Fleet) -> None:
 
 
 def drawn_fleet(draw: random.Random) -> Fleet:
-    """Return a few nodes with random load; each prefill node reaches random nodes, at least one."""
+    """Return some nodes with random loads; each prefill node reaches at least one decode node."""
     book = FleetBook(draw.randint(1, 4), draw.randint(1, 4))
     ids = [decode.engine_id for decode in book.decodes]
     for prefill in book.prefills:
@@ -127,7 +127,7 @@ def drawn_fleet(draw: random.Random) -> Fleet:
 
 
 class PolicyContract:
-    """The suite of a routing policy."""
+    """Tests of a routing policy."""
 
     num_drawn = 100  # fleets
 

@@ -1,4 +1,4 @@
-"""The contract of proposers: right or wrong, their drafts do not change any token."""
+"""Contract of proposers: their drafts, right or wrong, do not change any token of an output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_TOKENS = 16
 
 
 class ProposerContract:
-    """The suite of a proposer.
+    """Tests of a proposer.
 
     Attributes:
-        method: the proposer's name.
-        model: a model folder or hub id; small, because each test loads it.
-        prompts: prompts as token ids.
-        options: further engine options.
+        method: name of the proposer, for ``speculative_method``.
+        model: a model folder or hub id; the model should be small, because each test loads it.
+        prompts: prompts to complete, as token ids.
+        options: further options of the engine.
     """
 
     method = ""

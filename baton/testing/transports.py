@@ -1,6 +1,6 @@
-"""The contract of KV transports: pushed blocks arrive in the peer's blocks, and only there.
+"""Contract of KV transports: sent blocks arrive in the right blocks of the peer, and only there.
 
-A sender and a receiver, each with its own memory and a real I/O thread, hand blocks off over the
+A sender and a receiver, each with its own memory and an I/O thread, transfer blocks over the
 transport. Every wait ends after `TIMEOUT_S`.
 """
 
@@ -31,12 +31,12 @@ BLOCK_SIZE = BLOCK_SHAPE[3]
 NUM_BLOCKS = 16
 UNTOUCHED = -1.0
 TIMEOUT_S = 20.0
-_numbers = itertools.count()  # numbers for engine ids; no engine id is used twice
+_numbers = itertools.count()  # for engine ids, none of which is used twice
 
 
 @dataclass(frozen=True)
 class PlainMemory:
-    """KV memory without an engine; see `kvconnector.layout.KVMemory`."""
+    """KV memory without an engine; implements `kvconnector.layout.KVMemory`."""
 
     tensor: torch.Tensor
     manifest: KVManifest
@@ -44,12 +44,12 @@ class PlainMemory:
 
 
 def memory_of(tensor: torch.Tensor) -> PlainMemory:
-    """Return a memory of blocks `[num_blocks, num_layers, ...]`; every rank has whole blocks."""
+    """Return a KV memory over a tensor of blocks, `[num_blocks, num_layers, ...]`, for one rank."""
     return PlainMemory(tensor, manifest(*tensor.shape[1:], dtype=tensor.dtype))
 
 
 def manifest(*shape: int, dtype: torch.dtype = torch.float32) -> KVManifest:
-    """Return the manifest of blocks of this shape, layers first."""
+    """Return the manifest of blocks of `BLOCK_SHAPE`, in layer-major order."""
     group = KVGroup(
         kind=KVKind.PAGED,
         layers=tuple(range(shape[0])),
@@ -62,7 +62,7 @@ def manifest(*shape: int, dtype: torch.dtype = torch.float32) -> KVManifest:
 
 @dataclass
 class Pair:
-    """A connected sender and receiver, their memories, and all events so far."""
+    """A connected sender and receiver, with their memories and all their events so far."""
 
     sender: Sender
     receiver: Receiver
@@ -72,7 +72,7 @@ class Pair:
     received: list[TransferEvent] = field(default_factory=list)
 
     def wait(self, side: str, kind: TransferEventKind, request_id: str = "") -> TransferEvent:
-        """Wait for an event at the sender ("p") or the receiver ("d")."""
+        """Wait for a request's event at the sender ("p") or at the receiver ("d"); return it."""
         give_up_at = time.monotonic() + TIMEOUT_S
         while True:
             self.sent += self.sender.poll()
@@ -84,7 +84,7 @@ class Pair:
             time.sleep(0.001)
 
     def start(self, request_id: str, num_tokens: int) -> None:
-        """Announce a transfer, and wait until the receiver knows of it."""
+        """Announce a transfer at the sender, and wait until the receiver has been told."""
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         peer = self.receiver.peer_info.engine_id
         self.sender.start(request_id, 0, peer, num_tokens=num_tokens, num_blocks=num_blocks)
@@ -93,7 +93,7 @@ class Pair:
     def grant(
         self, request_id: str, block_ids: tuple[int, ...], epoch: int = 0, first_block: int = 0
     ) -> None:
-        """Give a transfer its blocks at the receiver."""
+        """Grant blocks of the receiver to a transfer."""
         engine_id = self.sender.peer_info.engine_id
         self.receiver.grant(
             KVReservation(
@@ -113,10 +113,11 @@ class Pair:
         layers: LayerRange | None = None,
         is_computed: Callable[[], bool] | None = None,
     ) -> None:
-        """Push blocks, or some of their layers; with ``token_id``, the last ones.
+        """Push blocks, or some layers of them, from the sender.
 
         Args:
-            is_computed: returns whether the blocks are computed; None: they are.
+            token_id: token 1, given with the last blocks of the transfer.
+            is_computed: returns whether the blocks have been computed; None: they have.
         """
         record = None
         if token_id is not None:
@@ -138,7 +139,7 @@ class Pair:
 
 @contextlib.contextmanager
 def connected(make_transport: MakeTransport) -> Iterator[Pair]:
-    """Connect a sender and a receiver over a transport; afterwards, no thread may have died."""
+    """Connect a sender and a receiver over a transport; at the end, check that no thread died."""
     number, deaths = next(_numbers), list[Exception]()
     wake: Callable[[], None] = lambda: None  # noqa: E731
     source = torch.rand(NUM_BLOCKS, *BLOCK_SHAPE)
@@ -162,10 +163,10 @@ def connected(make_transport: MakeTransport) -> Iterator[Pair]:
 
 
 class TransportContract:
-    """The suite of a transport."""
+    """Tests of a transport."""
 
     def make(self) -> MakeTransport:
-        """Return the registered entry, which makes a transport."""
+        """Return the entry to register: a function that makes a transport."""
         raise NotImplementedError
 
     def test_a_self_test_writes_no_kv(self) -> None:
@@ -179,7 +180,7 @@ class TransportContract:
             pair.push("a", 0, (4, 0, 11), 10, token_id=77)
             committed = pair.wait("d", TransferEventKind.COMMITTED)
             assert committed.record == HandoffRecord(num_tokens=10, token_id=77)
-            pair.assert_arrived({4: 9, 0: 3, 11: 15})  # all blocks have arrived before the record
+            pair.assert_arrived({4: 9, 0: 3, 11: 15})  # all blocks arrive before the commit record
             pair.wait("p", TransferEventKind.COMMITTED)
 
     def test_bytes_are_there_when_a_watermark_tells_of_them(self) -> None:

@@ -1,1 +1,1 @@
-"""Conversion between text and tokens: tokenizers, chat templates, stop strings, grammars."""
+"""Convert between text and tokens: tokenizers, chat templates, stop strings, grammars."""

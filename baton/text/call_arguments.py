@@ -1,7 +1,7 @@
-"""Call arguments: turn the argument text that a model wrote into an object for templates.
+"""Call arguments: turn a tool call's arguments, which a model wrote as text, into an object.
 
-Clients send back calls unchanged, so a conversation may contain calls that ``max_tokens`` cut or a
-model wrote wrongly. Cut or wrong calls are not errors here.
+Chat templates need the object. Clients send calls back unchanged, so a conversation may contain
+arguments that ``max_tokens`` cut, or that a model wrote wrongly; this is no error.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ import json
 import re
 from typing import Any
 
-# Name under which the model sees arguments that form no object.
+# Key of the object that wraps arguments that are no object themselves.
 WHOLE = "arguments"
 _SIGN = re.compile(r'["\\{}\[\],]')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSING = {"{": "}", "[": "]"}
-_ESCAPE_CHARS = {"u": 5}  # escape letter -> characters after the backslash, if not 1
+_ESCAPE_CHARS = {"u": 5}  # escape letter -> characters after the backslash; 1 for other letters
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; complete cut JSON, and wrap any other text.
+    """Return a call's arguments as an object.
 
-    Half a surrogate pair becomes a replacement character, because no prompt can hold it.
+    If the text is the beginning of a JSON object, the object is completed; any other text is
+    wrapped in an object. Half a surrogate pair becomes a replacement character, because prompts
+    cannot contain halves.
     """
     if not text.strip():
         return {}
     value = _load(text)
-    if isinstance(value, str):  # JSON within JSON, which some clients send
+    if isinstance(value, str):  # some clients send a JSON text within JSON
         inner = _load(value) if value.strip() else {}
         value = inner if isinstance(inner, dict) else value
     if value is _NO_JSON:
@@ -38,13 +40,13 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def complete_object(text: str) -> dict[str, Any] | None:
-    """Complete the beginning of a JSON object; return None if the text is not one.
+    """Complete a text that is the beginning of a JSON object; return None for other texts.
 
     Closes strings, lists and objects that are open at the end. Leaves out a member whose value is
     missing, or is cut within a number or a word.
     """
     opened: list[str] = []
-    certain = 0  # end of the text that closing brackets would complete
+    certain = 0  # up to here, only closing brackets are missing
     end = len(text)
     in_string, position = False, 0
     while (found := _SIGN.search(text, position)) is not None:

@@ -1,7 +1,7 @@
 """ChatTemplate: renders a conversation with a checkpoint's Jinja template.
 
-The text is the same as from `transformers`. Checkpoints are not trusted: templates run in Jinja's
-sandbox and, in the router, in a process that can be killed.
+The rendered text equals that of `transformers`. Checkpoints are not trusted: templates run in
+Jinja's sandbox, and the router runs them in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from baton.api.errors import ConfigError, InvalidRequestError, ModelLoadError
 from baton.api.printable import printable
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# The largest known templates have 20 kB.
+# Maximum size of a template in bytes; the largest known templates have 20 kB.
 MAX_TEMPLATE_BYTES = 2**20
 _MAX_SHOWN_CHARS = 500  # maximum number of characters of Jinja's message about a broken template
-# Errors that Python raises for code that is nested too deeply, such as twenty-one loops.
+# Errors that Python raises for templates that are nested too deeply, such as twenty-one loops.
 _NOT_COMPILED = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MORE_TEMPLATES = "additional_chat_templates"
-# Fields for a message's reasoning. Templates read the first field; gpt-oss's read the second.
+# Fields of a message's reasoning. Most templates read the first field; gpt-oss reads the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-# Mistral's templates refuse call ids that are not nine letters and digits.
+# Length of call ids: Mistral's templates refuse ids that are not nine letters and digits.
 _SHORT_IDS = re.compile(r"id\s*\|\s*length\s*(?:[!=<>]=|<|>)\s*9\b")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _PROBE = "baton: is this shown?"
@@ -48,18 +48,19 @@ _NOT_RENDERED = (
 
 
 class ChatTemplate:
-    """The templates of one checkpoint by name; maximum number of checkpoints have one.
+    """The chat templates of one checkpoint, by name.
 
     Args:
         sources: template texts by name; `DEFAULT` for chats, `TOOL_USE` for chats with tools.
-        special_tokens: variables of the templates, such as ``bos_token``.
-        origin: the source of the templates, to name in errors.
+        special_tokens: special tokens, as variables that templates use, such as ``bos_token``.
+        origin: file or option that the templates come from, to name in errors.
 
     Attributes:
         takes_tools: whether the template uses tools.
-        variables: names that the template uses in a chat with tools.
+        variables: names of variables that the template uses in a chat with tools.
 
-    Raises ModelLoadError if a template does not compile.
+    Raises:
+        ModelLoadError: a template does not compile.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class ChatTemplate:
         """Render a conversation up to the beginning of the assistant's answer.
 
         Args:
-            messages: their contents are texts, or lists of parts for messages with images.
-            options: additional variables, such as ``enable_thinking``.
+            messages: messages whose contents are texts, or lists of parts for messages with images.
+            options: additional variables for the template, such as ``enable_thinking``.
 
-        Raises InvalidRequestError if the template refuses the messages.
+        Raises:
+            InvalidRequestError: the template refuses the messages.
         """
         variables = {
             **self._special_tokens,
@@ -114,14 +116,15 @@ class ChatTemplate:
 
     @functools.cached_property
     def reads_parts_only(self) -> bool:
-        """Whether the template shows lists of parts, but no content that is one text.
+        """Return whether the template shows contents that are lists of parts, but no plain text.
 
-        Templates of models with images are often written so. Renders the template twice.
+        Many templates of models with images only read lists. The template is rendered twice to find
+        out.
         """
         return not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
 
     def _shows(self, content: str | list[dict[str, str]]) -> bool:
-        """Return whether the template shows the probe as the content of a message."""
+        """Return whether the rendered text shows a message with this content."""
         variables = {
             **self._special_tokens,
             "messages": [{"role": "user", "content": content}],
@@ -135,7 +138,7 @@ class ChatTemplate:
             return False
 
     def _as_read(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message in the form that the template expects."""
+        """Return a message in the form that the template reads, for example with lists of parts."""
         plain = _as_templates_read(message)
         if isinstance(plain.get("content"), str) and self.reads_parts_only:
             plain["content"] = [{"type": "text", "text": plain["content"]}]
@@ -148,13 +151,13 @@ class ChatTemplate:
 def load_chat_template(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the checkpoint's own template; None: the checkpoint has no template.
+    """Return the chat template of a checkpoint, or None if the checkpoint has none.
 
     Args:
         config: content of the checkpoint's `tokenizer_config.json`.
     """
     sources = _named(config.get("chat_template"))
-    if not sources:  # checkpoints of early 2024 have the template elsewhere
+    if not sources:  # checkpoints of early 2024 have the template in another file
         sources = _named(_in_its_own_json(folder))
     if (folder / "chat_template.jinja").is_file():
         sources[DEFAULT] = _read(folder / "chat_template.jinja")
@@ -164,7 +167,7 @@ def load_chat_template(
 
 
 def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Read the template file of an option; raises ConfigError."""
+    """Read the template file that the option ``--chat-template`` names; raises ConfigError."""
     try:
         return ChatTemplate({DEFAULT: _read(path)}, special_tokens, path)
     except ModelLoadError as error:
@@ -174,7 +177,7 @@ def read_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTem
 def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
     """Compile a template that a client sent; raises InvalidRequestError if it does not compile.
 
-    This may take any time and memory, so call it only in a process that can be killed.
+    Compiling may take any time and memory, so call this only in a process that can be killed.
     """
     try:
         return ChatTemplate({DEFAULT: source}, special_tokens, Path("the request"))
@@ -183,7 +186,7 @@ def compile_chat_template(source: str, special_tokens: Mapping[str, str]) -> Cha
 
 
 def _named(value: object) -> dict[str, str]:
-    """Return templates by name, given as one text or as several named ones."""
+    """Return templates by name, from a field that holds one text or a list of named templates."""
     if isinstance(value, str):
         return {DEFAULT: value}
     if isinstance(value, list):
@@ -208,7 +211,7 @@ def _read(path: Path) -> str:
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop fields that are None, and copy the reasoning to all of its field names."""
+    """Drop fields that are None, and copy the reasoning to all of `REASONING_FIELDS`."""
     plain = {name: value for name, value in message.items() if value is not None}
     found = [plain[name] for name in REASONING_FIELDS if name in plain]
     if found:
@@ -217,9 +220,9 @@ def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite call ids to nine letters and digits; a call and its result keep equal ids.
+    """Rewrite the ids of tool calls to nine letters and digits, which some templates require.
 
-    Other servers and models make longer ids.
+    A call and its result keep equal ids.
     """
     if "tool_call_id" in message:
         message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
@@ -236,7 +239,7 @@ def _short_id(call_id: object) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Handle ``{% generation %}``, which marks text for training; the mark is ignored here."""
+    """Extension of Jinja that accepts ``{% generation %}``, a mark for training, and ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -247,20 +250,21 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _undeclared(environment: jinja2.Environment, source: str) -> frozenset[str]:
-    """List undeclared variables like `jinja2.meta`, but without computing constant expressions."""
+    """List a template's undeclared variables, without computing its constant expressions."""
     finder = jinja2.meta.TrackingCodeGenerator(environment)
     finder.optimizer = None
     finder.visit(environment.parse(source))
     return frozenset(finder.undeclared_identifiers)
 
 
-@jinja2.pass_context  # jinja2 calls it only at rendering, not at compiling
+# With this decorator, jinja2 calls the function only when rendering, not when compiling.
+@jinja2.pass_context
 def _as_it_is(context: jinja2.runtime.Context, value: object) -> object:
     return value
 
 
 def _environment() -> jinja2.Environment:
-    """Make the environment for which Hugging Face's templates are written."""
+    """Make the Jinja environment that Hugging Face's chat templates expect."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -284,8 +288,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        # Compiling must not evaluate constant expressions, because nothing limits it: `{{ "a" *
-        # 10**10 }}` would take that much memory.
+        # Constant expressions must not be evaluated while compiling, because nothing limits their
+        # cost: `{{ "a" * 10**10 }}` would take that much memory.
         optimized=False,
         finalize=_as_it_is,
     )

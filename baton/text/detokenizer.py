@@ -1,7 +1,8 @@
-"""Detokenizer: makes the text of a growing output; cuts between pieces do not change the text.
+"""Detokenizer: makes the text of a growing output, piece by piece.
 
-In most vocabularies a token alone determines the bytes that it adds; these are joined and decoded
-as UTF-8. For the few other vocabularies, the library decodes token by token.
+All pieces joined are the text of the whole output. In most vocabularies, the bytes that a token
+adds do not depend on other tokens: these bytes are joined and decoded as UTF-8. For other
+vocabularies, the tokenizers library decodes recent tokens again with each new token.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Protocol
 
 from baton.text.token_pieces import OutputPieces
 
-# A character has at most 4 bytes, so 8 tokens without text cannot be its beginning.
+# Tokens that may wait for the rest of a character: a character has at most 4 bytes, so 8 tokens
+# without text are not its beginning.
 _HELD_PER_SKIPPED = 8
 _LONG_PIECE_TOKENS = 64
 _CONTEXT_TOKENS = 16
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Python's stand-in for an invalid byte, which must stay recognizable.
+# Code points that stand for invalid bytes in Python's texts (surrogateescape).
 _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
@@ -26,13 +28,13 @@ class Decodes(Protocol):
     """The part of a tokenizer that a `Detokenizer` needs.
 
     Attributes:
-        special_token_ids: tokens that have no text by default.
+        special_token_ids: ids of special tokens, which have no text by default.
     """
 
     special_token_ids: frozenset[int]
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """Return the tokens' pieces, or None if they depend on neighbouring tokens."""
+        """Return the bytes that each token adds; None if other tokens change these bytes."""
         ...
 
     def decode_at_once(self, token_ids: Sequence[int], skipped: frozenset[int]) -> str:
@@ -41,11 +43,12 @@ class Decodes(Protocol):
 
 
 class Detokenizer:
-    """Make the text of one output; no piece ends inside a character.
+    """The text of one growing output; no piece ends inside a character.
 
     Args:
         skip_special_tokens: whether special tokens have no text.
-        shown_token_ids: special tokens that have a text in any case.
+        shown_token_ids: ids of special tokens that have a text even if ``skip_special_tokens`` is
+            set.
     """
 
     def __init__(
@@ -62,18 +65,20 @@ class Detokenizer:
         self._text = _Window(tokenizer, skipped) if pieces is None else _JoinedPieces(pieces)
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """Return the text that ``token_ids`` add; empty while a character is incomplete.
+        """Return the text that new tokens add, up to the last complete character.
 
-        ``last`` also returns the rest, so that all pieces joined are the decoded output.
+        Args:
+            last: whether the output ends, so that the bytes of an incomplete character are returned
+                too.
         """
         return self._text.push(token_ids, last=last)
 
 
 class _JoinedPieces:
-    """Joins the bytes of tokens.
+    """Detokenizer that joins the bytes of tokens.
 
-    Invalid bytes become replacement characters as in the library's decoder: one for each byte (byte
-    fallback), or one for each broken character.
+    Invalid bytes become replacement characters as in the library's decoder: one for each byte (if
+    the vocabulary has byte tokens), or one for each broken character.
     """
 
     def __init__(self, pieces: OutputPieces) -> None:
@@ -81,7 +86,7 @@ class _JoinedPieces:
         self._has_begun = False
         self._replaced = [_ReplacedText(old, new) for old, new in pieces.replaced]
         self._num_to_strip = pieces.num_stripped
-        self._held: list[str] = []  # pieces held until the end
+        self._held: list[str] = []  # pieces held back until the output ends
         errors = "surrogateescape" if pieces.has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
@@ -98,7 +103,7 @@ class _JoinedPieces:
         return self._strip(text) if self._num_to_strip and text else text
 
     def _begin(self, token_ids: list[int]) -> bytes:
-        """Return the bytes of the first visible token; remove tokens up to it from the list."""
+        """Return the bytes of the first token with text; remove tokens up to it from the list."""
         for index, token_id in enumerate(token_ids):
             if (first := self._pieces.first(token_id)) is not None:
                 self._has_begun = True
@@ -108,7 +113,7 @@ class _JoinedPieces:
         return b""
 
     def _strip(self, text: str) -> str:
-        """Remove what the library's decoder strips from the beginning of an output."""
+        """Remove the characters that the library's decoder strips from an output's beginning."""
         start = 0
         while start < len(text) and self._num_to_strip:
             if text[start] != self._pieces.stripped:
@@ -120,7 +125,7 @@ class _JoinedPieces:
 
 
 class _ReplacedText:
-    """Replaces a string in a text that comes in pieces; holds back its possible beginning."""
+    """Replaces a string in a text that comes in pieces; holds back what may begin the string."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old = old
@@ -140,26 +145,26 @@ class _ReplacedText:
 
 
 class _Window:
-    """Decodes a window of recent tokens again with each new token, and returns the new text.
+    """Detokenizer that decodes a window of recent tokens again with each new token.
 
     token ids   [ ...... | shown before | new ]
                          ^ _start       ^ _shown
 
-    If an output's bytes form no characters, it is decoded ever less often, so that the total work
-    stays a small multiple of the output.
+    While an output's bytes form no characters, the window grows, and is decoded ever less often, so
+    that the total work stays a small multiple of the output's length.
     """
 
     def __init__(self, tokenizer: Decodes, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._ids: list[int] = []
-        # first id to decode, before the shown ones: a token's text may depend on the token before
+        # First id to decode, before the new ids: a token's text may depend on the token before.
         self._start = 0
         self._shown = 0
-        self._look_at = 0  # number of ids at which to decode again
+        self._look_at = 0  # decode again once there are this many ids
 
     def push(self, token_ids: Sequence[int], *, last: bool) -> str:
-        # One token at a time, so that the grouping of tokens does not matter.
+        # Tokens are added one at a time, so that the text does not depend on their grouping.
         texts = [self._push_one(token_id) for token_id in token_ids]
         return "".join([*texts, self._look(last=True)] if last else texts)
 
@@ -181,7 +186,7 @@ class _Window:
         return now[len(before) :]
 
     def _shorten_context(self, now: str) -> None:
-        """Drop old tokens from the context if the new text does not depend on them."""
+        """Drop old tokens from the window if the new text does not depend on them."""
         start = len(self._ids) - _CONTEXT_TOKENS
         if now.endswith(self._decode(start, len(self._ids))):
             self._start = start

@@ -1,7 +1,7 @@
-"""GrammarTrials: compiles clients' grammars in worker processes, to bound their cost.
+"""GrammarTrials: compiles clients' grammars in worker processes, to limit their cost on nodes.
 
-A grammar that passes costs about as much on a node, because its cost depends only on its text and
-the vocabulary.
+The cost of a grammar depends only on its text and the vocabulary, so a node needs about as much
+time and memory for a grammar as the worker process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from baton.text.grammars import (
     make_grammar,
 )
 
-# A schema with hundreds of properties takes hundredths of a second, and some megabytes.
+# Limits of a trial. A schema with hundreds of properties takes hundredths of a second, and some
+# megabytes.
 LIMITS = WorkLimits(cpu_s=1.0, wall_s=30.0, memory_bytes=96 * 2**20)
-# One grammar of each kind, to compile before any request comes.
+# One grammar of each kind, which a worker compiles before the first request.
 SMALL_GRAMMARS = (
     StructuredOutput(json_schema='{"type":"object","properties":{"a":{"type":"string"}}}'),
     StructuredOutput(regex="[a-z]{1,8}"),
@@ -41,11 +42,11 @@ _SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A grammar that has compiled.
+    """A grammar that a worker process has compiled.
 
     Attributes:
-        grammar: the grammar in the library's form.
-        num_bytes: memory of the compiled grammar.
+        grammar: the grammar in the form that the grammar library takes.
+        num_bytes: memory that the compiled grammar needs, in bytes.
     """
 
     grammar: str
@@ -53,12 +54,12 @@ class Trial:
 
 
 class GrammarTrials:
-    """Compiles grammars for one checkpoint on trial. Belongs to one event loop.
+    """Trials of grammars for one checkpoint, in worker processes. Used on one event loop.
 
     Args:
         model_folder: the checkpoint's folder.
-        eos_token_ids: tokens allowed where the output may end.
-        early: a template from `fork_trials` or `EarlyGrammars`; None: none.
+        eos_token_ids: ids of the tokens that may end an output.
+        early: worker template from `fork_trials` or `EarlyGrammars`; None: start one when needed.
     """
 
     def __init__(
@@ -72,25 +73,30 @@ class GrammarTrials:
         self._workers = WorkerProcesses(work, options, LIMITS, early=early)
 
     def start(self) -> None:
-        """Start the worker processes, which load the tokenizer; raises NodeUnavailableError."""
+        """Start the worker processes, which load the tokenizer.
+
+        Raises:
+            NodeUnavailableError: the processes cannot be started.
+        """
         self._workers.start()
 
     async def prepare(self) -> None:
-        """Start the workers, wait until they are ready, and try a grammar of each kind.
+        """Start the workers, wait until they are ready, and compile a grammar of each kind.
 
         Raises:
             NodeUnavailableError: the processes cannot be started.
         """
         await self._workers.wait_ready()
         for structured_output in SMALL_GRAMMARS:
-            with contextlib.suppress(InvalidRequestError):  # raised for unknown kinds of tokenizer
+            # The grammar library does not know all kinds of tokenizers.
+            with contextlib.suppress(InvalidRequestError):
                 await self.run(structured_output)
 
     async def run(self, structured_output: StructuredOutput, *, caller: str = "") -> Trial:
         """Compile a grammar in a worker process, within limits.
 
-        Raises the errors of `WorkerProcesses.run`, and InvalidRequestError if the grammar costs too
-        much.
+        Raises the errors of `WorkerProcesses.run`, and InvalidRequestError if the grammar is wrong
+        or costs too much.
         """
         kind = structured_output.kind
         work = msgspec.json.encode([kind, structured_output.text, structured_output.choice])
@@ -108,10 +114,10 @@ class GrammarTrials:
 
 @dataclass(frozen=True, slots=True)
 class EarlyGrammars:
-    """Tokenizer and worker template for grammars, made before the program's threads started.
+    """Tokenizer and worker template for grammars, made before the program starts threads.
 
     Attributes:
-        tokenizer: tokenizer that the template shares.
+        tokenizer: tokenizer of the checkpoint, whose memory the template's workers share.
     """
 
     tokenizer: LLTokenizer
@@ -119,12 +125,12 @@ class EarlyGrammars:
 
 
 def fork_grammars(tokenizer: LLTokenizer) -> EarlyGrammars:
-    """Fork a template for `GrammarTrials` that shares a tokenizer; raises OSError."""
+    """Fork a worker template for `GrammarTrials` that shares this tokenizer; raises OSError."""
     return EarlyGrammars(tokenizer, fork_template(lambda: _work_of(tokenizer)))
 
 
 def fork_trials(model_folder: Path) -> EarlyTemplate:
-    """Fork a template for `GrammarTrials` that loads the tokenizer; raises OSError."""
+    """Fork a worker template for `GrammarTrials` that loads the tokenizer; raises OSError."""
     return fork_template(lambda: make_work(_options(model_folder)))
 
 
@@ -136,7 +142,7 @@ def _options(model_folder: Path, eos_token_ids: Iterable[int] = ()) -> dict[str,
 
 
 def make_work(options: Mapping[str, str]) -> Work:
-    """Load a tokenizer in a worker template and return the function that tries grammars."""
+    """Load the tokenizer in a worker template, and return the function that compiles grammars."""
     eos_token_ids = map(int, options["eos_token_ids"].split())
     try:
         return _work_of(load_grammar_tokenizer(Path(options["tokenizer"]), eos_token_ids))

@@ -1,7 +1,7 @@
 """Grammars: convert a StructuredOutput to the grammar library's form, and compile it.
 
-The library is llguidance (docs/adr/0009): Rust, no torch. Clients write the texts, and compiling is
-the only way to learn their cost. So a grammar is first compiled in a process that can be killed
+The library is llguidance (docs/adr/0009): Rust, no torch. Clients write the grammars, and only
+compiling shows their cost. So a grammar is first compiled in a process that can be killed
 (`baton/text/grammar_trials.py`).
 """
 
@@ -24,14 +24,16 @@ from baton.text.schemas.repairs import enforceable_schema
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Maximum number of rules: more make the conversion from GBNF slow. Grammars of SQL or C have a few
-# hundred.
+# Maximum number of rules, because many rules make the conversion from GBNF slow. Grammars of SQL or
+# C have a few hundred.
 MAX_RULES = 1000
-# Possessive quantifiers keep matching linear even for texts of blanks or one long name.
+# Patterns have possessive quantifiers, so that matching takes linear time even for texts of blanks
+# or a single long name.
 _RULE = re.compile(r"^[^\S\n]*+[!?\w.-]++\s*+(?:::=|:)", re.MULTILINE)
 _LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 _MAX_PROBLEM_CHARS = 200
-# JSON has the white space of `json.dumps`: with free white space, outputs could go on for ever.
+# Only the white space of `json.dumps` is allowed, because with any white space an output could go
+# on for ever.
 _JSON_DEFAULTS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -40,9 +42,9 @@ _JSON_DEFAULTS: JsonCompileOptions = {
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits of the cost of one output step: some milliseconds and megabytes.
+    """Return the library's limits for the cost of an output token: some milliseconds and megabytes.
 
-    The limits do not bound the cost of compiling.
+    These limits do not apply to compiling.
     """
     return LLParserLimits(
         initial_lexer_fuel=300_000,
@@ -55,7 +57,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def make_grammar(structured_output: StructuredOutput) -> str:
-    """Return the grammar for `LLMatcher`; raises InvalidRequestError."""
+    """Return the grammar in the form of the library's `LLMatcher`; raises InvalidRequestError."""
     text = structured_output.text
     match structured_output.kind:
         case "json_schema":
@@ -72,13 +74,13 @@ def make_grammar(structured_output: StructuredOutput) -> str:
 
 
 def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLTokenizer:
-    """Load a checkpoint's tokenizer for the library; raises InvalidRequestError.
+    """Load a checkpoint's tokenizer in the grammar library's form; raises InvalidRequestError.
 
-    Holds the GIL until it returns: seconds for a vocabulary of 262,144 tokens.
+    Holds the GIL all the time, which takes seconds for a vocabulary of 262,144 tokens.
 
     Args:
-        path: path of its ``tokenizer.json``.
-        eos_token_ids: tokens allowed where the output may end; empty: the tokenizer's own.
+        path: path of the checkpoint's ``tokenizer.json``.
+        eos_token_ids: ids of the tokens that may end an output; empty: the tokenizer's own.
     """
     if not path.is_file():
         raise InvalidRequestError("structured_output", "this checkpoint has no tokenizer.json")
@@ -89,7 +91,8 @@ def load_grammar_tokenizer(path: Path, eos_token_ids: Iterable[int] = ()) -> LLT
         except ValueError:
             if not ends:
                 raise
-            # The model may name end tokens that the tokenizer lacks; load again without these.
+            # If the model names end tokens that the tokenizer lacks, load again without these
+            # tokens.
             tokenizer = LLTokenizer(str(path))
             known = [token_id for token_id in ends if token_id < tokenizer.vocab_size]
             return LLTokenizer(str(path), eos_token=known) if known else tokenizer
@@ -112,36 +115,36 @@ def compile_grammar(
 
 @contextmanager
 def library_errors(structured_output: StructuredOutput) -> Iterator[None]:
-    """Convert all errors of the library to InvalidRequestError."""
+    """Convert all errors that the library raises within the context to InvalidRequestError."""
     try:
         yield
     except InvalidRequestError:
         raise
-    # Rust panics do not derive from Exception; signals cannot arrive here
+    # Every BaseException is caught, because the library's Rust panics do not derive from Exception.
     except BaseException as error:
         raise invalid_grammar(structured_output, str(error) or type(error).__name__) from None
 
 
 def invalid_grammar(structured_output: StructuredOutput, problem: str) -> InvalidRequestError:
-    """Convert the library's message to one line."""
+    """Return an InvalidRequestError with the library's message, shortened to one line."""
     if problem.startswith("NoExtensionBias"):
         problem = "no output can match it"
     lines = " ".join(problem.replace("<non-verbose/>", "").split())
     if len(lines) > _MAX_PROBLEM_CHARS:
-        # The offending text comes first and the problem last, so keep both ends.
+        # A message begins with the wrong text and ends with the problem, so both ends are kept.
         lines = f"{lines[: _MAX_PROBLEM_CHARS // 2]} ... {lines[-_MAX_PROBLEM_CHARS // 2 :]}"
     return InvalidRequestError(f"structured_output.{structured_output.kind}", lines)
 
 
 def one_line(text: str) -> str:
-    """Shorten a message of the library to one line."""
+    """Join the lines of a library message, and shorten the result."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
 
 
 def _problem_at_start(matcher: LLMatcher) -> str:
-    """Return why no output can begin, or "".
+    """Return why a grammar allows no output or exceeds a limit at its start; empty if neither.
 
-    Computes the first masks before the first step: they cost most and meet most limits.
+    Computes the masks of the first tokens, which cost most and are most likely to exceed a limit.
     """
     first = matcher.compute_bitmask()
     if not matcher.is_error() and not any(first):
@@ -153,7 +156,7 @@ def _problem_at_start(matcher: LLMatcher) -> str:
 
 
 def _first_of(bits: bytes) -> int | None:
-    """Return the index of the first set bit, low bits first, or None."""
+    """Return the index of the lowest set bit in a mask, or None if no bit is set."""
     for index, byte in enumerate(bits):
         if byte:
             return index * 8 + (byte & -byte).bit_length() - 1

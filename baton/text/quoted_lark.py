@@ -1,11 +1,11 @@
-"""Quoted Lark: converts a grammar of texts to a grammar of these texts inside a JSON string.
+"""Quoted Lark: converts a Lark grammar to one that matches the texts written as JSON strings.
 
     start: /.+/    matches  say "a"    and converted  say \\"a\\"
 
-Each character has one spelling in the string: a short escape if JSON has one, ``\\u00..`` for other
-control characters, otherwise itself. All escapes begin with a backslash, but the library's lexer
-looks only one byte ahead. So each escape is a lexeme, and terminals that may contain escapes become
-rules.
+Each character is spelled in one way in the string: by a short escape if JSON has one, by
+``\\u00..`` for other control characters, or else by itself. All escapes begin with a backslash, but
+the grammar library's lexer looks only one byte ahead. So each escape becomes a lexeme of its own,
+and terminals that may contain escapes become rules.
 
     /[^x]+y/  ->  (/[^x"\\]/ | ESCAPE) (/[^x"\\]+/ | ESCAPE)* /[^x"\\]*y/
 """
@@ -40,7 +40,7 @@ _IMPORT = re.compile(
 )
 _EXPONENT = r"([eE][+-]?[0-9]+)"
 _FLOAT = rf"(([0-9]+\.[0-9]*|\.[0-9]+){_EXPONENT}?|[0-9]+{_EXPONENT})"
-# Terminals of Lark's library that a grammar may import, with the library's definitions.
+# Definitions of the terminals that a grammar may import from Lark's library.
 _COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -66,29 +66,29 @@ _COMMON = {
     "CPP_COMMENT": r"//[^\n]*",
     "SQL_COMMENT": r"--[^\n]*",
 }
-# Characters that JSON strings must escape.
+# All characters that JSON strings must escape.
 _ESCAPED = '"\\' + "".join(map(chr, range(0x20)))
 _PLAIN = r'[^"\\\x00-\x1F]'
 _CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _CODE = re.compile(r"\\(?:x\{(\w+)\}|u\{(\w+)\}|x(\w{2})|u(\w{4})|U(\w{8}))")
 _PROPERTY = re.compile(r"\\([pP])(?:\{(\^?)(\w+)\}|(\w))")
-# Unicode categories in which JSON escapes no character.
+# Unicode categories without characters that JSON escapes.
 _SAFE_CATEGORY = re.compile(r"[LNMSZ][a-z]?|(?:Letter|Number|Mark|Symbol|Separator)")
 _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z]\w*>|(?P<flags>[a-z]*(?:-[a-z]+)?)(?P<end>[:)])))?")
-MAX_CHARS = 16_384  # longest grammar; converting it takes some hundredths of a second
-_KINDS = ("string", "regex", "range")  # kinds of tokens that match texts
-_SKIP = "quoted-skip"  # name of the rule for texts that are ignored
-_MAX_HEAD_TOKENS = 64  # maximum number of tokens of a definition before its colon
+MAX_CHARS = 16_384  # maximum length of a grammar; converting it takes hundredths of a second
+_KINDS = ("string", "regex", "range")  # kinds of grammar tokens that match texts
+_SKIP = "quoted-skip"  # rule for the texts that %ignore lets occur between lexemes
+_MAX_HEAD_TOKENS = 64  # maximum number of tokens before the colon of a definition
 _IGNORE, _COLON = ("directive", "%ignore"), ("other", ":")
 _STRINGS = re.compile(r'"((?:\\.|[^"\\])*)"')
 
 
 def quoted_lark(text: str) -> str:
-    """Convert a Lark grammar to match its texts inside a JSON string.
+    """Convert a Lark grammar so that it matches its texts as they are written in a JSON string.
 
     Raises:
-        InvalidRequestError: the grammar is longer than `MAX_CHARS`, or has a construct that no
-            string can contain, such as a special token.
+        InvalidRequestError: the grammar is longer than `MAX_CHARS`, or has a construct that cannot
+            be part of a string, such as a special token.
     """
     if len(text) > MAX_CHARS:
         raise _refused(f"must have at most {MAX_CHARS} characters, got {len(text)}")
@@ -96,7 +96,7 @@ def quoted_lark(text: str) -> str:
 
 
 class _Grammar:
-    """Converts one grammar, statement by statement.
+    """Converter of one grammar, statement by statement.
 
     Args:
         text: the grammar in the library's Lark dialect.
@@ -130,7 +130,7 @@ class _Grammar:
             )
 
     def _check_operators(self, tokens: list[tuple[str, str]]) -> None:
-        """Refuse operators on a terminal that becomes a rule."""
+        """Refuse the operators & and ~ in the definition of a terminal that becomes a rule."""
         if _terminal_of(tokens) not in self._mixed:
             return
         for (_, text), (_, after) in itertools.pairwise(tokens):
@@ -138,10 +138,11 @@ class _Grammar:
                 raise _refused(f"{tokens[0][1]}: & and ~ cannot stand on texts that JSON escapes")
 
     def _spaced(self, kind: str, text: str) -> str:
-        """Write a token of a rule; ignored texts may follow a lexeme."""
+        """Write a token of a rule; after a lexeme, allow texts that the grammar ignores."""
         is_lexeme = kind in _KINDS or (kind == "name" and text.isupper())
         written = self._written(kind, text)
-        # A terminal may have become several lexemes; nothing may be ignored between them.
+        # Ignored texts follow the whole terminal, because they may not occur between the lexemes
+        # that the terminal may have become.
         return f"({written} {_SKIP})" if is_lexeme else written
 
     def _written(self, kind: str, text: str) -> str:
@@ -177,10 +178,10 @@ class _Grammar:
 def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
     """Split a grammar into statements, each a list of (kind, token)."""
     tokens: list[tuple[str, str]] = []
-    is_first = True  # at the beginning of a line
+    is_first = True  # whether the next token is the first of a line
     found: list[tuple[str, str]] = []
     for one in _TOKEN.finditer(text):
-        # An unclosed text: going on would search the rest again and again.
+        # A text that is not closed: going on would search the rest of the grammar many times.
         if one[0] in ('"', "/"):
             shown = text[one.start() : one.start() + 80]
             raise _refused(f"{shown!r}: a text or a regex is not closed")
@@ -205,7 +206,7 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def _is_defined(tokens: list[tuple[str, str]], start: int) -> bool:
-    """Return whether a definition begins here, judged by the tokens after the name."""
+    """Return whether a definition begins at ``start``, judged by the tokens after the name."""
     depth = 0
     for kind, token in tokens[start : start + _MAX_HEAD_TOKENS]:
         if depth:
@@ -230,7 +231,7 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def _imported(token: str) -> Iterator[list[tuple[str, str]]]:
-    """Yield the definitions of imported terminals."""
+    """Yield the definition of each terminal that an import token names."""
     found = _IMPORT.fullmatch(token.strip())
     if found is None:
         raise _refused(f"{token.strip()[:80]}: only terminals of common can be imported")
@@ -242,7 +243,7 @@ def _imported(token: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def _divided(kind: str, token: str) -> tuple[str, str]:
-    """Return the pattern and flags of a text, range or regex."""
+    """Return a regex, and its flags, for a token that is a text, range or regex."""
     if kind == "regex":
         pattern, _, flags = token[1:].rpartition("/")
         return pattern, flags
@@ -275,12 +276,13 @@ def _class_char(char: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a regex: plain text, a class of characters, or an expression of rules.
+    """A converted part of a regex: a plain regex, a class of characters, or a Lark expression.
 
     Attributes:
-        plain: a regex of characters without escapes; of a single one if the part is a class.
-        escapes: characters of a class that JSON escapes.
-        rule: an expression of rules; empty: none.
+        plain: regex that matches only characters without escapes; a single character if the part is
+            a class.
+        escapes: characters of the class that JSON escapes.
+        rule: Lark expression, used instead of the other attributes; empty: none.
     """
 
     plain: str = ""
@@ -292,7 +294,7 @@ class _Part:
         return not (self.escapes or self.rule)
 
     def as_lark(self) -> str:
-        """Return the part as an expression; plain parts are also valid in terminals."""
+        """Return the part as a Lark expression; a plain part may also stand in a terminal."""
         if self.rule:
             return f"({self.rule})"
         if self.is_plain:
@@ -308,7 +310,7 @@ class _Flags:
 
 
 class _Regex:
-    """Parses a regex into a part."""
+    """Parser of a regex, which converts the regex to a `_Part`."""
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
@@ -316,7 +318,7 @@ class _Regex:
         self._flags = _flagged(_Flags(), flags)
 
     def part(self) -> _Part:
-        """Parse alternatives up to the end of their group."""
+        """Parse alternatives up to the end of the group or of the regex."""
         ways = [self._sequence()]
         while self._pattern[self._position : self._position + 1] == "|":
             self._position += 1
@@ -339,7 +341,7 @@ class _Regex:
         return _Part(rule=_joined(items))
 
     def _item(self) -> _Part | None:
-        """Parse a character, class or group; return None for flags, which apply from here on."""
+        """Parse a character, class or group; return None for flags, which apply to what follows."""
         pattern, start = self._pattern, self._position
         if pattern[start] == "(":
             return self._group()
@@ -357,7 +359,7 @@ class _Regex:
 
     def _group(self) -> _Part | None:
         found = _GROUP.match(self._pattern, self._position)
-        assert found is not None  # a parenthesis always matches
+        assert found is not None  # the pattern matches at every parenthesis
         if self._pattern[found.end() - 1 : found.end() + 1] == "(?":
             raise _refused(f"/{self._pattern[:80]}/: look-around cannot be enforced")
         self._position = found.end()
@@ -383,7 +385,7 @@ _QUANTIFIER = re.compile(r"([*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 
 
 def _joined(items: list[tuple[_Part, str]]) -> str:
-    """Write a sequence of parts and quantifiers as an expression of rules."""
+    """Write a sequence of parts, each with its quantifier, as a Lark expression."""
     written: list[str] = []
     run = before = ""  # run: consecutive plain parts; before: characters that may precede them
     for index, (part, often) in enumerate([*items, (_Part(rule='""'), "")]):
@@ -399,7 +401,8 @@ def _joined(items: list[tuple[_Part, str]]) -> str:
                 written.append(part.as_lark())
             each = f"(/{part.plain}+/ | /{_escapes(part.escapes)}/)"
             written.append(each + ("*" if is_followed else often))
-            # The lexer is greedy, so characters before a plain part must belong to its lexeme.
+            # The lexer is greedy, so plain characters that precede a plain part must be in its
+            # lexeme.
             before = f"{part.plain}*" if is_followed else ""
         elif index < len(items):
             written.append(part.as_lark() + often)
@@ -417,7 +420,11 @@ def _flagged(state: _Flags, flags: str) -> _Flags:
 
 
 def _atom(atom: str, state: _Flags) -> tuple[str, str]:
-    """Return a regex of an atom's plain characters, and the characters that JSON escapes."""
+    """Return a regex of the atom's characters that JSON does not escape, and its other characters.
+
+    Args:
+        atom: a character, an escape or a class of the regex.
+    """
     if atom == ".":
         return _PLAIN, _ESCAPED if state.dot_all else _ESCAPED.replace("\n", "")
     if atom[0] == "[":
@@ -449,14 +456,14 @@ def _class(one: str, state: _Flags) -> tuple[str, str]:
     return f"[{one}&&{_PLAIN}]", escapes
 
 
-# Syntax that Python's `re` and the library read differently.
+# Syntax of character classes that Python's `re` and the grammar library read differently.
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _ANOTHER_CLASS = re.compile(r"\[|&&|--|~~")
 _ANOTHER_ESCAPE = re.compile(r"\\[pPhHQ]|\\[xu]\{")
 
 
 def _char_of(atom: str) -> str:
-    """Return the character that an escape stands for; empty for other escapes."""
+    """Return the character that an escape of a regex stands for; empty for a character class."""
     if found := _CODE.fullmatch(atom):
         try:
             return chr(int(next(filter(None, found.groups())), 16))
@@ -468,7 +475,7 @@ def _char_of(atom: str) -> str:
 
 
 def _escapes(escaped: str) -> str:
-    """Return a regex of the escapes of these characters."""
+    """Return a regex that matches the JSON escapes of these characters."""
     written = [json.dumps(char)[2:-1] for char in escaped]
     short = "".join(one for one in written if len(one) == 1)
     codes = "|".join(one.removeprefix("u00") for one in written if len(one) > 1)

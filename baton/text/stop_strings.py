@@ -1,6 +1,6 @@
-"""Stop strings: ends an output's text before the first stop string, wherever tokens end.
+"""Stop strings: ends an output's text at the first stop string, which may span several tokens.
 
-Needs no torch, so router and offline engine share it. Knows no request and no stream.
+Needs no torch, so that the router can use this module, too. Knows no request and no stream.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ DEFAULT_TEXT = DetokenizeOptions()
 
 
 class StopStrings:
-    """Finds stop strings in a text that comes in pieces, in linear time.
+    """Search for several stop strings in a text that comes in pieces, in linear time.
 
     The stop string that is complete first ends the text; if several end at the same character, the
-    stop string that began first counts. Cuts between pieces therefore do not change the result.
+    stop string that began first ends the text. So the result does not depend on how the text is
+    divided into pieces.
 
     Args:
         include: whether the text includes the stop string.
@@ -50,7 +51,7 @@ class StopStrings:
         self.found: str | None = None
         self._include = include
         self._searches = [_Search(text) for text in stop]
-        # The end of the text so far, if it may begin a stop string.
+        # The end of the text so far, held back because it may begin a stop string.
         self._held = ""
 
     @property
@@ -59,7 +60,10 @@ class StopStrings:
         return self.found is not None
 
     def push(self, text: str) -> str:
-        """Return the text that may be shown now; hold back what may begin a stop string."""
+        """Add a piece of text; return the text that may be shown now.
+
+        Holds back the end of the text if it may begin a stop string.
+        """
         if self.stopped:
             return ""
         num_before = len(self._held)
@@ -79,13 +83,13 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return the held-back text; call at the end of the text."""
+        """Return the text that was held back, when no more text follows."""
         held, self._held = self._held, ""
         return held
 
 
 class _Search:
-    """Finds one string in a text that comes in pieces, by Knuth, Morris and Pratt's method (1977).
+    """Search for one string in a text that comes in pieces (Knuth, Morris and Pratt, 1977).
 
     Attributes:
         num_matched: length of the longest suffix of the text that begins the string.
@@ -97,7 +101,7 @@ class _Search:
         self._borders = _borders(stop)
 
     def push(self, text: str) -> int | None:
-        """Return the end of the string's first occurrence in this piece, or None."""
+        """Add a piece of text; return where in it the string's first occurrence ends, or None."""
         stop, matched, position = self.stop, self.num_matched, 0
         while position < len(text):
             if not matched:
@@ -130,14 +134,14 @@ def _borders(text: str) -> tuple[int, ...]:
 
 
 class OutputText:
-    """Makes the text of a growing output; the first stop string ends the text.
+    """The text of a growing output, which the first stop string ends.
 
-    Stop strings count from token number ``min_tokens`` on.
+    Stop strings are ignored in the first ``min_tokens`` tokens.
 
     Attributes:
         stopped: whether the tokens so far contain a stop string.
         stop_string: the stop string that was found, or None.
-        num_tokens: number of tokens taken so far.
+        num_tokens: number of tokens pushed so far.
     """
 
     def __init__(
@@ -170,12 +174,12 @@ class OutputText:
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, ended_by_token: bool = False
     ) -> str:
-        """Return the text that ``token_ids`` add and that may be shown now.
-
-        ``last`` also returns held-back text, unless a stop string has ended the text.
+        """Add tokens; return the text that may be shown now.
 
         Args:
-            ended_by_token: whether the last token itself ended the output.
+            last: whether the output ends; then text that was held back is returned too, unless a
+                stop string has ended the text.
+            ended_by_token: whether the output ended because its last token is an end token.
         """
         if ended_by_token and self._hides_end and token_ids:
             token_ids = token_ids[: -1 if token_ids[-1] in self._special_token_ids else None]

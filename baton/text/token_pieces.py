@@ -1,6 +1,6 @@
 """Token pieces: convert a vocabulary's spelling of a token to the token's bytes.
 
-Vocabularies are texts, so they spell bytes in an alphabet: GPT-2's byte-level BPE ("Ġthe" is
+Vocabularies consist of texts, so they spell bytes by characters: GPT-2's byte-level BPE ("Ġthe" is
 " the"), or SentencePiece's ("▁the" is " the", "<0xE2>" is a byte).
 """
 
@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders whose result depends only on the token, and on whether the token comes first.
+# Decoders whose result for a token depends only on the token and on whether it is the first.
 _LOCAL = {"Replace", "Metaspace", "WordPiece"}
-_ANCHOR = "x"  # decoded before a token, to see what the token adds
+_ANCHOR = "x"  # decoded before a token, so that the token is not the first
 
 
 class LibraryTokenizer(Protocol):
@@ -29,23 +29,28 @@ class LibraryTokenizer(Protocol):
 
 
 def piece_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """Return a function from a piece to its bytes, for the ``decoder`` of a `tokenizer.json`."""
+    """Return the function that converts a piece to its bytes.
+
+    Args:
+        decoder: the field ``decoder`` of a `tokenizer.json`.
+    """
     if "ByteLevel" in _kinds(decoder):
         return _byte_level_bytes()
     return _sentence_piece_bytes
 
 
 class OutputPieces:
-    """The bytes that tokens add to an output, if neighbouring tokens do not matter.
+    """The bytes that each token adds to an output, for vocabularies where no other token matters.
 
-    `output_pieces` makes these objects; each token's bytes are cached.
+    `output_pieces` makes these objects. Each token's bytes are cached.
 
     Attributes:
-        has_byte_tokens: whether some tokens are single bytes, for characters without tokens.
-        replaced: (old, new) replacements to apply to the joined text, in order.
+        has_byte_tokens: whether some tokens are single bytes, which spell characters that have no
+            token.
+        replaced: pairs of an old text and its replacement, to apply in order to the joined text.
         stripped: character to remove afterwards from the text's beginning, at most ``num_stripped``
             times.
-        rewrite: makes the output from the whole joined text, for decoders that need all of it;
+        rewrite: makes the output from the whole joined text, if the decoder needs all of it;
             None: the attributes above are enough.
     """
 
@@ -77,7 +82,7 @@ class OutputPieces:
 
 
 class _Memory(dict[int, bytes]):
-    """A dict that computes missing values and keeps them."""
+    """Cache of the bytes of each token, which are computed at first use."""
 
     def __init__(self, look_up: Callable[[int], bytes]) -> None:
         self._look_up = look_up
@@ -92,10 +97,10 @@ def output_pieces(
     description: Mapping[str, Any] | None,
     skipped: Collection[int],
 ) -> OutputPieces | None:
-    """Return the pieces of a vocabulary, or None if they depend on neighbouring tokens.
+    """Return the bytes that each token of a vocabulary adds; None if other tokens change them.
 
     Args:
-        description: the ``decoder`` of its `tokenizer.json`.
+        description: the field ``decoder`` of the vocabulary's `tokenizer.json`.
         skipped: ids of tokens without text.
     """
 
@@ -106,7 +111,8 @@ def output_pieces(
 
         return look_up
 
-    if description is None:  # without a decoder, the library puts blanks between tokens
+    # If the tokenizer has no decoder, the library puts blanks between tokens.
+    if description is None:
         return OutputPieces(by_id(lambda piece, first: f"{'' if first else ' '}{piece}".encode()))
     parts, behind = _around_fuse(list(_parts(description)))
     kinds = [str(part.get("type")) for part in parts]
@@ -145,7 +151,7 @@ def output_pieces(
 def _around_fuse(
     parts: list[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Split decoders into those that read tokens and those that read the joined text."""
+    """Split a list of decoders at ``Fuse``: decoders of single tokens, and of the joined text."""
     kinds = [part.get("type") for part in parts]
     if "Fuse" not in kinds:
         return parts, []
@@ -154,7 +160,7 @@ def _around_fuse(
 
 
 def _replaced_text(part: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (old, new) for a Replace decoder of plain text; None for other decoders."""
+    """Return old text and replacement of a ``Replace`` decoder; None for other decoders."""
     pattern = part.get("pattern")
     text = pattern.get("String") if isinstance(pattern, Mapping) else None
     if part.get("type") != "Replace" or not text:
@@ -163,7 +169,7 @@ def _replaced_text(part: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _library_decoder(parts: list[Mapping[str, Any]]) -> Callable[[list[str]], str]:
-    """Return a decoder of the library made from some parts of a ``decoder``."""
+    """Return a decoder of the tokenizers library, made of some parts of a field ``decoder``."""
     model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     decoder = {"type": "Sequence", "decoders": parts}
     library = tokenizers.Tokenizer.from_str(
@@ -197,14 +203,18 @@ def _byte_level_bytes() -> Callable[[str], bytes]:
 
     def spell(piece: str) -> bytes:
         found = [alphabet.get(char) for char in piece]
-        # A character outside the alphabet means an added token, which is spelled literally.
+        # A character that is not in the alphabet shows an added token, whose text stands for
+        # itself.
         return piece.encode() if None in found else b"".join(filter(None, found))
 
     return spell
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:
-    """Return GPT-2's alphabet: printable bytes stand for themselves, others for U+0100 on."""
+    """Return GPT-2's alphabet, which maps characters to bytes.
+
+    Printable characters stand for their own byte, and U+0100 and later characters for other bytes.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,6 +1,6 @@
 """Tokenizer: converts text to token ids and back, and renders the checkpoint's chat template.
 
-Needs no torch, so router, offline engine and client tests share it.
+Needs no torch, so that the router can use this module, too.
 """
 
 from __future__ import annotations
@@ -24,42 +24,49 @@ from baton.text.detokenizer import Detokenizer
 from baton.text.token_pieces import OutputPieces, output_pieces, piece_decoder
 from baton.text.tool_prompt import with_one_system_turn, with_tools
 
-# Maximum number of characters that normalization (Unicode's NFC or NFKC) may turn into one.
+# Maximum number of characters that Unicode normalization (NFC or NFKC) may join to one character.
 _MAX_SHRINKAGE = 4
 _MAX_TOKEN_ID = 2**24
 _SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
 
 
 class Tokenizer:
-    """A checkpoint's `tokenizer.json` and chat template.
+    """Tokenizer of a checkpoint (its `tokenizer.json`), with the checkpoint's chat template.
 
     Args:
         chat_template: file to use in place of the checkpoint's template.
 
     Attributes:
-        folder, template_file: the arguments, unchanged.
-        chat_template: template for conversations, or None.
+        folder: folder of the checkpoint.
+        template_file: the argument ``chat_template``.
+        chat_template: template for conversations; None: the checkpoint has none.
         longest_token_chars: maximum number of characters of a text that one token can cover.
         special_token_ids: tokens that `decode` leaves out by default.
         takes_tools: whether the chat template uses tools.
     """
 
     def __init__(self, folder: Path, *, chat_template: Path | None = None) -> None:
-        """Load the files; raises ModelLoadError, or ConfigError for ``chat_template``."""
+        """Load the files of the tokenizer.
+
+        Raises:
+            ModelLoadError: a file of the checkpoint is broken.
+            ConfigError: the file ``chat_template`` cannot be used.
+        """
         self.folder = folder
         self.template_file = chat_template
         path = folder / "tokenizer.json"
         content = read_file(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-            # Some checkpoints turn these on for training; prompts are never cut or padded.
+            # Some checkpoints turn on truncation and padding for training, but prompts must keep
+            # all tokens.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         except Exception as error:  # the library raises plain Exception
             raise ModelLoadError(f"tokenizer: {path} is broken: {str(error)[:500]}") from error
         vocabulary = self._tokenizer.get_vocab()
         if (highest := max(vocabulary.values(), default=0)) > _MAX_TOKEN_ID:
-            # The library's description counts through all ids up to the highest.
+            # The library's time to serialize a tokenizer grows with the highest token id.
             problem = f"a token's id must be at most {_MAX_TOKEN_ID}, got {highest}"
             raise ModelLoadError(f"tokenizer: {path}: {problem}")
         added = self._tokenizer.get_added_tokens_decoder()
@@ -88,28 +95,32 @@ class Tokenizer:
 
     @classmethod
     def exists_in(cls, folder: Path) -> bool:
-        """Return whether the checkpoint has a tokenizer; without it only token ids are served."""
+        """Return whether the checkpoint has a tokenizer; otherwise prompts must be token ids."""
         return (folder / "tokenizer.json").is_file()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids, with the checkpoint's special tokens."""
+        """Return a text's token ids, with the special tokens that the checkpoint adds to texts."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Return the token ids of two texts, with the special tokens of a pair."""
+        """Return the token ids of a pair of texts, with the special tokens that a pair gets."""
         ids: list[int] = self._tokenizer.encode(first, second).ids
         return ids
 
     def answer_ids(self) -> tuple[int, int]:
-        """Return the tokens for ``yes`` and ``no``; raises InvalidRequestError without them."""
+        """Return the ids of the tokens ``yes`` and ``no``.
+
+        Raises:
+            InvalidRequestError: the vocabulary lacks a token.
+        """
         yes, no = map(self._tokenizer.token_to_id, ("yes", "no"))
         if yes is None or no is None:
             raise InvalidRequestError("model", "this checkpoint has no tokens for yes and no")
         return yes, no
 
     def encode_long(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `encode` in about half its time, but hold the GIL all the time."""
+        """Return a text's token ids in half the time of `encode`, but hold the GIL meanwhile."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
@@ -132,11 +143,13 @@ class Tokenizer:
             template_options: additional template variables, such as ``enable_thinking``.
             continues_last: whether the prompt ends inside the last message, so that the answer
                 continues it.
-            template: template to use in place of the checkpoint's; its cost is not limited here.
+            template: template to use in place of the checkpoint's. Nothing limits its cost, so use
+                this only in a process that can be killed.
             replaced: a part of the rendered text, such as an image's marker, and the text that
                 replaces this part before tokenizing.
 
-        Raises InvalidRequestError if there is no template, or if it refuses the messages.
+        Raises:
+            InvalidRequestError: there is no template, or the template refuses the messages.
         """
         options: dict[str, Any] = {
             "tools": tools,
@@ -149,7 +162,7 @@ class Tokenizer:
             text = self.render_chat(messages, **options)
         if replaced is not None:
             text = text.replace(*replaced)
-        # The template has written the special tokens already.
+        # The rendered text already contains the special tokens.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -179,10 +192,10 @@ class Tokenizer:
         template_options: Mapping[str, Any] | None = None,
         template: str | None = None,
     ) -> str:
-        """Return the text that `encode_chat` tokenizes; raises the same errors.
+        """Render a conversation up to the beginning of the assistant's answer.
 
-        If the template does not know tools, they are put into messages
-        (`baton/text/tool_prompt.py`).
+        If the template does not know tools, `baton/text/tool_prompt.py` puts them into messages.
+        Raises InvalidRequestError if there is no template, or if it refuses the messages.
         """
         chosen = self.chat_template
         if template is not None:
@@ -201,8 +214,8 @@ class Tokenizer:
         try:
             return chosen.render(with_tools(messages, tools), options=template_options)
         except InvalidRequestError:
-            # Some templates do not accept any system message; a client that sent one gets the
-            # error.
+            # Some templates do not accept any system message. If the client sent a system message,
+            # the error is raised.
             if messages and messages[0].get("role") == "system":
                 raise
         told = with_tools(messages, tools, in_system_message=False)
@@ -211,14 +224,14 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text that a `Detokenizer` makes of token ids.
 
-        The library's text is the same, except with byte fallback: there the library loses all bytes
-        next to an invalid byte.
+        The text equals that of the tokenizers library, unless the vocabulary has byte tokens: then
+        the library drops all bytes next to an invalid byte.
         """
         detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids, last=True)
 
     def pieces(self, skipped: frozenset[int]) -> OutputPieces | None:
-        """Return the tokens' pieces, or None if they depend on neighbouring tokens.
+        """Return the bytes that each token adds; None if other tokens change these bytes.
 
         Args:
             skipped: ids of tokens without text.
@@ -234,15 +247,15 @@ class Tokenizer:
         return text
 
     def special_token_id(self, name: str) -> int | None:
-        """Return the id of a special token by name, or None."""
+        """Return the id of the special token with this text, or None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(name)
         return token_id if token_id in self.special_token_ids else None
 
     def mark_token_id(self, text: str) -> int | None:
-        """Return the id of an added token that grammars must name by its id, or None.
+        """Return the id of an added token that grammars must name by its id; None for other texts.
 
-        No text in a grammar matches such a token: the grammar library treats added tokens such as
-        ``<tool_call>`` as special even if the tokenizer does not.
+        The grammar library treats added tokens such as ``<tool_call>`` as special tokens, even if
+        the tokenizer does not, so no text in a grammar matches them.
         """
         token_id: int | None = self._tokenizer.token_to_id(text)
         if token_id not in self._added_token_ids:
@@ -251,7 +264,7 @@ class Tokenizer:
         return token_id if is_tag or token_id in self.special_token_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for; they may be parts of characters."""
+        """Return the bytes that a token stands for; they may be only a part of a character."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:  # the model's vocabulary is larger than the tokenizer's
             return b""
@@ -261,9 +274,9 @@ class Tokenizer:
 
 
 def _described(decoder: tokenizers.decoders.Decoder | None) -> Any:
-    """Return a decoder in the form of `tokenizer.json`, or None.
+    """Return a tokenizer's decoder in the form of `tokenizer.json`; None: there is no decoder.
 
-    Only the decoder: describing the whole tokenizer takes as long as reading it.
+    The whole tokenizer is not described, because this takes as long as reading the file.
     """
     return None if decoder is None else json.loads(decoder.__getstate__())
 
@@ -275,5 +288,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str:
-    """Return a special token's text, given as a string or as an object with ``content``."""
+    """Return the text of a special token in a file: a string, or an object's field ``content``."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)

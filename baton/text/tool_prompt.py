@@ -22,9 +22,10 @@ To call one, write its name and its arguments, as JSON, within <tool_call></tool
 
 
 def with_one_system_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Join the leading system messages, and turn later ones into user messages.
+    """Join the first system messages to one, and turn later system messages into user messages.
 
-    Many templates allow only one system message, at the beginning. Returns None without changes.
+    Many templates allow only one system message, at the beginning. Returns None if nothing has to
+    be changed.
     """
     is_system = [message.get("role") == "system" for message in messages]
     num_first = is_system.index(False) if False in is_system else len(messages)
@@ -45,10 +46,11 @@ def with_tools(
     *,
     in_system_message: bool = True,
 ) -> list[dict[str, Any]]:
-    """Put tools, calls and results into the messages' texts, in Hermes' form.
+    """Write tools, calls and results into the texts of the messages, as Hermes models do.
 
     Args:
-        in_system_message: False: use the first message, for templates without system messages.
+        in_system_message: whether tools are described in the system message; False: in the first
+            message, for templates that do not allow system messages.
     """
     lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
     told = f"{_BEFORE}{chr(10).join(lines)}{_BEHIND}"
@@ -60,7 +62,8 @@ def with_tools(
     if in_system_message:
         return [{"role": "system", "content": told}, *plain]
     content = first.get("content") or ""
-    if isinstance(content, list):  # parts, because the message has images
+    # The content is a list of parts if the message has images.
+    if isinstance(content, list):
         return [
             {**first, "content": [{"type": "text", "text": f"{told}\n\n"}, *content]},
             *plain[1:],
@@ -69,7 +72,7 @@ def with_tools(
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turn calls into assistant text, and their results into user text."""
+    """Turn tool calls into text of the assistant, and their results into text of the user."""
     plain: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

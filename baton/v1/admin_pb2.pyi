@@ -298,20 +298,22 @@ class ListBlocksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListBlocksResponse(_message.Message):
-    __slots__ = ("holdings", "num_blocks", "num_free_blocks", "num_references", "orphans", "overdrawn")
+    __slots__ = ("holdings", "num_blocks", "num_free_blocks", "num_references", "orphans", "overdrawn", "encodings")
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_REFERENCES_FIELD_NUMBER: _ClassVar[int]
     ORPHANS_FIELD_NUMBER: _ClassVar[int]
     OVERDRAWN_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     holdings: _containers.RepeatedCompositeFieldContainer[BlockHolding]
     num_blocks: int
     num_free_blocks: int
     num_references: int
     orphans: _containers.RepeatedCompositeFieldContainer[BlockRange]
     overdrawn: _containers.RepeatedCompositeFieldContainer[BlockRange]
-    def __init__(self, holdings: _Optional[_Iterable[_Union[BlockHolding, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_references: _Optional[int] = ..., orphans: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., overdrawn: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ...) -> None: ...
+    encodings: ListBlocksResponse
+    def __init__(self, holdings: _Optional[_Iterable[_Union[BlockHolding, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_references: _Optional[int] = ..., orphans: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., overdrawn: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., encodings: _Optional[_Union[ListBlocksResponse, _Mapping]] = ...) -> None: ...
 
 class BlockHolding(_message.Message):
     __slots__ = ("owner", "request_id", "epoch", "state", "peer", "age_s", "num_blocks", "ranges")
@@ -617,16 +619,18 @@ class PrefillForecast(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., wait_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., is_measured: bool = ..., measured_wait_ms: _Optional[float] = ..., measured_compute_ms: _Optional[float] = ...) -> None: ...
 
 class CandidateDescription(_message.Message):
-    __slots__ = ("prefill_node", "decode_node", "cost", "terms")
+    __slots__ = ("prefill_node", "decode_node", "cost", "terms", "num_computed_tokens")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     TERMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_node: str
     decode_node: str
     cost: float
     terms: _containers.RepeatedCompositeFieldContainer[CostTerm]
-    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., cost: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ...) -> None: ...
+    num_computed_tokens: int
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., cost: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class CostTerm(_message.Message):
     __slots__ = ("name", "value")

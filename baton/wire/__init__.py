@@ -1,1 +1,1 @@
-"""Converts values of `baton.api` to protobuf messages and back."""
+"""Convert values of `baton.api` to protobuf messages and back."""

@@ -1,7 +1,7 @@
 """Copy fields with equal names between plain values and protobuf messages.
 
-Numbers, texts, bytes and flags are copied, single or repeated. Callers give the fields that are
-messages or enums, or whose names differ.
+Numbers, texts, bytes and flags are copied, and lists of them. Callers pass all other fields:
+messages, enums, and fields whose names differ.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _Value = TypeVar("_Value")
 
 
 def to_message(kind: type[_Message], value: object, **others: Any) -> _Message:
-    """Make a message from a value.
+    """Make a message of class ``kind`` from a value.
 
     Args:
-        others: fields that are not copied, with their values.
+        others: values of the message's fields that are not copied from fields of ``value``.
     """
     fields = _common_fields(type(value), kind)  # type: ignore[arg-type]  # classes are hashable
     copied = {one.name: getattr(value, one.name) for one in fields if one.name not in others}
@@ -28,10 +28,10 @@ def to_message(kind: type[_Message], value: object, **others: Any) -> _Message:
 
 
 def from_message(kind: type[_Value], message: Message, **others: Any) -> _Value:
-    """Make a value from a message; fields that the message lacks keep their defaults.
+    """Make a value of class ``kind`` from a message; missing fields get defaults.
 
     Args:
-        others: fields that are not copied, with their values.
+        others: values of the result's fields that are not copied from fields of ``message``.
     """
     copied: dict[str, Any] = {}
     fields = _common_fields(kind, type(message))  # type: ignore[arg-type]  # classes are hashable
@@ -51,7 +51,7 @@ class _Field(NamedTuple):
 
 @functools.cache
 def _common_fields(kind: type, message: type[Message]) -> tuple[_Field, ...]:
-    """List the fields to copy."""
+    """Return the names of the fields that value and message have in common."""
     names = getattr(kind, "__struct_fields__", None) or [
         field.name for field in dataclasses.fields(kind)
     ]

@@ -1,8 +1,8 @@
-"""Counts the parts of a protobuf message before the message is parsed.
+"""Count the parts of a protobuf message, to refuse messages that take too long to parse.
 
-Parsing time depends on the number of parts, not of bytes. Megabytes of text take almost no time.
-Empty messages of as many bytes take most of a second, which blocks all other requests, and fifty
-times their size in memory.
+Parsing time depends on the number of parts, not on the number of bytes. Megabytes of text take
+almost no time. Megabytes of empty messages take most of a second, which blocks all other requests,
+and fifty times their size in memory.
 
     [tag len [tag len text] [tag len text] ...]     one for each tag
     [tag len 7 8 9 ...]                             one more for every 16 packed numbers
@@ -18,13 +18,13 @@ from typing import TypeAlias, Union
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-_NUMBERS_OF_A_PART = 16  # least numbers that are parsed in the time of one message
-_LONG_NUMBER, _LONG_TAG = 2, 8  # parts that a long number or tag counts in addition
-_NOT_THE_LAST = bytes(range(128, 256))  # bytes that continue a number
+_NUMBERS_OF_A_PART = 16  # so many numbers take as long to parse as a message
+_LONG_NUMBER, _LONG_TAG = 2, 8  # additional parts of a long number or tag
+_NOT_THE_LAST = bytes(range(128, 256))  # bytes after which a number goes on
 _MAX_VARINT_BYTES = 10
 
-# A message's fields by tag: a table for a field that is a message, None for packed numbers. Texts
-# and unknown fields are skipped.
+# Tag of a message's field -> the table of the field's own fields if it is a message, or None for
+# packed numbers. Texts and unknown fields are not in the table, and are skipped.
 _Inside: TypeAlias = Mapping[int, Union["_Inside", None]]
 _PASSED_OVER: _Inside = {}
 
@@ -34,7 +34,7 @@ def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
 
     Args:
         kind: class of the message.
-        limit: counting stops above this; a larger result only means "more than the limit".
+        limit: counting stops above this number; a larger result only means "more than the limit".
 
     Raises DecodeError for invalid messages.
     """
@@ -45,9 +45,10 @@ def count_parts(data: bytes, kind: type[Message], limit: int) -> int:
 
 
 def _count(data: bytes, fields: _Inside, limit: int) -> int:
-    """Count parts in one loop without calls, for there may be hundreds of thousands of rounds."""
+    """Count parts in one loop without calls, which is fast for hundreds of thousands of parts."""
     position, end, num_parts = 0, len(data), 0
-    around: list[tuple[int, _Inside]] = []  # enclosing messages: where each ends, and its fields
+    # For each enclosing message: the position of its end, and the table of its fields.
+    around: list[tuple[int, _Inside]] = []
     while num_parts <= limit:
         if position >= end:
             if position > end:
@@ -99,7 +100,8 @@ def _count(data: bytes, fields: _Inside, limit: int) -> int:
             position += 4
         elif kind == 1:
             position += 8
-        else:  # groups, which are not used
+        # The field is a group, which Baton's messages do not use.
+        else:
             raise DecodeError
     return num_parts
 

@@ -1,7 +1,8 @@
-"""Parses messages that arrive over gRPC, and reports invalid ones as errors of their sender.
+"""Parse messages that arrive over gRPC, and report an invalid message as its sender's error.
 
-Without this, gRPC would answer UNKNOWN with a text of the protobuf library. Long messages stay
-bytes, for their receiver to parse in a thread. Knows no service.
+Without this module, gRPC would answer an invalid message with UNKNOWN and a text of the protobuf
+library. Long messages are passed on as bytes, which their receiver parses in a thread. Knows no
+service.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from google.protobuf.message import DecodeError, Message
 from baton.api.errors import InvalidRequestError
 from baton.wire.parts import count_parts
 
-# Limit for a client's message: parsing takes less than a tenth of a second, which blocks all other
-# requests.
+# Maximum number of parts of a client's message. Parsing so many takes less than a tenth of a
+# second, in which all other requests wait.
 MAX_PARTS = 2**16 + 2**10
-# Limit for a node's message: it has a part per prompt logprob, and thousands of deltas.
+# Maximum number of parts of a node's message, which has a part per prompt logprob, and thousands of
+# deltas.
 MAX_LINK_PARTS = 2**18 + 2**16
 # Shorter messages cannot have too many parts.
 _SMALL_BYTES = 2**17
 # Messages with fewer parts are parsed and handled at once, within 20 ms.
 _PARTS_AT_ONCE, _BYTES_AT_ONCE = 2**11, 2**12
-# In messages with more fields, invalid text is not located.
+# If a message has more fields, the error does not name the field with invalid text.
 _MAX_FIELDS_LOOKED_AT = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A message that takes long to parse, so a thread should parse it.
+    """A message that is not parsed yet, because a thread should parse it.
 
     Attributes:
         data: the message's bytes.
@@ -50,7 +52,10 @@ class Unread:
 
 
 def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[bytes], Any]:
-    """Make a deserializer that returns long messages as `Unread`, and others like `forgiving`."""
+    """Make a deserializer that returns a long message as `Unread`, and parses other messages.
+
+    An invalid message becomes an InvalidRequestError, as in `forgiving`.
+    """
     read = forgiving(deserialize, max_parts)
     kind = _kind_of(deserialize)
 
@@ -65,7 +70,7 @@ def patient(deserialize: Callable[[bytes], Any], max_parts: int) -> Callable[[by
 def forgiving(
     deserialize: Callable[[bytes], Any], max_parts: int = MAX_PARTS, max_bytes: int = 2**31
 ) -> Callable[[bytes], Any]:
-    """Make a deserializer that returns an InvalidRequestError for invalid messages.
+    """Make a deserializer that returns, not raises, an InvalidRequestError for invalid messages.
 
     Args:
         max_parts: refuse messages with more parts; see `baton.wire.parts`.
@@ -102,7 +107,8 @@ def _has_many_parts(data: bytes, kind: type[Message]) -> bool:
     try:
         return count_parts(data, kind, _PARTS_AT_ONCE) > _PARTS_AT_ONCE
     except DecodeError:
-        return False  # parsing will report the error
+        # The message is invalid, which parsing will report.
+        return False
 
 
 def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
@@ -115,7 +121,10 @@ def _check_parts(data: bytes, kind: type[Message], max_parts: int) -> None:
 
 
 def _field_of_wrong_text(data: bytes, descriptor: Descriptor) -> str:
-    """Return the first text field that is not UTF-8, as ``chat.messages.content``, or ""."""
+    """Return the path of the first text field that is not UTF-8, or "" if all are UTF-8.
+
+    Such a path is for example ``chat.messages.content``.
+    """
     fields_left = [_MAX_FIELDS_LOOKED_AT]
     try:
         return _look(data, descriptor, "", fields_left)

@@ -1,7 +1,7 @@
 """Converts the types of `proto/baton/v1/types.proto`, which all services share.
 
-Each type and direction has a function, as in `baton.link.wire`; `baton.wire.fields` copies plain
-fields. Invalid values from a peer or client raise InvalidRequestError.
+Each type has one function per direction; `baton.wire.fields` copies plain fields. Invalid values
+from a peer or client raise InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def finish_from_proto(number: int) -> FinishReason | None:
 
 
 def sampling_params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Convert the parameters of one output; raises InvalidRequestError if they ask for more."""
+    """Convert sampling parameters; raises InvalidRequestError if they ask for several outputs."""
     if params.n != 1:
         raise InvalidRequestError("n", f"must be 1 for a single stream, got {params.n}")
     ids = params.allowed_token_ids
@@ -100,13 +100,14 @@ def _structured_output_from_proto(message: types_pb2.StructuredOutput) -> Struct
     """Convert a structured output; raises InvalidRequestError."""
     kind = message.WhichOneof("kind")
     if kind is None:
-        return StructuredOutput()  # raises the error that names all kinds
+        # Without arguments this raises an error that names all kinds of structured outputs.
+        return StructuredOutput()
     if kind == "choice":
         return StructuredOutput(choice=tuple(message.choice.texts))
     return StructuredOutput(**{kind: getattr(message, kind)})
 
 
-# Functions that read parameters other than single numbers or flags.
+# Name of a parameter that is no single number or flag -> function that reads it from a message.
 _READ_PARAM: dict[str, Callable[[Any], Any]] = {
     "logit_bias": lambda biases: tuple(biases.items()),
     "allowed_token_ids": lambda message: tuple(message.ids),
@@ -169,7 +170,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
-    # A peer may send lists of different lengths.
+    # zip stops at the shorter list, because a peer may send lists of different lengths.
     top = zip(message.top_token_ids, message.top_logprobs, strict=False)
     return TokenLogprobs(message.logprob, tuple(top))
 
@@ -177,7 +178,7 @@ def logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
 def prompt_logprobs_to_proto(
     logprobs: tuple[TokenLogprobs | None, ...],
 ) -> Iterator[types_pb2.TokenLogprobs]:
-    """Convert a prompt's logprobs; the first, always None, becomes an empty message."""
+    """Convert a prompt's logprobs; the first token has no logprob and becomes an empty message."""
     for one in logprobs:
         yield types_pb2.TokenLogprobs() if one is None else logprobs_to_proto(one)
 
@@ -185,6 +186,6 @@ def prompt_logprobs_to_proto(
 def prompt_logprobs_from_proto(
     messages: Sequence[types_pb2.TokenLogprobs],
 ) -> tuple[TokenLogprobs | None, ...]:
-    # Lazily, because making all messages first takes twice as long.
+    # islice makes no list: making all messages before converting them takes twice as long.
     rest = itertools.islice(messages, 1, None)
     return (None, *map(logprobs_from_proto, rest)) if messages else ()

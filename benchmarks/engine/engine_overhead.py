@@ -1,8 +1,9 @@
-"""Measure the share of a decode step outside the model: schedule, fill, plan, sample, update.
+"""Measure which share of a decode step is spent outside the model, such as in scheduling.
 
-One thread, the demo model, the CPU backend; all parts are timed inside the same steps. On a busy
-machine the shares look too small, because other processes slow the long forward pass most. So two
-shares are given: of all steps, and of the fastest tenth of the steps.
+The demo model runs on one CPU thread. All parts (schedule, fill, plan, forward, logits, sample,
+update) are timed inside the same steps. On a busy machine the share comes out too small, because
+other processes slow the long forward pass most. So two shares are given: the share of all steps,
+and that of the fastest tenth of the steps.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ SAMPLING = {
 MODEL_PARTS = ("forward", "logits")
 OTHER_PARTS = ("schedule", "tell", "fill", "plan", "sample", "update")
 
-Steps = list[dict[str, float]]  # a step's seconds by part, and "total"; one entry per step
+Steps = list[dict[str, float]]  # one entry per step: its seconds by part, and in "total"
 
 
 class Stopwatch:
-    """Adds up the seconds spent in wrapped functions."""
+    """Adds up the seconds that are spent in wrapped functions, by part of a step."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def wrap(self, owner: object, function: str, part: str) -> None:
-        """Time ``owner.function`` from now on, as ``part``."""
+        """Add the time of all further calls of ``owner.function`` to the part ``part``."""
         inner: Callable[..., object] = getattr(owner, function)
 
         def timed(*args: object, **kwargs: object) -> object:
@@ -60,14 +61,14 @@ class Stopwatch:
         setattr(owner, function, timed)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds added up since the last call."""
+        """Return the seconds by part since the last call, and start again from 0."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
 
 
 class DecodeBench:
-    """An engine whose parts are timed."""
+    """An engine whose functions are wrapped by a `Stopwatch`, part by part."""
 
     def __init__(self) -> None:
         config = EngineConfig(
@@ -92,7 +93,7 @@ class DecodeBench:
         self._num_requests = 0
 
     def decode(self, batch_size: int, sampling: str, num_steps: int) -> Steps:
-        """Decode a fresh batch; return its steps except the prefill and the first decode steps."""
+        """Decode a new batch; return its steps without the prefill and the warm-up steps."""
         for _ in range(batch_size):
             self._num_requests += 1
             request = Request.create(
@@ -127,7 +128,7 @@ def fastest_tenth(steps: Steps) -> Steps:
 
 
 def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
-    """Measure the cases in turns; return {(batch size, sampling): steps}."""
+    """Measure all batch sizes and ways of sampling in turns; return their steps."""
     bench = DecodeBench()
     steps: dict[tuple[int, str], Steps] = {
         (batch_size, sampling): [] for sampling in SAMPLING for batch_size in BATCH_SIZES
@@ -139,7 +140,10 @@ def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
 
 
 def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
-    """Return microseconds per request to plan and fill 256 decodes, by number of tokens."""
+    """Return the time to plan and fill a batch of 256 decodes, by the tokens of a request so far.
+
+    The time is in microseconds per request.
+    """
     num_requests, found = 256, {}
     for num_tokens in (128, 1000):
         num_blocks = num_tokens // 16 + 1
@@ -176,7 +180,7 @@ def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
 
 
 def summarize(steps: dict[tuple[int, str], Steps]) -> dict[str, object]:
-    """Return the shares of a decode step by case."""
+    """Return, for each case, the shares of a decode step that are spent in each part."""
     results: dict[str, object] = {}
     for (batch_size, sampling), collected in steps.items():
         shares = {

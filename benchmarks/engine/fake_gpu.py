@@ -1,8 +1,8 @@
-"""Pretended GPU, to time the host's work: all code above the CUDA driver is real.
+"""A pretended GPU, to time the host's work: all code above the CUDA driver is real.
 
-Tensors lie in host memory. Triton compiles for sm_90, and its own launch code calls a driver that
-only counts (`fake_libcuda.c`). Matrix products, which a library would compute, return memory with
-arbitrary content. Refuses to know: what is measured, and what kernels compute.
+Tensors are in host memory. Triton compiles for sm_90, and its own launch code calls a fake CUDA
+driver that only counts launches (`fake_libcuda.c`). Matrix products, which a library would compute
+on a GPU, return uninitialised memory. Refuses to know: what is measured, what kernels compute.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 CAPABILITY = (9, 0)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # options of mallopt(3)
 _MAX_WATCHED = 8
-# Operators without a launch: they only allocate memory or view a tensor.
+# Operators that launch nothing on a GPU, because they only allocate memory or make a view.
 _NOT_LAUNCHED = (  # beginnings of names
     "empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "unbind",
     "transpose", "expand", "permute", "squeeze", "t.default", "split", "new_empty", "lift_fresh",
@@ -36,7 +36,7 @@ _NOT_LAUNCHED = (  # beginnings of names
 
 
 class FakeDriver:
-    """Driver that counts its calls; make only one per process."""
+    """A CUDA driver that only counts its calls; a process may have only one."""
 
     def __init__(self) -> None:
         assert os.environ.get("TRITON_INTERPRET", "0") != "1", "nothing is launched there"
@@ -48,7 +48,7 @@ class FakeDriver:
             check=True,
         )  # fmt: skip
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-        # Triton's libraries find this loaded library by its name.
+        # Triton's libraries find the fake driver by its name, because it is loaded already.
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.fake_num_launches.restype = ctypes.c_uint64
         self._library.fake_num_pointer_queries.restype = ctypes.c_uint64
@@ -57,7 +57,8 @@ class FakeDriver:
         self._library.fake_last_parameters.restype = ctypes.POINTER(ctypes.c_uint64)
         self._activate()
         _keep_memory()
-        # Triton 3.6 links this file into each kernel's launcher.
+        # Triton 3.6 links the fake driver into each kernel's launcher, so the file is kept until
+        # exit.
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
     @staticmethod
@@ -76,12 +77,12 @@ class FakeDriver:
         return int(self._library.fake_num_launches())
 
     def watch(self, num_parameters: int) -> None:
-        """Keep this many parameters of each launch from now on."""
+        """Keep the first ``num_parameters`` parameters of each launch from now on."""
         self._library.fake_watch(num_parameters)
 
     @property
     def last_launch(self) -> tuple[int, list[int], list[int]]:
-        """Return the last launch's function, its grid, and 8 bytes of each watched parameter."""
+        """Return the last launch's function and grid, and 8 bytes of each kept parameter."""
         watched = self._library.fake_last_parameters()
         return (
             int(self._library.fake_last_function()),
@@ -91,7 +92,7 @@ class FakeDriver:
 
     @property
     def num_pointer_queries(self) -> int:
-        """Return the number of look-ups of a tensor's address."""
+        """Return how often the driver was asked for the properties of a tensor's address."""
         return int(self._library.fake_num_pointer_queries())
 
 
@@ -103,10 +104,10 @@ def _keep_memory() -> None:
 
 
 class Timeline:
-    """Busy times of a device whose steps all take equally long.
+    """The busy and idle times of a device on which each step takes ``step_s`` seconds.
 
     Attributes:
-        step_s: seconds that the device computes one step.
+        step_s: seconds that the device needs for one step.
         idle_s: seconds that the device waited between steps, in total.
         busy_s: seconds that the device computed, in total.
     """
@@ -139,7 +140,7 @@ class _Event:
         self._ends_at = ends_at
 
     def synchronize(self) -> None:
-        """Wait without the interpreter's lock, as a driver does."""
+        """Wait until the device is idle, without the GIL, as a real driver does."""
         left = self._ends_at - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -149,19 +150,19 @@ class _Event:
 
 
 class _Device:
-    """Device that only claims to be a GPU."""
+    """A torch device that claims to be a GPU, though its tensors are in host memory."""
 
     type, index = "cuda", 0
 
 
 class FakeGPU:
-    """Fake driver, with torch changed to behave as with a GPU.
+    """The fake driver, and changes to torch so that the engine behaves as with a GPU.
 
     Attributes:
         driver: counts launches of Triton's kernels.
         timeline: the device's busy times.
-        num_copies: copies between host and device so far.
-        num_products: matrix products so far; each counts as one launch.
+        num_copies: number of copies between host and device so far.
+        num_products: number of matrix products so far; each counts as one launch.
     """
 
     def __init__(self) -> None:
@@ -198,7 +199,8 @@ class FakeGPU:
 
         Tensor.to, Tensor.copy_ = counted_to, counted_copy  # type: ignore
         Tensor.pin_memory = lambda tensor: tensor  # type: ignore
-        # Kernels compute nothing here: logits are arbitrary, so token ids are invalid indices.
+        # Kernels compute nothing here, so sampled token ids are arbitrary, and would be invalid
+        # indices.
         vars(engine.worker.worker)["check_numbers"] = lambda *given: None
         for module in (engine.sampling.step_sampler, engine.worker.cuda_graphs):
             module.sample_on_device = (  # type: ignore[attr-defined]
@@ -206,30 +208,30 @@ class FakeGPU:
             )
 
     def move(self, runner: Any) -> None:
-        """Make a runner that was made on the CPU use this device."""
+        """Move a model runner from the CPU to this device."""
         runner._device = runner._input_batch.device = self.device
         runner._input_batch._on_gpu = True
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """See `engine.worker.cuda_graphs.Capture`."""
+        """Return a graph replay that only takes the device's time (`engine.worker.cuda_graphs`)."""
         return self.timeline.launch
 
     def capture_pieces(
         self, body: Callable[[Callable[[], None]], None]
     ) -> list[Callable[[], None]]:
-        """See `engine.worker.chunks.chunk_graphs.CapturePieces`."""
+        """Return a fake replay for each piece of a step (`engine.worker.chunks.chunk_graphs`)."""
         pieces = [self.timeline.launch]
         body(lambda: pieces.append(self.timeline.launch))
         return pieces
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Stand in for a library's matrix product: only allocate the result."""
+        """Replace a library's matrix product: only allocate memory for the result."""
         self.num_products += 1
         return x.new_empty((*x.shape[:-1], len(weight)))
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """Count this thread's launches (Triton's, torch's) and copies inside the block."""
+        """Count this thread's launches and copies during the ``with`` block."""
         found: dict[str, int] = {}
         launches, copies = self.driver.num_launches, self.num_copies
         products = self.num_products
@@ -242,13 +244,13 @@ class FakeGPU:
 
 
 def _cleared(tensor: Tensor) -> Tensor:
-    """Return zeros without a launch."""
+    """Fill a tensor with zeros without a launch, and return the tensor."""
     tensor.numpy().fill(0)
     return tensor
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that lists the operators that would launch a kernel."""
+    """A torch mode that lists the called operators that would launch a kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -9,8 +9,8 @@
     idle          share of time that a device with steps of a given length waits for the host,
                   while another thread computes in Python
 
-``--against REV`` measures another revision in turns with this one, each in its own process. A real
-GPU takes longer: its driver adds time to every launch and copy.
+``--against REV`` measures another revision in turns with this one, each in its own process. With a
+real GPU, the host needs more time, because the driver adds time to every launch and copy.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 BATCHES = (1, 32, 256)
-CONTEXT = 1000  # context tokens of each request
+CONTEXT = 1000  # tokens that each request has before its decode steps
 WARM_UP_STEPS, STEPS = 20, 100
-# Shape of Qwen3-0.6B. Depth and vocabulary are smaller, which does not change any figure.
+# The shape of Qwen3-0.6B, with fewer layers and a smaller vocabulary, which change no figure.
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 8, "num_heads": 16}
 SHAPE |= {"num_kv_heads": 8, "head_dim": 128}
 CHUNK = 128  # tokens per chunk of a prompt
 LAYER_STEPS = 60
-# Milliseconds of each burst of the other thread, which then sleeps twice as long.
+# Milliseconds for which the other thread computes; it then sleeps twice as long.
 BURSTS_MS = (0.0, 0.5, 2.0, 5.0)
 DEVICE_STEP_MS, IDLE_SECONDS, IDLE_BATCH = 5.0, 2.0, 64
-SWITCH_INTERVALS_MS = (5.0, 0.5)  # CPython's default, and a short interval
+SWITCH_INTERVALS_MS = (5.0, 0.5)  # CPython's default, and a shorter interval
 Figures = dict[str, float]
-REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None  # older revisions lack chunk replay
+# Older revisions cannot replay chunks
+REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None
 
 
 class Engines:
-    """Engines of the demo model on the fake device, with requests whose prompts are computed."""
+    """Makes engines of the demo model on the fake device, with requests that all decode."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu
@@ -97,7 +98,7 @@ class Engines:
 def _make_runner(
     model: Any, cache: Any, spec: Any, config: Any, max_model_len: int, **options: Any
 ) -> Any:
-    """Make a runner with graphs of decode steps; older revisions take the model's parts."""
+    """Make a model runner with graphs of decode steps, in this or an older revision."""
     from engine.worker import make_runner
 
     options |= {"with_graphs": True, "samples_on_device": True}
@@ -110,7 +111,7 @@ def _make_runner(
 
 
 def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
-    """Return a decode step's microseconds: the whole step, and the model runner's part."""
+    """Return the host's microseconds of a decode step: all, and those in the model runner."""
     from engine.executors.uniproc import worker_of
 
     engine = engines.decoding(batch)
@@ -118,7 +119,8 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
     whole, inside = [], []
     with without_collections(), timed((runner, "prepare"), (runner, "launch")) as calls:
         for _ in range(WARM_UP_STEPS + STEPS):
-            start = time.process_time()  # CPU time of all threads; only one computes at a time
+            # CPU time of all threads; only one of them computes at a time
+            start = time.process_time()
             engine.step()
             whole.append(time.process_time() - start)
             inside.append(sum(calls))
@@ -129,7 +131,7 @@ def decode_steps(engines: Engines, batch: int) -> dict[str, Figures]:
 
 @contextmanager
 def timed(*places: tuple[Any, str]) -> Iterator[list[float]]:
-    """Collect the thread CPU seconds of each call of these methods."""
+    """Collect the CPU seconds (of the calling thread) of each call of these methods."""
     seconds: list[float] = []
 
     def around(inner: Any) -> Any:
@@ -161,7 +163,7 @@ def step_counts(gpu: FakeGPU, engines: Engines, batch: int) -> dict[str, int]:
 
 
 class Layers:
-    """Runner of a model of `SHAPE` that launches each kernel on its own, without graphs."""
+    """A model runner, for a model of `SHAPE`, that launches each kernel without graphs."""
 
     def __init__(self, gpu: FakeGPU, num_layers: int = SHAPE["num_layers"]) -> None:
         from baton.engine_config import EngineConfig
@@ -222,7 +224,7 @@ class Layers:
         return StepPlanner(1).plan([ScheduledRequest(request, count)])
 
     def time(self, scheduled: Any) -> dict[str, Figures]:
-        """Return the microseconds of a layer, and of the kernel launches in a layer."""
+        """Return the host's microseconds per layer: all, and those in launches of kernels."""
         from baton_kernels import dispatch
         from models.decoder import Decoder
 
@@ -235,7 +237,7 @@ class Layers:
         }
 
     def time_replay(self) -> Figures:
-        """Return microseconds per layer of a replayed step with a prompt chunk."""
+        """Return the host's microseconds per layer of a step that replays a prompt's chunk."""
         self.runner.chunk_graphs.capture(self._gpu.capture_pieces)
         step = self.prompt()
         prepared = self.runner.prepare(step, eager=True)
@@ -247,7 +249,7 @@ class Layers:
 
     @torch.inference_mode()
     def _time(self, scheduled: Any, places: list[tuple[Any, str]]) -> Figures:
-        """Return microseconds per layer that calls of these methods take."""
+        """Return the host's microseconds per layer that the calls of these methods take."""
         of_layers = []
         with without_collections(), timed(*places) as calls:
             for _ in range(LAYER_STEPS):
@@ -257,7 +259,7 @@ class Layers:
         return quantiles(of_layers[5:])
 
     def count_step(self, scheduled: Any) -> dict[str, int]:
-        """Count the launches and copies of an eager step."""
+        """Count the launches and copies of a step without graphs."""
         self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
         with self._gpu.counting() as found:
             self.runner.launch(self.runner.prepare(scheduled, eager=True)).wait()
@@ -265,7 +267,7 @@ class Layers:
 
     @torch.inference_mode()
     def count_nodes(self) -> int:
-        """Count the launches of a captured step."""
+        """Count the launches while a decode step is captured, which are its graph's nodes."""
         bodies = []
         self.runner.decode_graphs.capture(lambda body: bodies.append(body) or body, [8])  # type: ignore
         bodies[0]()
@@ -275,14 +277,14 @@ class Layers:
 
 
 def graph_nodes(gpu: FakeGPU) -> Figures:
-    """Count the graph nodes per layer, and the nodes of a step outside layers."""
+    """Count the graph nodes per layer, and a step's graph nodes outside the layers."""
     few, many = (Layers(gpu, num_layers).count_nodes() for num_layers in (2, 4))
     each = (many - few) / 2
     return {"per layer": each, "besides": few - 2 * each}
 
 
 def idle_shares(gpu: FakeGPU, engines: Engines) -> dict[str, Figures]:
-    """Return {switch interval: {burst: share of time that the device waits for the host}}."""
+    """Return, by switch interval and burst, the share of time that the device is idle."""
     found: dict[str, Figures] = {}
     for interval_ms in SWITCH_INTERVALS_MS:
         sys.setswitchinterval(interval_ms / 1e3)
@@ -325,7 +327,7 @@ def compute_in_bursts(burst_s: float, stop: threading.Event) -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Switch garbage collection off inside the block."""
+    """Switch garbage collection off during the ``with`` block."""
     gc.collect()
     gc.disable()
     try:
@@ -347,7 +349,7 @@ def quantiles(seconds: list[float]) -> Figures:
 
 
 def measure(parts: list[str]) -> dict[str, Any]:
-    """Measure the revision whose modules this process has imported."""
+    """Measure the parts in this process, with the revision that it has imported."""
     gpu = FakeGPU()
     engines = Engines(gpu)
     found: dict[str, Any] = {}
@@ -376,7 +378,7 @@ def measure(parts: list[str]) -> dict[str, Any]:
 
 
 def measure_apart(tree: Path, parts: Sequence[str]) -> dict[str, Any]:
-    """Measure a source tree in its own process."""
+    """Measure the parts of a source tree in a new process."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         environment = own_environment(tree, OMP_NUM_THREADS="1", TRITON_INTERPRET="0")
         words = call_words("benchmarks.engine.host_overhead:measure_into", file.name, *parts)
@@ -397,7 +399,7 @@ def checkout(revision: str) -> Iterator[Path]:
         subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
         try:
             (tree / ".venv").symlink_to(ROOT / ".venv")
-            # both revisions are measured by this tree's benchmarks
+            # the other revision is also measured by this tree's benchmarks
             shutil.rmtree(tree / "benchmarks")
             yield tree
         finally:
@@ -405,7 +407,7 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 def merged(runs: list[Any]) -> Any:
-    """Return each figure's minimum over the rounds, because other processes only add time."""
+    """Return the minimum of each figure over the runs, because other processes only add time."""
     first = runs[0]
     if isinstance(first, dict):
         return {key: merged([run[key] for run in runs]) for key in first}
@@ -413,7 +415,7 @@ def merged(runs: list[Any]) -> Any:
 
 
 def measure_into(path: str, *parts: str) -> None:
-    """Measure the imported source tree; write its figures as JSON."""
+    """Measure the source tree that this process has imported; write its figures as JSON."""
     Path(path).write_text(json.dumps(measure(list(parts))), encoding="utf-8")
 
 
@@ -423,7 +425,7 @@ def run(
     parts: Sequence[Literal["times", "counts", "idle"]] = ("times", "counts", "idle"),
     against: str = "",
 ) -> Document:
-    """Measure this tree, perhaps in turns with another revision.
+    """Measure this source tree, in turns with another revision if one is given.
 
     Args:
         against: git revision to compare with; empty: none.

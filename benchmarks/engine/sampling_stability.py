@@ -1,8 +1,9 @@
-"""Count the draws of sampling, of a million, that a different rounding of the logits changes.
+"""Count how many of a million sampled tokens a different rounding of the logits changes.
 
-Part one adds noise of 3e-7 times each logit, about what another order of a float32 sum changes. It
-compares this sampler with the inverse transform of the cumulative distribution in float64. Part two
-runs the same requests under two schedules: large steps, and small chunks with preemptions.
+Part one adds noise of 3e-7 times each logit, which is about the effect of another order of a
+float32 sum. It compares Baton's sampler with sampling by the inverse cumulative distribution in
+float64. Part two runs the same requests with two schedules: large steps, and small chunks with
+preemptions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Draw = Callable[[Tensor, npt.NDArray[np.float64], Words], TokenIds]
 
 
 def invert(logits: Tensor, temperatures: npt.NDArray[np.float64], keys: Words) -> TokenIds:
-    """Draw tokens by the inverse transform: one uniform number per row picks the token."""
+    """Draw a token per row by the inverse cumulative distribution of one uniform number."""
     values = logits.numpy() / temperatures[:, None]
     cumulative = np.exp(values - values.max(axis=1, keepdims=True)).cumsum(axis=1)
     uniforms = (keys[:, 0] + keys[:, 1] * 2.0**-32) * 2.0**-32
@@ -51,7 +52,7 @@ def invert(logits: Tensor, temperatures: npt.NDArray[np.float64], keys: Words) -
 
 
 def changed_by_noise(method: Draw, logits: Tensor, num_draws: int) -> int:
-    """Return how many draws change when noise is added to the logits; draws use rows in turn."""
+    """Return how many drawn tokens change when noise is added to the logits."""
     random_numbers = np.random.default_rng(0)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     rounded = logits + logits * noise * RELATIVE_NOISE
@@ -67,12 +68,12 @@ def changed_by_noise(method: Draw, logits: Tensor, num_draws: int) -> int:
 
 
 def run_schedule(options: dict[str, int], num_requests: int) -> list[tuple[int, ...]]:
-    """Complete random prompts with an engine of these options."""
+    """Complete random prompts with an engine that has these options; return the outputs."""
     return complete(LLM(MODEL, dtype="float32", num_threads=1, **options), num_requests)
 
 
 def complete(llm: LLM, num_requests: int) -> list[tuple[int, ...]]:
-    """Return the outputs of random prompts."""
+    """Complete random prompts; return the outputs' token ids."""
     numbers = random.Random(0)
     prompts = [numbers.choices(range(4000), k=PROMPT_TOKENS) for _ in range(num_requests)]
     params = [
@@ -85,7 +86,7 @@ def complete(llm: LLM, num_requests: int) -> list[tuple[int, ...]]:
 
 
 def compare_schedules(num_requests: int) -> dict[str, int]:
-    """Count draws before each request's first difference, and the requests that differ."""
+    """Count the draws up to each request's first difference, and the requests that differ."""
     outputs = [run_schedule(options, num_requests) for options in SCHEDULES]
     num_draws = num_changed = 0
     for first, second in zip(*outputs, strict=True):
@@ -116,7 +117,7 @@ def run(run: Run, draws: int = 1_000_000, requests: int = 1000) -> Document:
     """Count changed draws.
 
     Args:
-        draws: number of draws with 4,096 tokens.
+        draws: number of draws from distributions over 4,096 tokens.
         requests: number of requests per schedule.
     """
     torch.set_num_threads(1)
@@ -129,7 +130,7 @@ def run(run: Run, draws: int = 1_000_000, requests: int = 1000) -> Document:
     results: dict[str, dict[str, int]] = {}
     methods: dict[str, tuple[Draw, float]] = {
         "Gumbel-max": (draw, 1.0),
-        # a tenth of the draws: slow, but changes enough draws to count
+        # a tenth of the draws, because this method is slow, but many of its draws change
         "inverse transform": (invert, 0.1),
     }
     for source, logits in sources.items():

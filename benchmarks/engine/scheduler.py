@@ -1,12 +1,12 @@
-"""Measure microseconds per step of `engine.Scheduler`, compared with a minimal scheduler.
+"""Measure the microseconds per step of `engine.Scheduler`, beside a minimal scheduler's.
 
-The minimal scheduler is the baseline: a deque of waiting requests, a list of running requests, a
-deque of free block ids, as in small readable engines. Baton's extra time is the price of the prefix
-cache, remote KV and priorities, which the baseline lacks.
+The minimal scheduler is the baseline: a deque of waiting requests, a list of running requests, and
+a deque of free block ids, as in small readable engines. Baton's scheduler takes longer because it
+also has a prefix cache, remote KV and priorities.
 
-``--nano-vllm PATH``, a checkout of github.com/GeeeekExplorer/nano-vllm, adds its scheduler, which
-has a prefix cache, to the loads without waiting requests. With waiting requests nano-vllm works
-differently: it admits requests until memory is full.
+``--nano-vllm PATH`` names a checkout of github.com/GeeeekExplorer/nano-vllm, whose scheduler has a
+prefix cache; it is then measured, too, with the loads in which no request waits. With waiting
+requests nano-vllm works differently: it admits requests until memory is full.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.runner.environment import summary
 from benchmarks.runner.run import Document, Run
 from engine.core.block_pool import BlockPool
 
-GROUP = 16  # blocks per call of the block pool
+GROUP = 16  # number of blocks per call of the block pool
 
 
 def revision_of(checkout: Path) -> str:
-    """Return the git revision of a checkout, so that readers can repeat the measurement."""
+    """Return a checkout's git revision, which the results name for repeating the measurement."""
     command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown: no git checkout, perhaps not the original code"
@@ -44,7 +44,7 @@ def revision_of(checkout: Path) -> str:
 def measure_steps(
     repetitions: int, num_steps: int, nano_vllm: Path | None
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Return {load: {subject: [[schedule us, update us] of every step]}}; subjects take turns."""
+    """Measure in turns; return {load: {subject: [[schedule us, update us] of each step]}}."""
     prompts = Prompts.draw()
     samples: dict[str, dict[str, list[list[float]]]] = {
         load.name: {name: [] for name in subjects_of(load, nano_vllm)} for load in LOADS
@@ -64,7 +64,7 @@ def measure_steps(
 
 
 def pool_operations() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Return {operation: (Baton's, the baseline's)}; each call handles GROUP blocks."""
+    """Return {operation: (Baton's function, the baseline's)}; a call handles `GROUP` blocks."""
     pool = BlockPool(NUM_BLOCKS)
     hashes = [index.to_bytes(16, "little") for index in range(GROUP)]
     cached = pool.allocate(GROUP)
@@ -107,7 +107,7 @@ def pool_operations() -> dict[str, tuple[Callable[[], object], Callable[[], obje
 
 
 def measure_pool(repetitions: int, calls: int = 500) -> dict[str, dict[str, dict[str, float]]]:
-    """Return {operation: {subject: thousands of blocks per second}}."""
+    """Measure the block pools; return {operation: {subject: thousands of blocks per second}}."""
     results = {}
     for operation, pair in pool_operations().items():
         speeds: tuple[list[float], list[float]] = ([], [])
@@ -125,7 +125,7 @@ def measure_pool(repetitions: int, calls: int = 500) -> dict[str, dict[str, dict
 
 
 def summarize_steps(samples: dict[str, dict[str, list[list[float]]]]) -> dict[str, object]:
-    """Summarize the steps of each load and subject."""
+    """Summarize the times of the steps of each load and subject."""
     results: dict[str, object] = {}
     alone: dict[str, float] = {}
     for load, by_subject in samples.items():
@@ -152,7 +152,7 @@ def summarize_steps(samples: dict[str, dict[str, list[list[float]]]]) -> dict[st
 def run(
     run: Run, repetitions: int = 5, steps: int = 100, nano_vllm: Path | None = None
 ) -> Document:
-    """Measure steps and the block pool.
+    """Measure the steps of schedulers, and the operations of block pools.
 
     Args:
         steps: number of steps per repetition, at most 240.

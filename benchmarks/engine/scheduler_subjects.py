@@ -1,7 +1,7 @@
-"""Schedulers that the scheduler benchmark compares: Baton's, a minimal one, nano-vllm's.
+"""The schedulers that `scheduler.py` compares: Baton's, a minimal scheduler, nano-vllm's.
 
-Each schedules the same prompts, with a runner that computes nothing. Refuses to know: statistics,
-tables.
+All of them schedule the same prompts, with a model runner that computes nothing. Refuses to know:
+statistics, tables.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from engine.core.scheduler import Scheduler
 
 NUM_RUNNING = 256
 NUM_WAITING = 10_000
-NUM_PARKED = 1_000  # the part of NUM_WAITING that waits for remote KV
+NUM_PARKED = 1_000  # number of waiting requests that wait for remote KV
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000
 MAX_BATCHED_TOKENS = 2**17  # large enough for all prompts in the first step
 PROMPT_TOKENS = 256
 WAITING_PROMPT_TOKENS = 64
-OUTPUT_TOKENS = 256  # output tokens of a request, in loads whose requests end
+OUTPUT_TOKENS = 256  # output tokens of a request in loads whose requests end
 
 
 # ---------------------------------------------------------------------- the baseline
@@ -51,7 +51,7 @@ class MinimalRequest:
 
 
 class MinimalScheduler:
-    """BASELINE: minimal scheduler over a paged cache."""
+    """BASELINE: a minimal scheduler over a paged KV cache."""
 
     def __init__(self) -> None:
         self.waiting: deque[MinimalRequest] = deque()
@@ -79,7 +79,7 @@ class MinimalScheduler:
         return list(self.running)
 
     def update(self, scheduled: list[MinimalRequest], token_ids: list[int]) -> None:
-        """Append the tokens; end requests that are long enough."""
+        """Append the sampled tokens; end requests that have all their output tokens."""
         finished = False
         for request, token_id in zip(scheduled, token_ids, strict=True):
             request.num_computed_tokens = len(request.token_ids)
@@ -101,15 +101,15 @@ class MinimalScheduler:
 
 
 class Subject(Protocol):
-    """Scheduler with a fake runner; each call runs one step."""
+    """A scheduler with a fake model runner."""
 
     def step(self) -> tuple[float, float]:
-        """Return the seconds in schedule and in update, without the fake runner."""
+        """Run one step; return the seconds in ``schedule`` and those in ``update``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of a scheduler; with ``turnover``, one request ends and one begins in each step."""
+    """The load of a scheduler. With ``turnover``, a request ends and one begins in each step."""
 
     name: str
     num_waiting: int
@@ -202,7 +202,7 @@ class MinimalSubject:
 class NanoVllmSubject:
     """nano-vllm's scheduler, imported from a checkout.
 
-    Imports the scheduler and its dependencies, but not the whole package, which needs a GPU.
+    Only the scheduler and its dependencies are imported, because the whole package needs a GPU.
 
     Args:
         checkout: the folder that contains ``nanovllm/``.
@@ -244,7 +244,7 @@ class NanoVllmSubject:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts for all subjects; no two prompts share a prefix, so the prefix cache never hits."""
+    """Makes prompts for all subjects; no two share a prefix, so the prefix cache never hits."""
 
     running: list[list[int]]
     waiting: list[list[int]]
@@ -256,7 +256,7 @@ class Prompts:
         def prompt(num_tokens: int) -> list[int]:
             return draw.choices(range(1, 32_000), k=num_tokens)
 
-        # Prompt lengths differ, so that every step fills equally many blocks.
+        # Prompt lengths differ, so that about equally many blocks become full in each step.
         running = [prompt(PROMPT_TOKENS + index % BLOCK_SIZE) for index in range(NUM_RUNNING)]
         return cls(running, [prompt(WAITING_PROMPT_TOKENS) for _ in range(NUM_WAITING)])
 

@@ -1,11 +1,12 @@
-"""Measure tokens per second with and without drafts, on a CPU, with greedy sampling.
+"""Measure tokens per second with and without speculation, on a CPU, with greedy sampling.
 
-``ngram`` runs with SmolLM2-135M-Instruct, with its 4-bit weights and with float32 weights, on files
-of this repository: code to edit and prose to summarise. Trained drafters, and a draft model made of
-the first four of six layers, run with the demo model, which completes the beginnings of functions.
-Engines with and without drafts take turns in one run and must give equal outputs; the result is a
-ratio of medians. For comparison, `transformers` runs with prompt lookup and with assisted
-generation, each relative to its plain generation with the same model.
+Prompt lookup (``ngram``) runs with SmolLM2-135M-Instruct, with its 4-bit weights and with float32
+weights, on files of this repository: code to edit and prose to summarise. Trained drafters run with
+the demo model, which completes the beginnings of functions; so does a draft model that consists of
+the demo model's first four layers (of six). Engines with and without drafts take turns in one run
+and must give equal outputs; the result is the ratio of their median speeds. For comparison,
+`transformers` runs with prompt lookup and with assisted generation, each relative to its plain
+generation with the same model.
 
     python -m benchmarks speculation [--part PART]      measure a part, keep the others' results
 """
@@ -56,7 +57,7 @@ BEGINNINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Numbers of output tokens, repetitions, and prompts of each kind."""
+    """How much to measure: output tokens, repetitions, and prompts of each kind."""
 
     tokens: int
     repetitions: int
@@ -65,15 +66,16 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison of an engine with drafts and one without.
+    """One comparison of an engine with drafts and an engine without.
 
     Attributes:
-        ratio: tokens per second with drafts, divided by those without.
+        ratio: tokens per second with drafts, divided by tokens per second without drafts.
         acceptance_length: mean number of tokens that a step with checked drafts adds to a
             request.
         share_computed: share of (step, request) pairs in which drafts were checked.
-        step_cost: mean seconds of a step with drafts, divided by the mean without drafts.
-        why: the engine's reason for its last number of drafts; empty if the number is fixed.
+        step_cost: mean time of a step with drafts, divided by the mean time without drafts.
+        why: the engine's reason for its last choice of the number of drafts; empty: the number is
+            fixed.
     """
 
     name: str
@@ -88,7 +90,7 @@ class Row:
 
 
 def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
-    """Return one chat prompt per file, which quotes the file's beginning."""
+    """Return a chat prompt per file: ``text`` and a quotation of the file's beginning."""
     assert llm.tokenizer is not None
     found = []
     for name in files:
@@ -100,13 +102,13 @@ def prompts_of(llm: LLM, files: Sequence[str], text: str) -> list[list[int]]:
 
 
 def beginnings(llm: LLM, options: Options) -> list[list[int]]:
-    """Return prompts that are beginnings of functions."""
+    """Return prompts that are the beginnings of functions."""
     assert llm.tokenizer is not None
     return [llm.tokenizer.encode(text) for text in BEGINNINGS[: options.prompts]]
 
 
 def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[int, ...]]]:
-    """Return the tokens per second of a call, and its outputs."""
+    """Run a call that generates text; return its tokens per second and its outputs."""
     started = time.monotonic()
     outputs = run()
     return sum(map(len, outputs)) / (time.monotonic() - started), outputs
@@ -115,7 +117,7 @@ def timed(run: Callable[[], list[tuple[int, ...]]]) -> tuple[float, list[tuple[i
 def compare(
     name: str, plain: LLM, drafting: LLM, prompts: list[list[int]], batch: int, options: Options
 ) -> Row:
-    """Complete prompts in batches with both engines in turns."""
+    """Complete prompts with both engines in turns; return the comparison."""
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
     prompts = [prompts[index % len(prompts)] for index in range(max(batch, len(prompts)))]
 
@@ -172,7 +174,10 @@ def load_peer(model: Path) -> Any:
 def compare_transformers(
     name: str, peer: Any, prompts: list[list[int]], options: Options, **drafts: Any
 ) -> Row:
-    """Compare `transformers` at batch 1 with and without drafts, prefills included."""
+    """Compare `transformers` with and without drafts, for one request at a time.
+
+    The times include the prefills.
+    """
 
     def complete(**drafts: Any) -> list[tuple[int, ...]]:
         outputs = []
@@ -210,7 +215,7 @@ def first_layers(folder: Path, to: Path, num_layers: int) -> Path:
 def compare_drafters(
     method: str, add: Callable[[Row], None], draft_model: Path, options: Options
 ) -> None:
-    """Measure one of the drafters with weights, on the demo model."""
+    """Measure a drafter that has weights, with the demo model."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**28}
     plain = LLM(str(DEMO), **of_engine)
     prompts = beginnings(plain, options)
@@ -225,7 +230,7 @@ def compare_drafters(
 
 
 def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: Options) -> None:
-    """Measure prompt lookup with SmolLM2."""
+    """Measure prompt lookup with SmolLM2 on one task, such as editing code."""
     of_engine: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**29}
     drafts: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": NUM_DRAFTS}
     plain = LLM(str(model), **of_engine)
@@ -236,7 +241,7 @@ def compare_ngram(task: str, add: Callable[[Row], None], model: Path, options: O
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 1, options))
     add(compare(f"{task}, all drafts", plain, fixed, prompts, 1, options))
     add(compare(f"{task}, as many as pay", plain, adaptive, prompts, 32, options))
-    # With float32 weights, as in `transformers`, reading weights takes most of a step.
+    # With float32 weights (as in `transformers`), reading the weights takes most of a step.
     del plain, adaptive, fixed
     of_engine["weights"] = "fp32"
     plain, adaptive = LLM(str(model), **of_engine), LLM(str(model), **of_engine, **drafts)
@@ -263,7 +268,7 @@ def compare_peers(
 
 
 def measure(part: str, console: Console, options: Options) -> list[Row]:
-    """Measure the rows of a part."""
+    """Measure the rows of one part, and return them."""
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -287,7 +292,7 @@ def measure(part: str, console: Console, options: Options) -> list[Row]:
 def run(
     run: Run, part: Sequence[str] = PARTS, tokens: int = 128, repetitions: int = 3, prompts: int = 4
 ) -> None:
-    """Measure the chosen parts, one after the other; the results of other parts are kept.
+    """Measure the chosen parts one after another; other parts keep their earlier results.
 
     Args:
         part: some of editing code, summarising, medusa, eagle, mtp, draft_model, transformers.

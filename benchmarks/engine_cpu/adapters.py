@@ -1,11 +1,11 @@
-"""Compare LoRA adapters with the base model on a CPU: tokens/s, loads while serving, and routing.
+"""Measure what LoRA adapters cost on a CPU: tokens/s, loads while serving, and routing.
 
-Qwen3-0.6B's shape, random weights in bfloat16, and an adapter of each rank on all linear layers.
-Base and adapters take turns in one process, so that both have the same machine; the median of the
-rounds' ratios counts. With `--peers llamacpp`, llama.cpp reads the same weights and adapters as
-GGUF files. llama.cpp's server computes requests of different adapters one adapter after another,
-and so does this comparison (adapters_llamacpp.py). served/served_adapters.py measures serving over
-HTTP.
+The model has Qwen3-0.6B's shape and random bfloat16 weights; each rank has one adapter, on all
+linear layers. Base model and adapters take turns in one process, so that both run under the same
+conditions; the median of the rounds' ratios counts. With `--peers llamacpp`, llama.cpp reads the
+same weights and adapters as GGUF files. llama.cpp's server computes the requests of different
+adapters in one call per adapter, and so does this comparison (adapters_llamacpp.py). Serving over
+HTTP is measured by served/served_adapters.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from benchmarks.runner.run import Document, Run
 
 RANKS = (8, 16, 32, 64)
 DECODE, PREFILL = "decode 8", "prefill 2048"
-# Case -> (requests, tokens of each prompt).
+# Case -> (number of requests, number of tokens of each prompt).
 SIZES = {DECODE: (8, 32), PREFILL: (4, 512)}
-# arguments: prompts, number of new tokens, whether with adapters
+# arguments: prompts, number of output tokens, whether with adapters
 Generate = Callable[[Sequence[list[int]], int, bool], object]
 
 
 def make_adapter(folder: Path, shape: Mapping[str, Any], rank: int) -> None:
-    """Write a random adapter once, in PEFT's layout and as GGUF."""
+    """Write a random adapter, in PEFT's layout and as GGUF, unless it exists."""
     if (folder / "adapter_model.gguf").exists():
         return
     import gguf
@@ -79,11 +79,12 @@ def rate_of(generate: Generate, case: str, num_tokens: int, *, adapted: bool) ->
 def rates_of(generate: Generate, rounds: int, num_tokens: int) -> dict[str, list[list[float]]]:
     """Return the rates of the base model and of the adapters in each round, by case.
 
-    The two take turns in running first, so that neither gains from its place in a round.
+    Base model and adapters take turns in running first, so that neither gains from its place in a
+    round.
     """
     found: dict[str, list[list[float]]] = {}
     for case in SIZES:
-        for adapted in (False, True):  # warm-up: writes caches and records tapes
+        for adapted in (False, True):  # warm-up, in which the engine records its tapes
             rate_of(generate, case, 4, adapted=adapted)
         found[case] = []
         for number in range(rounds):
@@ -94,7 +95,7 @@ def rates_of(generate: Generate, rounds: int, num_tokens: int) -> dict[str, list
 
 
 def print_rates(folder: str, adapters: str, threads: str, rounds: str, tokens: str) -> None:
-    """Print Baton's rates as JSON, see `rates_of`."""
+    """Load Baton's engine, and print as JSON the rates that `rates_of` measures."""
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
 
@@ -118,7 +119,7 @@ def print_rates(folder: str, adapters: str, threads: str, rounds: str, tokens: s
 
 
 def summary_of(rates: Mapping[str, list[list[float]]]) -> dict[str, dict[str, float]]:
-    """Return the best rates, and the median ratio of adapters to base, by case."""
+    """Return, by case, the best rates, and the median of adapters' rate / base model's rate."""
     return {
         case: {
             "base": round(max(base for base, _ in rounds), 1),
@@ -131,17 +132,17 @@ def summary_of(rates: Mapping[str, list[list[float]]]) -> dict[str, dict[str, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How adapters are timed.
+    """Which parts to measure, and how.
 
     Attributes:
         parts: parts to run; a saved file keeps its other parts.
-        shape: the checkpoint of rates and cold adapters, 125M or 0.6B.
-        ranks: rank of each adapter of the rates.
-        rounds: turns of base and adapters.
-        tokens: decode steps per turn.
+        shape: the model of the parts rates and cold, 125M or 0.6B.
+        ranks: the rank of each adapter whose rate is measured.
+        rounds: number of turns of base model and adapters.
+        tokens: number of decode steps per turn.
         peers: other engines to time; llamacpp is built if missing.
-        cold: adapters that are loaded in each of two phases.
-        requests: requests for each routing policy.
+        cold: number of adapters that are loaded while serving, in each of two phases.
+        requests: number of requests for each routing policy.
     """
 
     parts: Sequence[Literal["rates", "cold", "routing"]] = ("rates", "cold", "routing")
@@ -156,7 +157,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> Document:
-    """Time rates, cold adapters and routing."""
+    """Measure rates, loads of adapters while serving, and routing."""
     document = {key: part for key, part in run.saved().items() if key != "environment"}
     if "rates" in options.parts:
         document |= measure_rates(run, options)
@@ -176,7 +177,7 @@ def run(run: Run, options: Options) -> Document:
 
 
 def measure_rates(run: Run, options: Options) -> Document:
-    """Time base and adapters in turns, then llama.cpp with the same files."""
+    """Time base model and adapters in turns, then llama.cpp with the same weights."""
     work = engine_cpu.WORKS[options.shape]
     folder = engine_cpu.make_checkpoint(work)
     adapters = engine_cpu.BUILD / f"{work.folder}-adapters-{'-'.join(map(str, options.ranks))}"

@@ -1,8 +1,8 @@
-"""Time llama.cpp with adapters in a process of its own, and print JSON as adapters.py reads it.
+"""Time llama.cpp with adapters in this process, and print JSON that adapters.py reads.
 
-Run with the Python of llama.cpp's environment. A context has one set of adapters at a time, so a
-step of requests with different adapters takes one call per adapter, as in llama.cpp's server.
-Refuses to know: Baton.
+Run this with the Python of llama.cpp's environment. A llama.cpp context has one set of adapters at
+a time, so a step of requests with different adapters takes one call per adapter, as in llama.cpp's
+server. Refuses to know: Baton.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Prompts = Sequence[list[int]]
 
 
 class Model:
-    """A model with adapters, and a context for eight requests.
+    """A llama.cpp model with adapters, and a context for eight requests.
 
     Args:
-        folder: the checkpoint, of which a GGUF file is made beside it.
+        folder: the checkpoint, beside which its GGUF file is written.
         adapters: folders with an ``adapter_model.gguf`` each.
     """
 
@@ -47,7 +47,7 @@ class Model:
         self._context: Any = api.llama_init_from_model(model, options)
 
     def generate(self, prompts: Prompts, num_tokens: int, adapted: bool) -> object:
-        """Continue prompts of one length, each by its adapter or all by the base model."""
+        """Continue prompts of equal length, each with its adapter or all with the base model."""
         api.llama_memory_clear(api.llama_get_memory(self._context), True)
         tokens = self._step(prompts, 0, adapted)
         for made in range(1, num_tokens):
@@ -55,14 +55,14 @@ class Model:
         return tokens
 
     def _step(self, tokens: Prompts, position: int, adapted: bool) -> list[list[int]]:
-        """Compute each request's tokens from a position on; return each request's next token."""
+        """Compute each request's tokens from ``position`` on; return each request's next token."""
         found: dict[int, list[int]] = {}
         for adapter, requests in self._groups(len(tokens), adapted):
             found |= self._decode(adapter, {one: tokens[one] for one in requests}, position)
         return [found[one] for one in range(len(tokens))]
 
     def _groups(self, num_requests: int, adapted: bool) -> Iterator[tuple[Any, range]]:
-        """Yield each adapter with its requests; None: the base model."""
+        """Yield each adapter with the indexes of its requests; None: the base model, for all."""
         if not adapted:
             yield None, range(num_requests)
             return
@@ -81,7 +81,7 @@ class Model:
 
 
 def main() -> None:
-    """Load, time base and adapters, print one line of JSON."""
+    """Load the model, time base model and adapters, print one line of JSON."""
     folder, adapters, threads, rounds, tokens = sys.argv[1:]
     model = Model(Path(folder), Path(adapters), int(threads))
     print(json.dumps(rates_of(model.generate, int(rounds), int(tokens))))

@@ -1,10 +1,10 @@
 """Measure the rounding error of Baton and of llama.cpp with the same GGUF files.
 
 The reference for each file is Baton in float32 with the file's dequantized weights. Two figures are
-measured: the KL divergence of the next token's distribution from the reference (nats, mean over all
-positions), and how often the most likely token is equal. The scored prompts are windows of this
-repository's prose; for the demo model, of code. llama.cpp quantizes the files with its usual
-mixtures of types. The first run builds llama.cpp for this CPU, as `engine_cpu.py` does.
+measured: the KL divergence of the next token's distribution from the reference's (in nats, mean
+over all positions), and how often the most likely next token is equal. The scored texts are windows
+of this repository's prose, or of code for the demo model. llama.cpp quantizes the files with its
+usual mixtures of types. The first run builds llama.cpp for this CPU, as `engine_cpu.py` does.
 
     python -m benchmarks divergence
 """
@@ -33,7 +33,7 @@ from examples.demo import fetch_model
 
 BUILD = ROOT / "build" / "divergence"
 SUBJECTS = Path(__file__).parent / "divergence_subjects.py"
-# Row -> llama.cpp's name of the mixture of types.
+# Row of the results -> llama.cpp's name of the file's mixture of types.
 KINDS = {
     "Q4_0": "Q4_0",
     "Q4_1": "Q4_1",
@@ -49,12 +49,12 @@ _MAKE = "from benchmarks.engine_cpu.gguf_checkpoints import *; import sys; a = s
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model whose files are compared.
+    """A model, whose GGUF files of several types are compared.
 
     Attributes:
-        name: name in tables.
+        name: the model's name in tables.
         whole: GGUF file from which the other files are made.
-        own_kind: kind of ``whole``, if ``KINDS`` contains it; else "".
+        own_kind: the type of ``whole``, if ``KINDS`` contains it; else "".
         tokenizer: folder or GGUF file of the model whose tokenizer splits the texts.
         texts: files to score, relative to the repository's root.
     """
@@ -83,7 +83,7 @@ def run_python(peer_python: Path, words: list[str]) -> str:
 
 
 def find_subjects(console: Console, peer: Path) -> list[Subject]:
-    """Return the models; raise SystemExit if SmolLM2 cannot be had."""
+    """Return the models to compare; raise SystemExit if SmolLM2 cannot be fetched."""
     BUILD.mkdir(parents=True, exist_ok=True)
     path = fetch_model(console, SMOLLM2)
     if path is None:
@@ -100,7 +100,7 @@ def find_subjects(console: Console, peer: Path) -> list[Subject]:
 
 
 def write_windows(subject: Subject, num_windows: int, num_tokens: int) -> Path:
-    """Write the tokens to score as JSON; return the file."""
+    """Write windows of the subject's texts, as token ids in JSON; return the file."""
     text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in subject.texts)
     tokens = list(Tokenizer(find_model_folder(subject.tokenizer)).encode(text))
     windows = [tokens[i * num_tokens : (i + 1) * num_tokens] for i in range(num_windows)]
@@ -122,7 +122,7 @@ def make_file(subject: Subject, kind: str, peer: Path) -> Path:
 
 
 def measure(path: Path, windows: Path, peer: Path, threads: int) -> dict[str, dict[str, float]]:
-    """Score one file with the reference and both engines; return each engine's divergence."""
+    """Score one GGUF file with the reference and both engines; return both divergences."""
     logits = BUILD / "logits.npy"
     shared = [
         *("--file", str(path), "--windows", str(windows)),
@@ -152,8 +152,8 @@ def run(
 
     Args:
         tokens: number of tokens of a window.
-        kinds: names in `KINDS` of the files to score.
-        models: part of the name of each model to score.
+        kinds: types of files to score, by their names in `KINDS`.
+        models: the models to score: those whose names contain one of these texts.
     """
     peer = python_of("llamacpp")
     files: dict[str, dict[str, object]] = {}

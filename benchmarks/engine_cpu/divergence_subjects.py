@@ -1,7 +1,7 @@
 """Score windows of tokens with one engine and one GGUF file; `divergence.py` starts it.
 
-Runs with the Python of the engine, Baton or llama.cpp. Refuses to know: which files are compared,
-and what is reported.
+The script runs with the Python of the engine, Baton or llama.cpp. Refuses to know: which files are
+compared, what is reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Score = Callable[[list[int]], Array]  # logits of all positions except the last, [n - 1, vocabulary]
-SLICE = 64  # positions compared at a time
+SLICE = 64  # number of positions that are compared at a time
 
 
 def baton(path: Path, threads: int, weights: str, dtype: str) -> Score:
@@ -89,7 +89,7 @@ ENGINES: dict[str, Callable[[Path, int, str, str], Score]] = {"baton": baton, "l
 
 
 def log_softmax(logits: Array) -> Array:
-    """Return the natural logarithms of the probabilities, in float64."""
+    """Return the natural logarithms of the tokens' probabilities, in float64."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
@@ -97,13 +97,13 @@ def log_softmax(logits: Array) -> Array:
 
 
 def compare(logits: Array, reference: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield KL divergences from the reference (nats), and whether the most likely token is equal.
+    """Yield KL divergences from the reference (nats), and whether the top tokens are equal.
 
-    Each yielded pair covers ``SLICE`` positions.
+    Each yielded pair of arrays covers ``SLICE`` positions.
 
     Args:
-        logits: ``[n, vocabulary]``.
-        reference: ``[n, vocabulary]``.
+        logits: the scored engine's logits ``[n, vocabulary]``.
+        reference: the reference's logits ``[n, vocabulary]``.
     """
     for start in range(0, len(logits), SLICE):
         true, found = (log_softmax(one[start : start + SLICE]) for one in (reference, logits))
@@ -112,7 +112,7 @@ def compare(logits: Array, reference: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def main() -> None:
-    """Score every window; write the logits, or print their divergence from written logits."""
+    """Score every window; write the logits, or print their divergence from logits in a file."""
     parser = argparse.ArgumentParser(description="One side of divergence.py.")
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--file", type=Path, required=True, help="of GGUF")

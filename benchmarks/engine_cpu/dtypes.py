@@ -1,8 +1,9 @@
-"""Compare float32 with bfloat16 activations and KV on this CPU, from the same GGUF file.
+"""Compare activations and KV in float32 and in bfloat16 on this CPU, with one GGUF file.
 
-Both engines live in one process and take turns, case by case. The speed says what ``--dtype auto``
-should choose on this kind of CPU. The KL divergence of the next token's distribution from float32
-(nats) says what bfloat16 costs; `divergence` says what the file's own rounding costs.
+Both engines live in one process and take turns, case by case. The speeds show which dtype ``--dtype
+auto`` should choose on this kind of CPU. The KL divergence of the next token's distribution from
+float32's (in nats) shows the error of bfloat16; the measurement `divergence` shows the error of the
+file's own rounding.
 
     python -m benchmarks dtypes --files smollm2 model.Q4_K_M.gguf
 """
@@ -41,9 +42,9 @@ class Case:
     """Prompts or decode steps to time.
 
     Attributes:
-        prompt_tokens: tokens of each prompt.
-        num_prompts: prompts of the batch.
-        decode_steps: timed steps after the prompts; 0: the prompts are timed.
+        prompt_tokens: number of tokens of each prompt.
+        num_prompts: number of prompts in the batch.
+        decode_steps: number of timed decode steps; 0: the prompts are timed.
     """
 
     prompt_tokens: int
@@ -52,7 +53,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name in tables and JSON."""
+        """The case's name in tables and JSON."""
         what = f"decode of {self.num_prompts} at" if self.decode_steps else "prompt of"
         return f"{what} {self.prompt_tokens}"
 
@@ -69,7 +70,7 @@ CASES = (
 
 
 def time_case(llm: Any, case: Case, seed: int) -> float:
-    """Return milliseconds per prompt, or per decode step."""
+    """Return the case's milliseconds per prompt, or per decode step."""
     from baton.api.sampling_params import SamplingParams
 
     random.seed(f"{seed} {case.name}")  # no two prompts share a beginning
@@ -85,7 +86,7 @@ def time_case(llm: Any, case: Case, seed: int) -> float:
     first = seconds(1)
     if not case.decode_steps:
         return 1000 * first
-    alone = seconds(1)  # the prompts are cached now
+    alone = seconds(1)  # the prompts are in the prefix cache now
     return 1000 * (seconds(1 + case.decode_steps) - alone) / case.decode_steps
 
 
@@ -116,7 +117,7 @@ def time_file(file: str, threads: int, rounds: int) -> dict[str, Any]:
 
 
 def diverge(file: str, windows: Path, threads: int, weights: str) -> dict[str, float]:
-    """Return how far bfloat16 is from float32 with the same weights."""
+    """Return the divergence of bfloat16 from float32 with the same weights."""
     logits = BUILD / "logits.npy"
     shared = [
         *(sys.executable, "-P", str(SUBJECTS), "--engine", "baton", "--file", file),
@@ -154,8 +155,8 @@ def run(
     """Time both dtypes in turns, and score both.
 
     Args:
-        files: smollm2, or paths of GGUF files.
-        windows: scored windows of 512 tokens.
+        files: paths of GGUF files; ``smollm2``: SmolLM2's file.
+        windows: number of windows of 512 tokens to score.
     """
     from benchmarks.served.served_bench import find_model
 

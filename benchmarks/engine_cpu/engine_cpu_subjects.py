@@ -1,7 +1,7 @@
 """Time one engine in its own process: load a checkpoint, time the given cases, print JSON.
 
-`engine_cpu.py` runs this script, often with the Python of a peer's environment, so each function
-imports only what it needs. Refuses to know: other engines, and comparisons.
+`engine_cpu.py` runs this script, often with the Python of another engine's environment, so each
+function imports only the packages of its engine. Refuses to know: comparisons.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS = 32  # tokens per prompt of a decode case
+PROMPT_TOKENS = 32  # number of tokens of each prompt in a decode case
 Prompts = Sequence[list[int]]
-# arguments: prompts of equal length, new tokens per prompt
+# arguments: prompts of equal length, number of output tokens of each
 Generate = Callable[[Prompts, int], object]
 
 
 def baton(folder: Path, threads: int, weights: str) -> Generate:
     """Load Baton's engine in this process, in the checkpoint's dtype.
 
-    int8 and int4 weights also round the inputs. GGUF weights (q8_0 and others) come from the file
-    that the measurement of llama.cpp wrote.
+    With int8 and int4 weights, the engine also rounds the inputs of products. GGUF weights (such as
+    q8_0) are read from the file that the measurement of llama.cpp has written.
     """
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
@@ -50,7 +50,7 @@ def baton(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def transformers(folder: Path, threads: int, weights: str) -> Generate:
-    """Load a model for Hugging Face's `generate` with its default, dynamic cache."""
+    """Load a model for `generate` of `transformers`, with its default KV cache, which grows."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +101,7 @@ def vllm(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
-    """Load ONNX Runtime GenAI; its own builder converts the checkpoint into a folder beside it."""
+    """Load ONNX Runtime GenAI, whose builder converts the checkpoint into another folder."""
     import subprocess
     import sys
 
@@ -140,7 +140,7 @@ def onnxruntime(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def openvino(folder: Path, threads: int, weights: str) -> Generate:
-    """Load OpenVINO GenAI with continuous batching; convert the checkpoint into a folder."""
+    """Load OpenVINO GenAI with continuous batching; convert the checkpoint before."""
     import subprocess
     import sys
 
@@ -184,7 +184,7 @@ def openvino(folder: Path, threads: int, weights: str) -> Generate:
 
 
 def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
-    """Load llama.cpp, built for this CPU; convert the checkpoint into a file beside it."""
+    """Load llama.cpp, built for this CPU; convert the checkpoint to a GGUF file before."""
     import llama_cpp as api
 
     sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -202,14 +202,15 @@ def llamacpp(folder: Path, threads: int, weights: str) -> Generate:
         if batch not in contexts:
             options = api.llama_context_default_params()
             options.n_ctx = 8704 if batch == 1 else batch * 256
-            options.n_batch = 8704  # tokens per call, which llama.cpp splits into parts of 512
+            # Tokens per call; llama.cpp itself splits them into parts of 512
+            options.n_batch = 8704
             options.n_seq_max = batch
             options.n_threads = options.n_threads_batch = threads
             contexts[batch] = api.llama_init_from_model(model, options)
         return contexts[batch]
 
     def step(context: Any, tokens: Prompts, position: int) -> list[list[int]]:
-        """Compute the requests' tokens, starting at a position; return each next token."""
+        """Compute each request's tokens from ``position`` on; return each request's next token."""
         found = decode_batch(context, dict(enumerate(tokens)), position, vocabulary)
         return [found[request] for request in range(len(tokens))]
 
@@ -235,9 +236,12 @@ SUBJECTS: dict[str, Callable[[Path, int, str], Generate]] = {
 
 
 def measure(generate: Generate, case: str, num_tokens: int) -> float:
-    """Measure tokens per second: ``prefill N`` has one prompt, ``decode B`` has B requests.
+    """Measure a case's tokens per second.
 
-    An uncounted first run warms up; a long prompt is then cut short, which saves minutes.
+    ``prefill N`` has one prompt of N tokens; ``decode B`` has B requests.
+
+    A first run, which is not counted, warms up. In this run, long prompts are cut short to save
+    minutes.
     """
     kind, _, number = case.partition(" ")
     draw = random.Random(case)
@@ -257,7 +261,7 @@ def measure(generate: Generate, case: str, num_tokens: int) -> float:
 
 
 def main() -> None:
-    """Load, measure every case, print one line of JSON."""
+    """Load an engine, measure every case, print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--subject", required=True, help="an engine, perhaps with its weights")
     parser.add_argument("--model", type=Path, required=True)

@@ -1,9 +1,9 @@
 """Compare model families on a CPU with a dense model, with `transformers` and with llama.cpp.
 
-Each family is one row: a model with random float32 weights, some hundred million parameters (fewer
-with a smaller ``--layers``). Each engine runs alone in its own process, in turns with the others;
-the best round counts, because other processes only slow a round down. A new family needs a row in
-SHAPES. Refuses to know: how to call an engine (engine_cpu_subjects.py).
+Each family is one row: a model with random float32 weights and some hundred million parameters
+(fewer with a smaller ``--layers``). Each engine runs alone in its own process, in turns with the
+others; its best round counts, because other processes can only slow a round down. A new family
+needs a row in `SHAPES`. Refuses to know: how to call an engine (engine_cpu_subjects.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT_CONTEXT = 32
 
 _DENSE: dict[str, Any] = engine_cpu.SHAPE | {"max_position_embeddings": 8192, "eos_token_id": 2}
 _FOUR_OF_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-# Row -> architecture, and the config fields that differ from _DENSE.
+# Row -> architecture, and the fields of config.json that differ from `_DENSE`.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3ForCausalLM", {}),
     "Mistral, window": ("MistralForCausalLM", {"sliding_window": 1024}),
@@ -55,19 +55,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "first_k_dense_replace": 12,
-            "n_routed_experts": 8,  # required field, though no layer here has experts
+            "n_routed_experts": 8,  # a required field, although no layer here has experts
             "num_experts_per_tok": 2,
         },
     ),
 }
-# Expert rows use as many weights per token (only of the chosen experts) as the dense row.
+# A token uses as many weights in a row with experts (only the chosen experts' weights) as in the
+# dense row.
 DENSE_ROW = "Qwen3"
 EXPERT_ROWS = ("Qwen3-MoE", "Mixtral")
 ATTENTION_ROWS = ("Qwen3", "DeepSeek-V2")
 
 
 def make_checkpoint(row: str, num_layers: int) -> Path:
-    """Make the row's random checkpoint once; return its folder."""
+    """Make the row's random checkpoint unless it exists; return its folder."""
     architecture, others = SHAPES[row]
     shape = _DENSE | others | {"num_hidden_layers": num_layers}
     return random_checkpoint(BUILD / f"{row}-{num_layers}", architecture, shape)
@@ -76,7 +77,7 @@ def make_checkpoint(row: str, num_layers: int) -> Path:
 def measure(
     row: str, pythons: dict[str, Path], options: Options
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return a row's tokens per second by engine and case, and the reasons of missing peers."""
+    """Return a row's tokens per second by engine and case, and why peers or cases are missing."""
     timing = engine_cpu.Options(
         threads=options.threads, rounds=options.rounds, tokens=options.tokens, repetitions=1,
         cases=CASES,
@@ -88,7 +89,7 @@ def measure(
 
 
 def measure_attention(row: str, options: Options) -> dict[str, float]:
-    """Measure how fast a long context's KV is read, from the time that it adds to a token."""
+    """Measure how fast attention reads KV, from the time that a long context adds to a token."""
     folder = make_checkpoint(row, options.layers)
     call = "benchmarks.engine_cpu.families:print_attention"
     numbers = (options.threads, options.tokens, options.context)
@@ -113,7 +114,7 @@ def measure_attention(row: str, options: Options) -> dict[str, float]:
 
 
 def print_attention(folder: str, threads: str, tokens: str, context: str) -> None:
-    """Print JSON: seconds per token after a short and after a long context, memory bandwidth."""
+    """Print as JSON the seconds per token after a short and a long context, and GB/s."""
     import torch
 
     from baton.api.sampling_params import SamplingParams
@@ -149,7 +150,7 @@ def print_attention(folder: str, threads: str, tokens: str, context: str) -> Non
 
 
 def ratios_of(best: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the ratios for which targets exist."""
+    """Return the ratios of tokens per second that docs/performance.md judges."""
     ratios: dict[str, dict[str, float]] = {}
     for row, engines in best.items():
         for engine in PEERS:
@@ -166,13 +167,13 @@ def ratios_of(best: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options for timing families.
+    """How to time families.
 
     Attributes:
-        rounds: processes per engine and row.
-        tokens: decode steps per case.
-        context: tokens of the long context in the attention rows.
-        peers: other engines; llamacpp is built if needed.
+        rounds: number of rounds; each engine has a new process per row and round.
+        tokens: number of decode steps per case.
+        context: number of tokens of the long context in the attention rows.
+        peers: other engines to time; llamacpp is built if it is missing.
     """
 
     threads: int = 2
@@ -185,7 +186,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> Document:
-    """Measure all engines in turns, then attention over a long context."""
+    """Measure all engines in turns, then Baton's attention over a long context."""
     from models.registry import MODELS
 
     missing = [row for row in options.rows if SHAPES[row][0] not in MODELS.names()]

@@ -1,6 +1,7 @@
 """Write a checkpoint as a GGUF file for llama.cpp, with the package `gguf`.
 
-Runs with the Python of llama.cpp's environment. Refuses to know: which engines read the file.
+The script runs with the Python of llama.cpp's environment. Refuses to know: which engines read the
+file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Mixtral's names of expert matrices -> the names in other checkpoints.
+# Mixtral's names of an expert's matrices -> the names in other checkpoints.
 _NAMES_OF_OTHERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -24,7 +25,8 @@ class Form:
 
     Attributes:
         name: llama.cpp's name of the architecture.
-        turns_neighbours: rotary embedding rotates adjacent pairs, not pairs half a head apart.
+        turns_neighbours: whether llama.cpp's rotary embedding rotates adjacent pairs of values, and
+            not pairs that are half a head apart.
         norms_from: number that llama.cpp's files add to the checkpoint's norm weights.
     """
 
@@ -39,12 +41,12 @@ FORMS = {
     "Qwen3MoeForCausalLM": Form("qwen3moe"),
     "MixtralForCausalLM": Form("llama", turns_neighbours=True),
     "Gemma3ForCausalLM": Form("gemma3", norms_from=1.0),
-    "DeepseekV2ForCausalLM": Form("deepseek2"),  # checkpoints already have adjacent pairs
+    "DeepseekV2ForCausalLM": Form("deepseek2"),  # pairs are already adjacent in checkpoints
 }
 
 
 def write_gguf(folder: Path, whole: Path, kept: str) -> None:
-    """Write the checkpoint as GGUF with a vocabulary; matrices in BF16, or all tensors in F32."""
+    """Write a checkpoint as GGUF, with matrices in BF16 or all tensors in F32."""
     import gguf
     import torch
 
@@ -72,7 +74,7 @@ def write_gguf(folder: Path, whole: Path, kept: str) -> None:
 
 
 def as_gguf(folder: Path, weights: str) -> Path:
-    """Convert the checkpoint into a GGUF file beside it, with the given type of weights."""
+    """Convert a checkpoint to a GGUF file beside it, with weights of this type."""
     kept = "bf16" if weights else "f32"
     whole = folder.parent / f"{folder.name}-{kept}.gguf"
     if not whole.exists():
@@ -84,7 +86,7 @@ def as_gguf(folder: Path, weights: str) -> Path:
         kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
         quantize(
             whole, path, kind, pure=True
-        )  # pure: no tensor gets a larger type, as in other engines
+        )  # pure: as in other engines, all matrices get the same type
     return path
 
 
@@ -95,7 +97,7 @@ def quantize(whole: Path, path: Path, kind: str, *, pure: bool = False) -> None:
         whole: the file to read, quantized or not.
         path: the file to write.
         kind: name of one of llama.cpp's mixtures of types.
-        pure: give every matrix the type that the mixture is named after.
+        pure: whether every matrix gets the type that the mixture is named after.
     """
     import llama_cpp
 
@@ -122,9 +124,9 @@ def _write_vocabulary(writer: Any, folder: Path, size: int) -> None:
 
 
 def _vocabulary_of(folder: Path, size: int) -> tuple[list[str], list[str], int]:
-    """Return the tokens, the merges, and the number of special tokens at the beginning.
+    """Return a vocabulary: tokens, merges, and the number of special tokens, which come first.
 
-    If the tokenizer has fewer tokens than the checkpoint, all tokens are made up.
+    If the checkpoint's vocabulary is larger than the tokenizer's, all tokens are made up.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -146,7 +148,7 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
-    # for Gemma; llama.cpp has the windowed layers' RoPE built in
+    # for Gemma: llama.cpp itself knows the RoPE of layers with a window
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config.get("sliding_window"):
@@ -186,7 +188,7 @@ def _write_latents(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _tensors(folder: Path, config: dict[str, Any], form: Form) -> Iterator[tuple[str, Any]]:
-    """Yield names and tensors as llama.cpp stores them; a layer's experts form one tensor."""
+    """Yield names and tensors as llama.cpp stores them, with a layer's experts in one tensor."""
     import torch
     from safetensors import safe_open
 
@@ -219,12 +221,12 @@ def _tensors(folder: Path, config: dict[str, Any], form: Form) -> Iterator[tuple
 
 
 def _expert_name(name: str) -> str:
-    """Return the name of the tensor with all experts, given the first expert's name."""
+    """Return llama.cpp's name of the tensor with all experts, given the first expert's name."""
     for own, other in _NAMES_OF_OTHERS.items():
         name = name.replace(f".{own}.", f".{other}.")
     return name.replace("block_sparse_moe", "mlp").replace(".experts.0.", ".experts.")
 
 
 def _with_neighbours(rows: Any, num_heads: int) -> Any:
-    """Reorder the rows of heads: pairs half a head apart become adjacent pairs."""
+    """Reorder each head's rows so that pairs that were half a head apart become adjacent."""
     return rows.view(num_heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""One decode call of llama.cpp. Runs with the Python of llama.cpp's environment."""
+"""Calls llama.cpp for a batch. Runs with the Python of llama.cpp's environment."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 def decode_batch(
     context: Any, tokens: Mapping[int, Sequence[int]], position: int, vocab_size: int
 ) -> dict[int, list[int]]:
-    """Compute tokens of sequences from a position on; return each sequence's best next token.
+    """Compute tokens of sequences; return the most likely next token of each sequence.
 
     Args:
-        tokens: new tokens by number of the sequence.
-        position: position of the first new token of each sequence.
+        tokens: the tokens to compute, by number of the sequence.
+        position: position of the first of these tokens in each sequence.
     """
     batch = api.llama_batch_init(sum(map(len, tokens.values())), 0, 1)
     index, last = 0, {}

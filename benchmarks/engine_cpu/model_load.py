@@ -1,4 +1,4 @@
-"""Measure the time and the growth of memory while a CPU node loads a model.
+"""Measure how long a CPU node takes to load a model, and how much its memory grows.
 
 The checkpoint has Qwen3-0.6B's shape and random bfloat16 weights. Each load runs in a new process,
 with the files in the page cache. `--other` names another checkout, which takes turns with this one:
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def load_once(weights: str) -> dict[str, float]:
-    """Load the model in this process, with libraries imported and kernels built before."""
+    """Measure one load in this process; libraries and kernels are loaded before."""
     from baton.engine_config import EngineConfig
     from baton_kernels.dispatch import native_ops
     from engine.executors.uniproc import UniprocExecutor
@@ -47,7 +47,10 @@ def load_once(weights: str) -> dict[str, float]:
 
 
 def load_in(checkout: Path, weights: str) -> dict[str, float] | None:
-    """Load in a new process of a checkout; return None if the checkout lacks these weights."""
+    """Measure one load in a new process with a checkout's code.
+
+    Return None if the checkout does not support this type of weights.
+    """
     try:
         found: dict[str, float] = answer_of(
             [sys.executable, "-P", __file__, weights], env=own_environment(checkout)
@@ -59,18 +62,18 @@ def load_in(checkout: Path, weights: str) -> dict[str, float] | None:
 
 
 def medians(runs: list[dict[str, float] | None]) -> dict[str, float] | None:
-    """Return medians over the runs of one checkout and format of weights."""
+    """Return the medians of each figure over the runs of one checkout and type of weights."""
     done = [one for one in runs if one is not None]
     if not done:
         return None
     found = {name: round(statistics.median(one[name] for one in done), 2) for name in done[0]}
-    # The memory of the weights only, because no page of the KV cache has been written yet.
+    # This is the memory of the weights only, because no page of the KV cache was written yet.
     weights_mib = found["kept_mib"] - KV_CACHE_BYTES / MIB
     return {**found, "share": round(found["growth_mib"] / weights_mib, 3)}
 
 
 def run(run: Run, other: Path | None = None, repetitions: int = 3) -> Document:
-    """Load every format of weights in new processes.
+    """Measure the load of each type of weights in new processes.
 
     Args:
         other: another checkout to compare with.

@@ -1,9 +1,10 @@
-"""Measure several ranks on one machine: sums, decode steps, prompts and hand-offs.
+"""Measure models on several ranks of one machine: sums, decode steps, prompts, hand-offs.
 
-Two processes time the sums. Engines, each in its own processes, take turns with a Qwen3 shape of
-about 125 million random float32 weights. Hand-offs of the demo model run between real nodes. Ratios
-compare medians of one run, or best rounds of engines, because other processes only slow a round
-down. `--without` leaves parts out, which keep their earlier results.
+Two processes measure sums over ranks. Engines take turns with a model of about 125 million random
+float32 weights in a Qwen3 shape; each engine has its own processes. Hand-offs of the demo model run
+between real nodes. Ratios compare medians of one run, or the engines' best rounds, because other
+processes can only slow a round down. `--without` leaves parts out, which keep their earlier
+results.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# Sums over one transport follow one another, as in a step, so that the ranks arrive together.
+# A burst has several sums over one transport without a pause, as in a step, so that neither rank
+# waits long for the other.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
 ONE_THREAD, STAGES = "one process, 1 thread", {"num_threads": 2, "pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -36,7 +38,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "one process, 2 threads": {"num_threads": 2},
     "TP 2": {"num_threads": 2, "tensor_parallel_size": 2},
     "PP 2": STAGES,
-    "PP 2, 8 + 4 layers": {**STAGES, "pipeline_layers": "8,4"},  # logits take as long as 4 layers
+    # The last stage has fewer layers, because its logits take as long as 4 layers
+    "PP 2, 8 + 4 layers": {**STAGES, "pipeline_layers": "8,4"},
 }
 CHUNK_TOKENS, NUM_CHUNKS, DECODE_TOKENS = 128, 12, 48
 BATCH, NUM_PROMPTS = 16, 4
@@ -51,7 +54,7 @@ LAYOUTS = ("layers", "heads")
 
 
 def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
-    """Time sums as one of two ranks; send median microseconds by transport and KiB."""
+    """Time sums as one of two ranks; send the median microseconds by transport and size."""
     import torch
 
     from models.parallel.shared_group import share_memory
@@ -66,7 +69,7 @@ def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
         samples: dict[str, list[float]] = {"gloo": [], "shared memory": []}
         for _ in range(NUM_BURSTS):
             for name, group in (("gloo", gloo), ("shared memory", shared)):
-                group.all_reduce(tensor)  # ranks wait for each other here
+                group.all_reduce(tensor)  # the ranks wait here for each other
                 for _ in range(SUMS_IN_BURST):
                     started = time.perf_counter()
                     group.all_reduce(tensor)
@@ -78,7 +81,7 @@ def time_sums(rank: int, folder: str, descriptor: int, to: Any) -> None:
 
 
 def measure_sums() -> dict[str, dict[str, float]]:
-    """Measure sums of two ranks; return the first rank's times."""
+    """Start two ranks that measure sums; return the first rank's times."""
     from baton_kernels.native.library import load_library
     from models.parallel.shared_group import open_shared
 
@@ -105,7 +108,7 @@ def measure_sums() -> dict[str, dict[str, float]]:
 
 
 def run_engine(name: str, folder: Path) -> dict[str, float]:
-    """Return seconds of decodes and prompts, and the CPU time of idle ranks, of one engine."""
+    """Measure one engine: seconds of decodes and prompts, and the CPU share of idle ranks."""
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
 
@@ -128,7 +131,7 @@ def run_engine(name: str, folder: Path) -> dict[str, float]:
         return time.perf_counter() - started
 
     def seconds_per_token(num_requests: int) -> float:
-        """Return seconds per decoded token; prompts are not counted."""
+        """Return the seconds per decoded token, without the time for prompts."""
         whole = seconds(32, DECODE_TOKENS, num_requests)
         prompts = seconds(32, 1, num_requests)
         return (whole - prompts) / (DECODE_TOKENS - 1) / num_requests
@@ -158,7 +161,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Measure the engines in turns; return ``{engine: {figure: one value per round}}``."""
+    """Measure the engines in turns; return each figure's value per round, by engine."""
     folder = make_checkpoint(WORKS["125M"])
     found: dict[str, dict[str, list[float]]] = {name: {} for name in ENGINES}
     for _ in range(rounds):
@@ -174,7 +177,10 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """Return the median exposed transfer in ms, and descriptors per block and pair of ranks."""
+    """Return medians: ms of a hand-off that computing does not hide, and number of descriptors.
+
+    The descriptors are those of one block and one pair of ranks.
+    """
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt
 
@@ -220,7 +226,7 @@ def ratios(
     engines: dict[str, dict[str, list[float]]],
     handovers: dict[str, dict[str, float]],
 ) -> dict[str, float]:
-    """Return the ratios for which targets exist."""
+    """Return the ratios of figures that docs/performance.md judges."""
     found: dict[str, float] = {}
     if sums:
         found["sums"] = max(
@@ -238,7 +244,7 @@ def ratios(
         found["prompt PP 2 / 1 thread"] = one["prompt_s"] / best["PP 2"]["prompt_s"]
         for name in ("PP 2", "PP 2, 8 + 4 layers"):
             for what, figure in BATCHES.items():
-                if figure in one and name in best:  # earlier results lack them
+                if figure in one and name in best:  # earlier results lack this part
                     found[f"{what}, {name} / 1 thread"] = one[figure] / best[name][figure]
         found["idle rank, share of a core"] = max(
             max(engines[name]["idle_share"]) for name in ("TP 2", "PP 2")
@@ -261,7 +267,7 @@ def run(
     """Measure sums, engines and hand-overs.
 
     Args:
-        without: parts to leave out.
+        without: names of the parts to leave out.
     """
     sums = {} if "sums" in without else measure_sums()
     engines = {} if "engines" in without else measure_engines(rounds)
@@ -281,7 +287,7 @@ def print_engine(name: str, folder: str) -> None:
 def merge_results(
     environment: Mapping[str, Any], measured: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add the earlier results, with their dates, of parts that this run left out."""
+    """Keep the earlier results, with their dates, of the parts that this run leaves out."""
     keys = ("date", "git_revision", "load_average")
     when = {key: environment[key] for key in keys}
     parts = {name: figures or before.get(name, {}) for name, figures in measured.items()}

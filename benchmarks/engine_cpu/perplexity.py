@@ -1,8 +1,9 @@
 """Measure the perplexity of a real model on the same text with every format of weights.
 
 SmolLM2-135M-Instruct computes in float32. Windows of this repository's prose are scored as prompts.
-The results are each format's perplexity divided by that of float32 weights, and how often the most
-likely next token differs. Formats that only GPUs have are computed by their definitions.
+The results are each format's perplexity divided by the perplexity with float32 weights, and how
+often the most likely next token differs. Weights in formats that only GPUs can compute with are
+rounded as the format defines, and computed in float32.
 
     python -m benchmarks perplexity
     python -m benchmarks perplexity --demo    score code with the demo model (16-bit weights)
@@ -30,7 +31,7 @@ from models.gpu.packing import GpuPacker
 
 TEXTS = ("docs/architecture.md", "docs/inside.md", "docs/routing.md", "docs/security.md")
 DEMO_MODEL = ROOT / "examples" / "demo_model"
-# The demo model was trained before these texts were written.
+# The demo model was trained before these texts were written, so it has not seen them.
 DEMO_TEXTS = (
     "models/gpu/packing.py",
     "benchmarks/engine_cpu/families.py",
@@ -48,7 +49,7 @@ OTHERS = [
 def score(
     model: str, weights: str, texts: Sequence[str], num_windows: int, num_tokens: int
 ) -> tuple[list[float], list[int]]:
-    """Return each token's log-likelihood given the tokens before, and the most likely tokens."""
+    """Return each token's log-likelihood given all earlier tokens, and the most likely tokens."""
     with contextlib.ExitStack() as replaced:
         if weights.startswith(ON_GPUS):
             format_ = QuantizedFormat(weights.removeprefix(ON_GPUS))
@@ -76,7 +77,7 @@ def run(run: Run, windows: int = 24, tokens: int = 512, demo: bool = False) -> N
 
     Args:
         tokens: number of tokens of a window.
-        demo: score code with the demo model.
+        demo: whether to score code with the demo model.
     """
     model = str(DEMO_MODEL) if demo else fetch_model(run.console, SMOLLM2)
     if model is None:

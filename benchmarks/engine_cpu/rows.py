@@ -1,4 +1,4 @@
-"""Rows of the page about engines on a CPU, compared with other engines."""
+"""Rows of docs/performance.md about engines on a CPU, compared with other engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source,
 
 _PROMPTS = ("prefill 512", "prefill 2048", "prefill 8192")
 _CASES = (*_PROMPTS, "decode 1", "decode 8", "decode 32", "decode 64")
-# Name of a comparison in the result file -> words for the weights of both sides.
+# Name of a comparison in the result file -> the row's words for both sides' weights.
 _PAIRS = {
     "int8 beside int8": "int8, peers in int8",
     "int8 beside any": "int8, peers in any format",
@@ -22,13 +22,13 @@ _PAIRS = {
 
 
 def _words(case: str) -> str:
-    """Return words for a case: the tokens of a prefill, or the batch of a decode."""
+    """Return the row's words for a case: the tokens of a prefill, or the batch of a decode."""
     kind, _, size = case.partition(" ")
     return f"prefill of {size} tokens" if kind == "prefill" else f"decode, batch {size}"
 
 
 def _beside(pair: str, ours: str, case: str, least: float) -> Row:
-    """Return the row that compares our weights with the best peer of the same pair."""
+    """Return the row that compares Baton with the best of the engines that a pair names."""
 
     def measure(document: Json) -> Found:
         found = number(document, "ratio_to_best_peer", pair, case)
@@ -48,7 +48,7 @@ def _all_beside(
 
 
 def _all_shares(weights: str, dtype: str, prefill: float) -> list[Row]:
-    """Return rows with each case's share of the limit by memory reads or large products."""
+    """Return rows with each case's share of the machine's limit (`engine_cpu.shares_of_limits`)."""
     of_product = f"FLOP rate divided by that of one large {dtype} matrix multiplication"
     goals = [(case, of_product, prefill) for case in _PROMPTS]
     of_memory = "share of memory's read bandwidth"
@@ -233,7 +233,7 @@ PARALLEL = Source("parallel", (
 
 
 def _routed(column: str, form: str, best: Callable[..., float]) -> Measure:
-    """Make a row: the cost policy's figure / that of the best policy that ignores adapters."""
+    """Make a row: the cost policy's figure / the best figure of policies that ignore adapters."""
 
     def measure(document: Json) -> Found:
         found = {name: number(row, column) for name, row in at(document, "routing").items()}
@@ -301,6 +301,10 @@ SUBJECT = Subject(
         ),
         Measurement(
             "engine_cpu.parallel", "models/parallel engine/executors kernels/csrc", (PARALLEL,)
+        ),
+        Measurement(
+            "engine_cpu.expert_parallel",
+            "models/parallel/experts.py kernels/csrc/experts.c",
         ),
         Measurement("engine_cpu.model_load", "models/loading", (MODEL_LOAD,)),
         Measurement("engine_cpu.perplexity", "kernels/csrc models"),

@@ -1,7 +1,7 @@
-"""Compare vision encoders' forward passes with transformers', at two sizes of an image.
+"""Compare the forward passes of vision encoders with those of transformers, for two image sizes.
 
-Random weights of published shapes with two layers. Both engines compute an image in one process, in
-turns, and must agree.
+The encoders have published shapes, but only two layers and random weights. Both engines encode an
+image in one process, in turns, and their embeddings must agree.
 
     python -m benchmarks vision
 """
@@ -29,7 +29,7 @@ TEXT = {
     "vocab_size": 256,
     "pad_token_id": 0,
 }
-# Largest error, relative to the largest number, by dtype.
+# Largest allowed error, relative to the largest value, by dtype.
 MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.1}
 
 
@@ -38,11 +38,12 @@ class Shape:
     """Sizes of a vision encoder, and inputs for it.
 
     Attributes:
-        vision: fields of the vision part.
-        whole: fields of the whole model.
+        vision: fields of the config's vision part.
+        whole: fields of the whole config.
         sides: pixels of an image's sides, by name of the case.
-        inputs: the encoder's inputs for an image of a size, by name; numbers are drawn.
-        text: fields of the text part, beyond `TEXT`.
+        inputs: returns the encoder's inputs, by name, for a random image with sides of a given
+            length.
+        text: fields of the config's text part, in addition to `TEXT`.
     """
 
     architecture: str
@@ -54,14 +55,14 @@ class Shape:
 
 
 def _tile(side: int) -> dict[str, Any]:
-    """Return the encoder's inputs for one tile of ``side`` pixels."""
+    """Return the encoder's inputs for one tile with sides of ``side`` pixels."""
     import torch
 
     return {"pixel_values": torch.randn(1, 1, 3, side, side)}
 
 
 def _patches(side: int) -> dict[str, Any]:
-    """Return the patches of a square image, 14 pixels a side."""
+    """Return the encoder's inputs for a square image: its patches of 14 x 14 pixels."""
     import torch
 
     rows = side // 14
@@ -72,7 +73,7 @@ def _patches(side: int) -> dict[str, Any]:
 
 
 SHAPES = {
-    # SigLIP so400m, as in SmolVLM2 2.2B; sides are multiples of three patches.
+    # SigLIP so400m, as in SmolVLM2 2.2B; an image's sides are multiples of three patches.
     "siglip": Shape(
         "Idefics3ForConditionalGeneration",
         {
@@ -87,7 +88,7 @@ SHAPES = {
         {"384": 378, "1024": 1008},
         _tile,
     ),
-    # Qwen2.5-VL 3B: a layer with windows, and one without.
+    # Qwen2.5-VL 3B: a layer with windowed attention, and a layer with full attention.
     "qwen2.5-vl": Shape(
         "Qwen2_5_VLForConditionalGeneration",
         {
@@ -120,7 +121,7 @@ def run(
         shapes: encoders to time.
         dtypes: types to compute in.
         threads: threads of both engines.
-        rounds: timed rounds; one more warms up.
+        rounds: number of timed rounds, after one round that warms up.
     """
     import torch
 
@@ -135,7 +136,7 @@ def run(
 
 
 def time_shape(run: Run, name: str, dtype: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return milliseconds of both engines, and their ratio, by case."""
+    """Return both engines' milliseconds, and their ratio, by case."""
     import torch
 
     shape = SHAPES[name]
@@ -170,7 +171,7 @@ def time_shape(run: Run, name: str, dtype: str, rounds: int) -> dict[str, dict[s
 def both_engines(
     name: str, shape: Shape, dtype: str
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return functions from an image's inputs to its embeddings: ours, and transformers'."""
+    """Return two functions from an image's inputs to its embeddings: Baton's, transformers'."""
     import torch
     import transformers
 
@@ -187,7 +188,8 @@ def both_engines(
 
     @torch.inference_mode()
     def ours(inputs: Any) -> Any:
-        # Our encoder's inputs lack the first axis (images); so does a list of patches.
+        # Baton's encoder takes one image, without the axis of images, which comes first. A list of
+        # patches lacks this axis already.
         one = {n: x if n == "pixel_values" and x.dim() == 2 else x[0] for n, x in inputs.items()}
         return model.vision.encode(one)
 

@@ -1,10 +1,11 @@
-"""Kill, stop and restart real processes under load; exit 1 when a promise of the hand-off breaks.
+"""Kill, stop and restart real processes under load; exit 1 if the hand-off breaks a promise.
 
 A router, two prefill and two decode nodes with NIXL run on this machine. The nodes serve the demo
 model to a continuous load with known answers. Half of the requests ask for one of two LoRA
-adapters; an operator also loads a third adapter, which needs a slot of these two. After each drill,
-every request must have ended, no token may be wrong, every block of every node must be free, and
-only killed processes may have ended. Arrows have their numbers from docs/protocol/README.md.
+adapters. An operator also loads a third adapter, which needs the slot of one of them. After each
+drill, every request must have ended, no token may be wrong, every block of every node must be free,
+and only killed processes may have ended. Drills kill processes at arrows of the diagram in
+docs/protocol/README.md, which numbers the arrows.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ NODE_ARGS = [
 ]
 ADAPTER_ARGS = ["--max-adapters", "2"]
 SPARE = "c"  # the adapter that no request asks for
-FILES_BACK_S = 15.0  # longer than the 5 s for which the router avoids a node
+FILES_BACK_S = 15.0  # longer than the 5 s for which the router avoids a node after an error
 RANK_ARGS = ["--tensor-parallel-size", "2"]
-# Arrow of the diagram -> process to kill, and the point in it (an option of the connector).
+# Arrow of the diagram -> process to kill, and when (as in the option --inject-faults kill=).
 ARROWS = {
     4: [("p0", "Start:send"), ("d0", "Start:recv")],
     5: [("d0", "Grant:send"), ("p0", "Grant:recv")],
@@ -76,13 +77,14 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
-RANK_DETECTION_S = 1.0  # seconds from the signal until the router notices
-FLUSH_INTERVAL_S = 1.0  # seconds between cache flushes; drills need hand-offs of whole prompts
+RANK_DETECTION_S = 1.0  # limit of the seconds from the signal until the router notices
+# Seconds between flushes of the prefix caches: drills need hand-offs of whole prompts
+FLUSH_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True)
 class Result:
-    """Result of a drill. ``broken`` lists the promises that the drill broke."""
+    """The result of a drill; ``broken`` lists the promises that were broken."""
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -100,10 +102,10 @@ Action = Callable[[Site], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Faults of a deployment under load; ``prepare`` runs before the load starts.
+    """The faults of one drill under load; ``prepare`` runs before the load starts.
 
     Attributes:
-        num_leavers: see `Load`.
+        num_leavers: number of lanes in which every client leaves early (`Load`).
         of_ranks: whether each node has two ranks.
     """
 
@@ -150,7 +152,7 @@ async def stop_one(site: Site, name: str) -> None:
 
 
 async def end_rank(site: Site, name: str, which: int, number: signal.Signals) -> None:
-    """End a rank at a random moment of the load, then restart its node."""
+    """Kill or stop one rank of a node at a random moment of the load, then restart the node."""
     before = left_behind()
     await site.end_rank(name, which, number)
     await asyncio.to_thread(site.deployment.restart, name)
@@ -173,7 +175,7 @@ async def abort_storm(site: Site) -> None:
 
 
 async def load_and_unload(site: Site) -> None:
-    """Load and unload one more adapter, again and again, while a prefill node dies and returns."""
+    """Load and unload a third adapter, again and again, while a prefill node is restarted."""
     is_over = False
 
     async def change() -> int:
@@ -195,9 +197,10 @@ async def load_and_unload(site: Site) -> None:
 
 
 async def take_files_away(site: Site) -> None:
-    """Restart all decode nodes without an adapter's files, then bring the files back.
+    """Restart all decode nodes without the files of an adapter, then put the files back.
 
-    Meanwhile, requests of this adapter are refused, and never answered by the base model.
+    Meanwhile, requests for this adapter must be refused, and must not be answered by the base
+    model.
     """
     case = next(case for case in site.cases if case.model)
     folder = site.adapters[case.model]
@@ -223,6 +226,19 @@ async def take_files_away(site: Site) -> None:
             await asyncio.sleep(0.2)
 
 
+async def check_served(site: Site) -> None:
+    """Ask once for each model name; raise BatonError if a name gets no complete answer.
+
+    Otherwise, drills could pass on a site that refuses every request for an adapter.
+    """
+    firsts = {case.model: case for case in reversed(site.cases)}
+    async with AsyncClient(site.address) as client:
+        for name, case in firsts.items():
+            answer = await ask(client, case, site.draw, leaving=0.0)
+            if answer.outcome != "complete":
+                raise BatonError(f"{name or 'the base model'}: {answer.outcome}: {answer.detail}")
+
+
 def _log_size(site: Site, name: str) -> int:
     return site.deployment.child(name).log.stat().st_size
 
@@ -240,7 +256,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
     while process.poll() is None:
         now = time.monotonic()
         if now > begin + 20:
-            process.kill()  # kills the node, so that the next drill does not meet it
+            process.kill()  # kill the node, so that it does not disturb the next drill
             raise BatonError(f"{name} never came to where it should die")
         if now > flushed_at + FLUSH_INTERVAL_S:
             with contextlib.suppress(BatonError):  # the node may be dead by now
@@ -254,7 +270,7 @@ async def wait_for_death(site: Site, name: str, point: str) -> None:
 
 
 def drills() -> list[Drill]:
-    """Return all drills; drills at arrows need nodes that can inject faults."""
+    """Return all drills; drills at arrows need connectors that can inject faults."""
     found = [
         Drill("kill -9 of a prefill node", partial(kill_one, name="p0")),
         Drill("kill -9 of a decode node", partial(kill_one, name="d0"), in_short=True),
@@ -311,7 +327,7 @@ def can_inject_faults() -> bool:
 
 
 async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Result:
-    """Run the load with the drill, end the load, then check the promises."""
+    """Run a drill under load, end the load, and check the promises."""
     result = Result(drill.name)
     site.doomed.clear()
     site.detection_s = None
@@ -371,9 +387,9 @@ async def run_all(
     method: str = "none",
     adapters: Mapping[str, Path] = NO_ADAPTERS,
 ) -> list[Result]:
-    """Run each drill on a whole site; replace a site that cannot be repaired.
+    """Run each drill on a site with all nodes; replace a site that cannot be repaired.
 
-    Nodes of several ranks have no adapters, so their load asks the base model only.
+    Nodes of several ranks have no adapters, so the load on them asks only the base model.
     """
     draft_args = drafting_args(method)
     results: list[Result] = []
@@ -387,7 +403,8 @@ async def run_all(
             listen=free_address(),
             num_prefill=2,
             num_decode=2,
-            # The hand-off should fail.
+            # Without --no-local-prefill, a decode node could compute the prompt if the hand-off
+            # fails.
             router_args=["--no-local-prefill", "--served-model-name", "demo", *root, *named],
             node_args=[
                 *(*NODE_ARGS, *draft_args, "--kv-connector", kv_connector),
@@ -399,6 +416,7 @@ async def run_all(
             asked = [case for case in cases if not (of_ranks and case.model)]
             site = Site(deployment, asked, seed + len(results), adapters)
             await site.wait_ready()
+            await check_served(site)
             while len(results) < len(chosen) and chosen[len(results)].of_ranks is of_ranks:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
@@ -420,7 +438,7 @@ async def run_all(
 
 
 def drafting_args(method: str) -> list[str]:
-    """Return the options of nodes that draft with this method."""
+    """Return the options with which nodes draft by this method."""
     if method == "none":
         return []
     drafter = ["--speculative-model", str(DEMO_MODEL / method)] if method in DRAFTERS else []
@@ -439,7 +457,7 @@ def run(
     """Run the drills; every broken promise counts as a problem.
 
     Args:
-        short: run two drills, and save nothing.
+        short: whether to run only two drills, and save nothing.
         only: part of the names of the drills to run; nothing is saved.
         seed: seed of the drills; -1: random.
         speculative_method: none, ngram, or a drafter of the demo model.

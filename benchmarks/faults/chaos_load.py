@@ -1,6 +1,6 @@
-"""Load with known right answers: concurrent streams, each compared token by token.
+"""A load with known right answers: concurrent requests, each compared token by token.
 
-Uses the public client only; `chaos.py` causes the faults.
+The load uses only the public client; `chaos.py` causes the faults.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from engine.offline.llm import LLM
 
 PATIENCE_S = 0.1
 HUNG_S = 30.0
-RETRY_PAUSE_S = 0.1  # pause between UNAVAILABLE and a client's next try
+RETRY_PAUSE_S = 0.1  # pause of a client between UNAVAILABLE and its next request
 LEAVER_TOKENS = 700  # prompt length of clients that leave during the hand-off
 VOCABULARY = 4000
 # Most prompts have several chunks, so that their KV is sent in several parts.
 CHUNK_TOKENS = 64
 NO_ADAPTERS: Mapping[str, Path] = MappingProxyType({})
-# Outcomes that no fault excuses.
+# Outcomes that must not occur, whatever the fault.
 BROKEN = ("hung", "lost", "wrong")
 
 
 @dataclass(slots=True)
 class Load:
-    """Streams in ``concurrency`` lanes, one after the other in each, until `stop`.
+    """Sends requests in ``concurrency`` lanes, one after another in each, until `stop`.
 
     Attributes:
-        leaving: share of the requests whose client leaves in the middle.
+        leaving: share of the requests whose client leaves before the answer's end.
         most: number of requests after which the load stops by itself.
         num_leavers: number of extra lanes in which every client leaves during the hand-off.
         patience_s: seconds after which a request counts as hung.
@@ -78,14 +78,15 @@ class Load:
     async def _leaver_lane(self, client: AsyncClient, lane: int) -> None:
         draw = random.Random(f"{self.seed}-leaver-{lane}")
         while not self._stopping:
-            # A new prompt, so that all of its KV is sent.
+            # The prompt is new, so that all of its KV is sent.
             prompt = [draw.randrange(VOCABULARY) for _ in range(LEAVER_TOKENS)]
-            # Between the first chunk and the end of the hand-off, on slow and on fast machines.
+            # Leave between the first chunk and the end of the hand-off, on slow and on fast
+            # machines.
             patience_s = PATIENCE_S * 10 ** draw.uniform(-1, 1)
             stream = client.stream(prompt, SamplingParams(max_tokens=2))
-            # At the first token the hand-off is over, or nearly.
+            # When the first token arrives, the hand-off is over, or nearly.
             answer = await follow(stream, patience_s=patience_s, leave_after=0)
-            if answer.outcome not in ("left", "hung"):  # errors are counted elsewhere
+            if answer.outcome not in ("left", "hung"):  # an error; only other lanes count errors
                 await asyncio.sleep(RETRY_PAUSE_S)
             self.answers.append(replace(answer, outcome="left"))
 
@@ -114,7 +115,7 @@ async def ask(
 
 @contextlib.asynccontextmanager
 async def under_load(load: Load) -> AsyncIterator[None]:
-    """Run a load inside the block, and wait for its last answers."""
+    """Run a load during the ``with`` block; then wait for its last answers."""
     running = asyncio.create_task(load.run())
     try:
         yield
@@ -130,13 +131,13 @@ def certain_answers(
     names: Sequence[str] = (),
     **options: Any,
 ) -> list[tuple[int, ...] | None]:
-    """Return each request's answer; None: the answer depends on rounding.
+    """Return each request's answer in this process; None: the answer depends on rounding.
 
-    With other requests in the batch, sums are taken in another order. An answer is certain if the
-    engine gives the same answer in a batch and alone.
+    With other requests in the batch, sums are computed in another order. An answer is certain if
+    the engine gives the same answer in a batch and alone.
 
     Args:
-        names: adapter of each prompt; none: the base model answers all.
+        names: name of each prompt's adapter; empty: the base model answers all prompts.
     """
     llm = LLM(model, dtype="float32", device="cpu", kv_cache_bytes=2**28, **options)
     names = names or [""] * len(prompts)
@@ -154,7 +155,7 @@ def make_cases(
     """Make requests of various lengths, greedy and seeded, whose answers are certain.
 
     Args:
-        adapters: folders by name; every second request is one of an adapter.
+        adapters: folders of the adapters, by name; every second request asks for one.
     """
     draw = random.Random(seed)
     prompts, params = [], []

@@ -1,6 +1,6 @@
 """Site: a deployment with processes to kill, stop, restart and inspect.
 
-Knows processes and the admin services. Refuses to know: drills, and what clients ask.
+Refuses to know: drills, what clients ask.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from benchmarks.runner.programs import admin_of
 from engine.executors.multiproc import RANKS_PREFIX
 
 READY_TIMEOUT_S = 60.0
-FREE_TIMEOUT_S = 10.0  # the promise is "within seconds"
+FREE_TIMEOUT_S = 10.0  # blocks must be free after this time; the promise is "within seconds"
 DETECTION_TIMEOUT_S = 2.0  # limit until the router notices a dead or stopped node
 STOP_S = 5.0
 ORPHAN_TIMEOUT_S = 3.0  # limit from a process's death to the end of its node's other processes
 
 
 def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDeploymentConfig:
-    """Return a config with two prefill and some decode nodes, with small KV caches.
+    """Return a config of two prefill nodes and ``num_decode`` decode nodes with small KV caches.
 
     Args:
         node_args: additional arguments of each node.
@@ -53,7 +53,7 @@ def demo_deployment(num_decode: int, node_args: Sequence[str] = ()) -> LocalDepl
 
 
 class Site:
-    """One deployment, its load, and the faults done to it.
+    """One deployment, its requests, and the faults that can be caused in it.
 
     Args:
         adapters: folders of the nodes' adapters, by name; empty: they have none.
@@ -93,7 +93,7 @@ class Site:
         await self.watch_detection(name)
 
     async def end_rank(self, name: str, which: int, number: signal.Signals) -> None:
-        """Kill or stop one rank of a node (0: the leader); the whole node must end."""
+        """Send a signal to one rank of a node (0: the leader); the whole node must end."""
         self.doomed.add(name)
         processes = ranks_of(self.deployment.child(name).process.pid)
         os.kill(processes[which], number)
@@ -124,7 +124,7 @@ class Site:
         self.undetected.append(name)
 
     async def restart(self, name: str, *more_arguments: str) -> None:
-        """Start a node again, at its old address."""
+        """Start a node again, with its old address."""
         nodes = await asyncio.to_thread(list_nodes, self.address) or {}
         listen = [] if name == "router" else ["--listen", nodes.get(name) or free_address()]
         await asyncio.to_thread(self.deployment.restart, name, *listen, *more_arguments)
@@ -134,7 +134,7 @@ class Site:
         await asyncio.to_thread(self.deployment.wait_ready, READY_TIMEOUT_S)
 
     async def repair(self) -> None:
-        """Restart ended processes, and wait until all are connected."""
+        """Restart the processes that have ended, and wait until all nodes are connected."""
         for child in list(self.deployment.children):
             if child.process.poll() is not None:
                 await self.restart(child.name)
@@ -142,7 +142,7 @@ class Site:
 
 
 async def wait_until_free(site: Site) -> tuple[float | None, str]:
-    """Return the seconds until all blocks of living nodes are free, or which blocks stay held."""
+    """Wait until all blocks are free; return the seconds, or which blocks stay held."""
     begin = time.monotonic()
     while True:
         alive = {c.name for c in site.deployment.children if c.process.poll() is None}
@@ -155,7 +155,7 @@ async def wait_until_free(site: Site) -> tuple[float | None, str]:
 
 
 def held_blocks(router: str, alive: set[str]) -> str:
-    """List blocks in use on living nodes, and nodes that have not joined; empty: neither."""
+    """Describe blocks in use, and living nodes that have not joined; empty: there are none."""
     nodes = list_nodes(router) or {}
     found = [f"{name} has not joined" for name in sorted(alive - nodes.keys())]
     for name in nodes:
@@ -186,7 +186,7 @@ def list_nodes(router: str) -> dict[str, str] | None:
 
 
 def ranks_of(node: int) -> list[int]:
-    """Return the process ids of all of a node's ranks, the leader first, given the leader's id."""
+    """Return the process ids of all ranks of the node whose leader is process ``node``."""
     others = []
     for child in psutil.Process(node).children():
         with contextlib.suppress(psutil.Error):  # the process has ended meanwhile

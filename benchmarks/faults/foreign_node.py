@@ -1,13 +1,15 @@
-"""Start a node with wrong weights next to right nodes: clients must get no token from it.
+"""Start a node with wrong weights beside right nodes: clients must get no token from it.
 
-A router serves the demo model with two right decode nodes and a foreign one, which differs only in
-its weights. Every answer is compared, token by token, with that of one process. Orders of events:
+A router serves the demo model with two right decode nodes, and a foreign decode node, whose model
+differs only in its weights. Every answer is compared, token by token, with the answer of one
+process. Orders of events:
 
-    foreign first     the foreign node joins an empty router, then the right nodes join foreign last
-    the foreign node joins after the right nodes foreign drained   the foreign node joins, is
-    drained and resumed, all under load right drained     each right node in turn is drained and
-    resumed router restarted  all nodes join again, in any order all right drained the foreign node
-    takes over; every token must be of its model
+    foreign first       the foreign node joins an empty router, then the right nodes join
+    foreign last        the foreign node joins after the right nodes
+    foreign drained     the foreign node joins, is drained and resumed, all under load
+    right drained       each right node in turn is drained and resumed
+    router restarted    all nodes join again, in any order
+    all right drained   the foreign node takes over; every token must be of its model
 
 Exit 1 if a token differs, a request fails, or the foreign node gets a request in another order.
 """
@@ -41,13 +43,13 @@ NUM_CASES = 24
 MAX_TOKENS = 32
 CONCURRENCY = 4
 JOIN_TIMEOUT_S = 120.0
-SETTLED_S = 2.5  # pause until the router has decided which nodes serve
+SETTLED_S = 2.5  # pause in which the router decides which nodes serve
 TOKENS_PER_ORDER = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request, with the answers of the right and of the foreign model."""
+    """A request, with the answer of the right model and the answer of the foreign model."""
 
     prompt: list[int]
     params: SamplingParams
@@ -57,7 +59,7 @@ class Question:
 
 @dataclass(slots=True)
 class Order:
-    """Result of one order of events."""
+    """The result of one order of events."""
 
     name: str
     num_tokens: int = 0
@@ -67,7 +69,7 @@ class Order:
 
 
 class Fleet(Programs):
-    """The router and the nodes."""
+    """The processes of the router and the nodes."""
 
     def __init__(self, foreign_model: Path) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Fleet(Programs):
         return {node.node_name: node for node in found if not node.lost}
 
     def tell(self, name: str, what: str) -> None:
-        """``Drain`` or ``Resume`` a node."""
+        """Send ``Drain`` or ``Resume`` for a node to the router."""
         with admin_of(self.address) as admin:
             getattr(admin, what)(admin_pb2.NodeRequest(node=name), timeout=5)
 
@@ -110,7 +112,7 @@ class Fleet(Programs):
 async def ask_all(
     fleet: Fleet, cases: Sequence[Question], order: Order, least: int, *, is_foreign: bool = False
 ) -> None:
-    """Send requests until ``least`` more tokens have arrived; compare each token."""
+    """Send requests until ``least`` more tokens have arrived; count the wrong tokens."""
     goal = order.num_tokens + least
     turn = itertools.cycle(cases)
 
@@ -137,7 +139,7 @@ async def ask_all(
 
 @contextlib.asynccontextmanager
 async def load(fleet: Fleet, cases: Sequence[Question], order: Order) -> AsyncIterator[None]:
-    """Send requests while the block runs, and for a while afterwards."""
+    """Send requests during the ``with`` block, and for a while afterwards."""
     running = asyncio.create_task(ask_all(fleet, cases, order, TOKENS_PER_ORDER))
     try:
         yield
@@ -212,7 +214,7 @@ ORDERS: dict[str, Callable[[Fleet, Sequence[Question], Order], Awaitable[None]]]
 
 
 def make_foreign_model(folder: Path) -> Path:
-    """Write a copy of the demo model whose largest tensor has its rows shifted by one."""
+    """Write a copy of the demo model with the rows of its largest tensor shifted by one."""
     foreign = folder / "foreign_model"
     shutil.copytree(DEMO_MODEL, foreign)
     path = foreign / "model.safetensors"
@@ -224,7 +226,7 @@ def make_foreign_model(folder: Path) -> Path:
 
 
 def make_cases(foreign: Path, seed: int) -> list[Question]:
-    """Make requests whose answers differ between the models and do not depend on rounding."""
+    """Make requests whose answers differ between both models and do not depend on rounding."""
     draw = random.Random(seed)
     prompts = [
         [draw.randrange(4000) for _ in range(draw.choice([5, 40, 150]))] for _ in range(NUM_CASES)

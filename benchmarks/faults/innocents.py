@@ -1,10 +1,10 @@
-"""Kill nodes, cut links and stop processes under load: harmless requests must all succeed.
+"""Kill nodes, cut links and stop processes under load: all harmless requests must succeed.
 
 A router, two prefill and two decode nodes with NIXL run on this machine. The nodes serve the demo
 model to requests with known answers; every request must complete with the right tokens. A killer
-request (`--inject-faults poison=`) kills each node that computes it; the router must refuse the
-killer after at most two nodes. `innocents_virtual.py` runs these drills on simulated nodes, with
-many seeds.
+request (`--inject-faults poison=`) kills each node that computes it; the router must refuse this
+request after it has killed at most two nodes. `innocents_virtual.py` runs these drills on simulated
+nodes, with many seeds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 class Proxy:
-    """TCP proxy in front of the router that can cut and refuse connections."""
+    """A TCP proxy in front of the router, which can cut and refuse connections."""
 
     def __init__(self, target: str) -> None:
         self.address = free_address()
@@ -48,7 +48,7 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self) -> None:
-        """Forward bytes until cancelled."""
+        """Forward bytes between nodes and router until cancelled."""
         host, port = split_address("proxy", self.address)
         async with await asyncio.start_server(self._carry, host, port) as server:
             await server.serve_forever()
@@ -90,9 +90,9 @@ class Scene:
     """A deployment under load.
 
     Attributes:
-        proxies: proxies in front of the router, by the name of the node that dials the proxy.
+        proxies: by node name, the proxy through which the node dials the router.
         num_kills: number of kills in the drill that kills nodes in turns.
-        num_deaths: number of nodes that ended; each is restarted at once.
+        num_deaths: how many nodes have ended so far; each is restarted at once.
     """
 
     site: Site
@@ -111,7 +111,7 @@ class Scene:
                     self.num_deaths += 1
 
     async def kill(self, name: str) -> None:
-        """Kill a node, and wait until a new node has taken its name."""
+        """Kill a node, and wait until the restarted node has joined under its name."""
         self.site.deployment.child(name).process.kill()
         num_deaths = self.num_deaths
         while self.num_deaths == num_deaths:  # noqa: ASYNC110
@@ -124,7 +124,7 @@ class Drill:
 
     Attributes:
         through_proxies: whether the first node of each role dials the router through a proxy.
-        poisoned: role whose nodes the killer kills ("p", "d" or "").
+        poisoned: role whose nodes the killer request kills ("p" or "d"); empty: there is no killer.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Drill:
 
 
 async def kill_in_turns(scene: Scene) -> None:
-    """Kill a prefill and a decode node in turns, each soon after all nodes have joined."""
+    """Kill a prefill node and a decode node in turns, each soon after all nodes have joined."""
     draw = scene.site.draw
     for number in range(scene.num_kills):
         await scene.site.wait_ready()
@@ -146,7 +146,7 @@ async def kill_in_turns(scene: Scene) -> None:
 
 
 async def break_links_twice(scene: Scene) -> None:
-    """Cut the link of a prefill and of a decode node in turns for 0.3 s, ten times."""
+    """Cut the links of a prefill node and of a decode node in turns, each for 0.3 s, ten times."""
     for number in range(10):
         await scene.proxies["pd"[number % 2] + "0"].cut(0.3)
         await asyncio.sleep(scene.site.draw.uniform(0.3, 2.5))
@@ -261,11 +261,11 @@ def problems_of(drill: Drill, row: Row) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Drills to run, and the load.
+    """Which drills to run, and under which load.
 
     Attributes:
         only: part of the names of the drills to run.
-        seeds: seeds of the drills; by default a random one.
+        seeds: seeds of the drills; empty: one random seed.
         kills: number of kills in the drill that kills nodes in turns.
         requests: smallest number of requests of a drill.
     """

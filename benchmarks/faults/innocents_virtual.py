@@ -1,9 +1,10 @@
-"""Kill and stop simulated nodes on virtual time: harmless requests must all succeed.
+"""Kill and stop simulated nodes in virtual time: all harmless requests must succeed.
 
-The real dispatcher and pool run over simulated nodes (`virtual_fleet.py`). A seed gives the same
-run every time, and many seeds cost little. In each drill every request must complete with the right
-tokens. A killer request kills each node that computes it; the dispatcher must refuse the killer
-after at most two nodes. `innocents.py` runs these drills on real processes.
+The router's real dispatcher and node pool run over simulated nodes (`virtual_fleet.py`). A seed
+gives the same run every time, and many seeds take little time. In each drill every harmless request
+must complete with the right tokens. A killer request kills each node that computes it; the
+dispatcher must refuse this request after it has killed at most two nodes. `innocents.py` runs these
+drills on real processes.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ Fault = Callable[["Site"], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """Faults of a fleet under load.
+    """The faults of one drill under load.
 
     Attributes:
         nodes: numbers of prefill and decode nodes.
-        seconds: time in which the requests arrive.
+        seconds: seconds during which requests arrive.
         kills_at: role ("p" or "d") of the nodes that the killer kills, and the index of the output
             token at which they die; None: no killer.
     """
@@ -64,10 +65,10 @@ class Drill:
 
 @dataclass(slots=True)
 class Site:
-    """A fleet under load.
+    """A simulated fleet under load.
 
     Attributes:
-        killed_by_killer: names of the nodes that the killer killed.
+        killed_by_killer: names of the nodes that the killer request has killed.
         refusals: texts of the errors with which requests ended.
     """
 
@@ -82,13 +83,13 @@ class Site:
     jobs: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def kill(self, name: str) -> None:
-        """Kill a node, and restart the node a little later."""
+        """Kill a node, and restart it a little later."""
         await self.joined.cluster.kill(name)
         await asyncio.sleep(RESTART_S)
         await self.joined.cluster.restart(name)
 
     def is_deadly(self, name: str, event: NodeEvent) -> bool:
-        """Return whether the event that a node is about to send is deadly; if so, kill the node."""
+        """Return whether a node dies before it sends this event; if so, kill the node."""
         if self.drill.kills_at is None or not isinstance(event, tuple):
             return False
         role, index = self.drill.kills_at
@@ -129,7 +130,7 @@ async def kill_in_turns(site: Site) -> None:
 
 
 async def break_links_twice(site: Site) -> None:
-    """Cut two links for 0.3 s, one after the other; both processes keep running."""
+    """Cut two nodes' links for 0.3 s, one after another; both processes keep running."""
     await asyncio.sleep(site.draw.uniform(0.2, 0.4) * site.drill.seconds)
     for name in site.draw.sample(sorted(site.joined.links), 2):
         site.joined.links[name].break_for(0.3)

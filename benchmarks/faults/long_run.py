@@ -1,9 +1,10 @@
-"""Compare descriptors, threads and memory before and after many faults; exit 1 if they grew.
+"""Compare processes' descriptors, threads and memory before and after many faults.
 
 A router, two prefill and two decode nodes with NIXL serve the demo model on this machine, to
-streams with known answers. The first run stops p0 and d0 in turns. The second run, a soak, causes a
-fault at regular intervals: p1 and d1 are killed and restarted, p0 and d0 are stopped for a while.
-The descriptors, threads and memory of the survivors (the router, p0, d0) are compared at rest.
+requests with known answers. The first run stops the nodes p0 and d0 in turns. The second run, a
+soak, causes a fault at regular intervals: p1 and d1 are killed and restarted, p0 and d0 are stopped
+for a while. The descriptors, threads and memory of the survivors (the router, p0, d0) are compared
+while no request runs. The exit code is 1 if they have grown.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from benchmarks.runner.run import Run
 
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-NUM_WARM_UP = 2  # standstills before the first count: processes open some files only once
+# Number of standstills before the first count, because processes open some files only once
+NUM_WARM_UP = 2
 CONCURRENCY = 6
 NUM_LOOKS = 5
 SAMPLE_S = 5.0
@@ -37,7 +39,7 @@ READY_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Descriptors, threads and memory of a process at one moment."""
+    """A process's number of descriptors, threads and bytes of memory at one moment."""
 
     descriptors: int
     threads: int
@@ -52,12 +54,12 @@ class Usage:
 
 
 def look(site: Site) -> dict[str, Usage]:
-    """Read the usage of the survivors."""
+    """Read the usage of all survivors (router, p0 and d0) now."""
     return {name: Usage.of(site.deployment.child(name).process.pid) for name in SURVIVORS}
 
 
 def open_files(site: Site) -> dict[str, Counter[str]]:
-    """Count the survivors' open files and sockets, with the other ends of sockets."""
+    """Count each survivor's open files and sockets; a socket is named by its other end."""
     found = {}
     for name in SURVIVORS:
         pid = site.deployment.child(name).process.pid
@@ -73,11 +75,11 @@ def open_files(site: Site) -> dict[str, Counter[str]]:
 
 
 async def look_at_rest(site: Site) -> dict[str, Usage]:
-    """Wait until nothing is in progress, and read the survivors' usage."""
+    """Wait until no request runs, and return the survivors' lowest usage over some seconds."""
     await site.repair()
     await wait_until_free(site)
     looks = []
-    for _ in range(NUM_LOOKS):  # this client's connection adds descriptors to the router
+    for _ in range(NUM_LOOKS):  # the connection of this client adds descriptors to the router
         await asyncio.sleep(1.0)
         looks.append(look(site))
     return {name: min((one[name] for one in looks), key=order) for name in SURVIVORS}
@@ -95,7 +97,7 @@ async def stand_still(site: Site, name: str) -> None:
 
 
 async def stand_still_often(site: Site, number: int) -> list[str]:
-    """Stop p0 and d0 in turns."""
+    """Stop p0 and d0 in turns, ``number`` times."""
     for index in range(number):
         await stand_still(site, SURVIVORS[1 + index % 2])
     return ["stands still"] * number
@@ -120,14 +122,14 @@ async def soak(site: Site, minutes: float, every_s: float) -> list[str]:
 
 
 async def sample(site: Site, samples: list[dict[str, Usage]]) -> None:
-    """Take samples at intervals, until cancelled."""
+    """Append the survivors' usage to ``samples`` at intervals, until cancelled."""
     while True:
         await asyncio.sleep(SAMPLE_S)
         samples.append(look(site))
 
 
 async def measure(site: Site, what: str, options: Options) -> dict[str, object]:
-    """Do one run under load, and compare the survivors' usage before and after."""
+    """Do the run ``what`` under load; compare the survivors' usage before and after it."""
     await stand_still_often(site, NUM_WARM_UP)
     await warm_up(site)
     before, files = await look_at_rest(site), open_files(site)
@@ -162,20 +164,20 @@ async def measure(site: Site, what: str, options: Options) -> dict[str, object]:
 
 
 async def warm_up(site: Site) -> None:
-    """Serve for a while, so that the growth with the first requests is over."""
+    """Send requests for a while, because the first requests make processes grow."""
     load = Load(site.address, site.cases, CONCURRENCY, 0, leaving=0.0, most=200)
     await load.run()
 
 
 def quarters(samples: list[dict[str, Usage]], name: str) -> list[list[float]]:
-    """Split a process's resident memory under load into four equally long parts."""
+    """Divide samples of a process's resident memory into four parts of equal length."""
     values = [one[name].resident_mib for one in samples]
     size = max(1, len(values) // 4)
     return [part for start in range(0, 4 * size, size) if (part := values[start : start + size])]
 
 
 def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
-    """List what has grown beyond its limit."""
+    """List the figures that have grown by more than their limits."""
     found = []
     for name in SURVIVORS:
         for kind, most in MAX_GROWTH.items():
@@ -190,7 +192,7 @@ def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Lengths of the runs.
+    """Which runs to do, and how long.
 
     Attributes:
         every: seconds between two faults.

@@ -1,8 +1,8 @@
-"""Switch, unload and kill under load: two base models and three adapters behind one address.
+"""Switch names, unload adapters and kill nodes under load, with two base models.
 
-A router, and a prefill and two decode nodes for each base model, run on this machine, with two
-slots for three adapters. Each answer is compared, token by token, with that of one process, and its
-receipt must tell the adapter's digest. Drills:
+A router, and a prefill and two decode nodes for each of two base models, run on this machine, with
+two slots for three adapters. Each answer is compared, token by token, with the answer of one
+process, and its receipt must contain the adapter's digest. Drills:
 
     switches   a name is switched at random among eight versions while clients ask it
     unloads    an adapter is unloaded while clients ask its name
@@ -47,13 +47,15 @@ from benchmarks.faults.many_names_site import (
 from benchmarks.runner.run import Document, Run
 
 LIVE, GONE = "live", "gone"  # names that are switched and unloaded
-NUM_LOAD = 24  # questions that the load repeats; the others belong to one switch each
-SPARE = 1.25  # factor of questions to draw, because versions may agree on some
+# Number of questions that the load repeats; each other question belongs to one switch
+NUM_LOAD = 24
+# Draw more questions by this factor, because two versions may answer some of them equally.
+SPARE = 1.25
 # Nodes to kill, two of each base model: demo has p0, d0 and d1; tuned has p1, d2 and d3.
 VICTIMS = ("d0", "p1", "d2", "p0")
 NODES_OF_TUNED = ("p1", "d2", "d3")
-SETTLE_S = 0.4  # pause between the beginning of a load and an unload
-QUIET_S = 5.0  # pause until restarted nodes have measured their steps
+SETTLE_S = 0.4  # seconds between the beginning of a load and an unload
+QUIET_S = 5.0  # seconds in which restarted nodes measure their steps
 NUM_REFUSALS = 40
 REFUSAL_LIMIT_MS = 50.0  # limit for 19 of 20 refusals; all programs share two cores
 
@@ -62,10 +64,11 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Alias:
-    """History of the name `LIVE`.
+    """The history of the name `LIVE`.
 
     Attributes:
-        history: what the name stood for, in order; the last entry may not be in effect yet.
+        history: the versions that the name has stood for, in order; the last switch may not be in
+            effect yet.
         num_settled: number of entries whose switch is over.
     """
 
@@ -77,7 +80,7 @@ class Alias:
         return self.history[-1]
 
     def since(self, mark: int) -> set[Version]:
-        """Return the versions that may answer a request sent after ``mark`` switches."""
+        """Return the versions that may answer a request that was sent after ``mark`` switches."""
         return set(self.history[mark - 1 :])
 
 
@@ -85,8 +88,9 @@ class Drills:
     """Play the drills on one site, one after another.
 
     Args:
-        questions: asked by the load; the others are asked around a switch.
-        lanes: requests that are open at a time.
+        questions: the questions; the load repeats the first of them, and the others are asked
+            around a switch.
+        lanes: number of requests that are open at a time.
     """
 
     def __init__(
@@ -119,7 +123,8 @@ class Drills:
 
         async def play(client: AsyncClient) -> None:
             for question in self._probes[:number]:
-                await finds(client, question)  # from now on the old version's KV is cached
+                # From now on, KV of the old version is in the prefix caches
+                await finds(client, question)
                 before, after = alias.current, self._next_version(alias.current)
                 alias.history.append(after)
                 durations.append(await self._switch(before, after))
@@ -128,7 +133,8 @@ class Drills:
                 hits["hits_of_own_version"] += await finds(client, question)
 
         await self._beside(play, lane, is_over)
-        await self._call("RemoveName", name=LIVE)  # otherwise its adapter could not be unloaded
+        # Otherwise the name's adapter could not be unloaded
+        await self._call("RemoveName", name=LIVE)
         return {
             "switches": len(durations),
             **tally.as_row(),
@@ -138,14 +144,14 @@ class Drills:
         }
 
     def _next_version(self, current: Version) -> Version:
-        """Draw another version: one that has a name, or one that `LIVE` can load."""
+        """Draw another version: a version with a name of its own, or one that `LIVE` can load."""
         named = NAMES.values()
         return self._draw.choice(
             [one for one in VERSIONS if one != current and (one in named or current.adapter)]
         )
 
     async def _switch(self, before: Version, after: Version) -> float:
-        """Switch to a version by loading it or by aliasing its name; return the seconds taken."""
+        """Switch `LIVE` to a version, by loading the version or by an alias; return the seconds."""
         names = [name for name, one in NAMES.items() if one == after]
         may_load = bool(before.adapter and after.adapter)
         began_at = time.monotonic()
@@ -158,10 +164,11 @@ class Drills:
     # ------------------------------------------------------------------ unloads
 
     async def unloads(self, number: int) -> Row:
-        """Unload an adapter under load, of either base model in turn."""
+        """Unload an adapter under load, again and again; the base models take turns."""
         tally = Tally()
         counts = {"of_base": 0, "after_unload": 0, "still_loaded": 0}
-        await self._call("RemoveName", name="c")  # otherwise the adapter would stay on nodes
+        # Otherwise the adapter would stay in the nodes' memory
+        await self._call("RemoveName", name="c")
         for turn in range(number):
             version = Version(("demo", "tuned")[turn % 2], "c")
             await self._unload_once(version, tally, counts)
@@ -194,7 +201,7 @@ class Drills:
     # ------------------------------------------------------------------ kills
 
     async def kills(self, number: int) -> Row:
-        """Kill and restart nodes while requests come under random names."""
+        """Kill and restart nodes while requests under random names arrive."""
         tally, is_over = Tally(), asyncio.Event()
         begun_at: list[int] = []
 
@@ -268,7 +275,7 @@ class Drills:
         lane: Callable[[AsyncClient], Awaitable[None]],
         is_over: asyncio.Event,
     ) -> None:
-        """Run ``play`` under load; the load's lanes end after it. Raises the errors of both."""
+        """Run ``play`` while the load's lanes run, and end the lanes; raise the errors of both."""
 
         async def to_the_end() -> None:
             try:
@@ -281,7 +288,7 @@ class Drills:
 
 
 def _refused_over_http(site: Site, name: str, status: int) -> float:
-    """Return the seconds until a completion under this name is refused with this status."""
+    """Return the seconds after which a completion under this name is refused with ``status``."""
     body = json.dumps({"model": name, "prompt": "x", "max_tokens": 1}).encode()
     request = urllib.request.Request(
         f"http://{site.deployment.config.http_listen}/v1/completions",
@@ -314,11 +321,11 @@ def run(
     """Play all drills; every broken promise is a problem.
 
     Args:
-        switches: times that a name is switched.
-        unloads: times that an adapter is unloaded.
-        requests: requests while nodes are killed, at least.
-        lanes: requests that are open at a time.
-        seed: draws names, questions and versions.
+        switches: how often a name is switched.
+        unloads: how often an adapter is unloaded.
+        requests: minimum number of requests while nodes are killed.
+        lanes: number of requests that are open at a time.
+        seed: seed of the random names, questions and versions.
     """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         folders = make_folders(Path(folder))
@@ -350,7 +357,7 @@ def run(
 
 
 def _problems(document: Document) -> list[str]:
-    """Return a line per broken promise."""
+    """Return a line for each broken promise."""
     common = ("wrong", "failed", "lost")
     none_of = {
         "switches": (*common, "refused", "hits_across_versions"),

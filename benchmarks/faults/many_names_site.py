@@ -1,6 +1,7 @@
-"""Two base models and three adapters behind one address, and the answers of one process.
+"""The deployment of `many_names.py`, and the answers of one process to compare with.
 
-Refuses to know: the drills, and their promises.
+Two base models and three adapters are served at one address. Refuses to know: the drills, their
+promises.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CHUNK_TOKENS = 64  # most prompts have several chunks
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """A base model, alone or with an adapter: a name stands for one version at a time.
+    """A base model, alone or with an adapter. A name stands for one version at a time.
 
     Attributes:
         adapter: name of the adapter's folder; empty: the base model alone.
@@ -53,7 +54,8 @@ class Version:
 VERSIONS = tuple(
     Version(model, adapter) for model in ("demo", "tuned") for adapter in ("", *ADAPTERS)
 )
-# Names at the start. Both base models have the adapter "a", so a digest alone tells no model.
+# The names at the start. Both base models have an adapter "a", so its digest alone does not
+# identify the base model.
 NAMES = {
     "demo": Version("demo"),
     "tuned": Version("tuned"),
@@ -66,7 +68,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request, and the tokens of each version in one process; any two versions differ."""
+    """A request, and the tokens with which each version answers; all versions differ."""
 
     prompt: list[int]
     params: SamplingParams
@@ -78,9 +80,10 @@ class Reply:
     """The outcome of one request.
 
     Attributes:
-        outcome: complete, lost (fewer tokens than asked for), unknown (the name), or failed.
+        outcome: complete; lost: fewer tokens than asked for; unknown: the name is unknown; or
+            failed.
         problem: the error of a failed request.
-        seconds: from sending the request to its end.
+        seconds: seconds from sending the request to the end of its answer.
     """
 
     question: Question
@@ -92,7 +95,7 @@ class Reply:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Return the prompt tokens that either node found in its prefix cache."""
+        """Return how many prompt tokens either node found in its prefix cache."""
         if self.receipt is None:
             return 0
         parts = (self.receipt.prefill, self.receipt.decode)
@@ -101,10 +104,10 @@ class Reply:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of a drill's requests.
+    """Counts of the outcomes of a drill's requests.
 
     Attributes:
-        wrong: requests answered with the tokens of a wrong version.
+        wrong: number of requests that were answered with the tokens of a wrong version.
         problems: texts of the first wrong and failed requests.
     """
 
@@ -130,7 +133,7 @@ class Tally:
 
 
 class Site:
-    """The running fleet, its names, and the adapters' digests."""
+    """The running deployment, its names, and the digests of its adapters."""
 
     def __init__(self, deployment: LocalDeployment, folders: Mapping[str, Path]) -> None:
         self.deployment, self._folders = deployment, folders
@@ -139,7 +142,7 @@ class Site:
         self._digests = {name: adapter_digest(root / name) for name in ADAPTERS} | {"": ""}
 
     def call(self, method: str, **fields: Any) -> Any:
-        """Make an operator's call; raises BatonError with the router's line."""
+        """Send an operator's call to the router; raises BatonError with the router's error."""
         service = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
         kind = getattr(admin_pb2, service.methods_by_name[method].input_type.name)
         try:
@@ -149,12 +152,12 @@ class Site:
             raise BatonError(f"{method}: {error.details()}") from error
 
     def load(self, name: str, version: Version) -> None:
-        """Load an adapter, and let a name stand for it."""
+        """Load a version's adapter under a name, which then stands for this version."""
         model = str(self._folders[version.model])
         self.call("LoadAdapter", name=name, source=version.adapter, model=model)
 
     def holders(self, version: Version) -> list[str]:
-        """Return the nodes of a version's base model that have its adapter in memory."""
+        """Return the nodes of a version's base model that have the version's adapter in memory."""
         model = str(self._folders[version.model])
         return [
             node
@@ -164,7 +167,7 @@ class Site:
         ]
 
     def joined(self) -> dict[str, str]:
-        """Return the engine ids, by name, of the nodes that have joined and reach a peer."""
+        """Return, by name, the engine ids of nodes that have joined and reach at least one peer."""
         with contextlib.suppress(BatonError):
             return {
                 node.node_name: node.engine_id
@@ -184,9 +187,10 @@ class Site:
             await asyncio.sleep(0.2)
 
     def judge(self, reply: Reply, allowed: Collection[Version], tally: Tally) -> Version | None:
-        """Count a reply; return the allowed version that gave the reply, or None.
+        """Count a reply's outcome; return the allowed version that gave it, or None.
 
-        Raises BatonError if so many requests failed that the fleet cannot be whole.
+        Raises BatonError if too many requests have failed, because the deployment must then be
+        broken.
         """
         tally.outcomes[reply.outcome] += 1
         tally.longest_s = max(tally.longest_s, reply.seconds)
@@ -216,7 +220,7 @@ class Site:
 
 
 async def ask(client: AsyncClient, name: str, question: Question) -> Reply:
-    """Ask one question under a name; never raises."""
+    """Send one question under a name; return the reply. Never raises."""
     began_at = time.monotonic()
     outcome, problem = "failed", ""
     try:
@@ -260,8 +264,8 @@ def make_folders(root: Path) -> dict[str, Path]:
 def make_questions(folders: Mapping[str, Path], number: int, seed: int) -> list[Question]:
     """Make requests, greedy and seeded, and compute each version's tokens in one process.
 
-    Prompts to which two versions give equal answers are left out, because they would not show a
-    mix-up of the versions.
+    Prompts to which two versions give equal answers are left out, because such prompts cannot show
+    that versions were confused.
     """
     draw = random.Random(seed)
     prompts = [

@@ -1,8 +1,9 @@
-"""Overload simulated nodes three times on virtual time: the overload drill of `resilience.py`.
+"""Send simulated nodes three times their capacity, in virtual time (as `resilience.py` does).
 
-The real gate, dispatcher and policy run over simulated nodes in one process (`virtual_fleet.py`),
-with the same requests. A seed gives the same numbers every time, on any machine. Not measured: the
-effect of the router's own processor time on deadlines; refusals take no time.
+The router's real gate, dispatcher and policy run over simulated nodes in one process
+(`virtual_fleet.py`), with the requests of `resilience.py`. A seed gives the same figures every
+time, on any machine. In virtual time the router itself needs no time, so its effect on deadlines is
+not measured.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SEEDS = (1, 2, 3, 4, 5)
 DEADLINE_S = 5.0
 SATURATE_S, SETTLE_S, BEFORE_S, AFTER_S = 10.0, 3.0, 10.0, 20.0
 NO_DEADLINE_S = 1e6
-# Steady loads; the best of them shows how many deadlines per second the fleet can keep.
+# Steady loads; the best of them shows how many requests per second the fleet can complete in time.
 STEADY, STEADY_S = (0.6, 0.7, 0.8, 1.0, 1.2, 1.5), 40.0
 LEAST_KEPT, LEAST_GOODPUT = 0.99, 0.9
 
@@ -40,7 +41,7 @@ Row = dict[str, Any]
 
 
 class Gated:
-    """Router with its gate, and random requests."""
+    """A router with its gate, and a source of random requests."""
 
     def __init__(self, pool: NodePool, seed: int) -> None:
         gate = Admission(Capacity(lambda: pool.fleet, clock=pool.clock))
@@ -48,7 +49,7 @@ class Gated:
         self._draw = random.Random(seed)
 
     def load(self, timeout_s: float = DEADLINE_S) -> OpenLoad:
-        """Make a load of random requests with this deadline."""
+        """Make a load of random requests that have this deadline."""
         return OpenLoad(lambda: self._ask(timeout_s), self._draw)
 
     async def _ask(self, timeout_s: float) -> Answer:
@@ -62,7 +63,7 @@ def is_kept(answer: Answer) -> bool:
 
 
 def is_local(answer: Answer) -> bool:
-    """Return whether a prompt was computed on the decode node."""
+    """Return whether the request's prompt was computed on its decode node."""
     receipt = answer.receipt
     return bool(receipt and receipt.decode_node and not receipt.prefill_node)
 
@@ -70,7 +71,7 @@ def is_local(answer: Answer) -> bool:
 async def run_drill(
     seed: int, fleet: tuple[int, int], overload_s: float, *, local_prefill: bool
 ) -> Row:
-    """Saturate the fleet; then send half, three times and half of the saturated rate."""
+    """Measure the rate that saturates the fleet; then send 0.5, 3 and 0.5 times this rate."""
     async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
         gated = Gated(pool, seed)
         rate = await gated.load(NO_DEADLINE_S).saturate(16 * sum(fleet), SATURATE_S)
@@ -88,7 +89,10 @@ async def run_drill(
 async def run_steady(
     seed: int, fleet: tuple[int, int], rate: float, *, local_prefill: bool
 ) -> float:
-    """Return the deadlines kept per second under a steady load; the first quarter is run-up."""
+    """Return how many requests per second keep their deadlines under a steady load.
+
+    The first quarter of the time is not counted.
+    """
     async with joined_fleet(*fleet, OPTIONS, local_prefill=local_prefill) as pool:
         gated = Gated(pool, seed)
         for seconds in (STEADY_S / 3, STEADY_S):
@@ -99,7 +103,7 @@ async def run_steady(
 
 
 def summarize(answers: Sequence[Answer], seconds: float) -> Row:
-    """Summarize one phase; times in ms are medians of the accepted requests."""
+    """Summarize one phase of a drill; times are medians over the accepted requests, in ms."""
     accepted = [answer for answer in answers if answer.outcome != "refused"]
     kept = [answer for answer in accepted if is_kept(answer)]
     return {
@@ -120,7 +124,7 @@ def _median_ms(seconds: Sequence[float]) -> int:
 
 
 def problems_of(row: Row) -> list[str]:
-    """Return a line for each broken promise."""
+    """Return a line for each promise that the drill broke."""
     problems = [
         f"{phase}: {row[phase]['kept']} of {row[phase]['accepted']} deadlines kept"
         for phase in PHASES
@@ -136,7 +140,7 @@ def problems_of(row: Row) -> list[str]:
 
 
 def run_fleet(name: str, options: Options) -> Row:
-    """Run all seeds, and compare with the deadlines that steady loads keep."""
+    """Run all seeds on one fleet, and compare with the rates that steady loads reach."""
     fleet, local_prefill = FLEETS[name], not options.no_local_prefill
     rows: dict[str, Row] = {}
     for seed in options.seeds:
@@ -161,7 +165,7 @@ def run_fleet(name: str, options: Options) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Seeds, fleets and phases of the drill."""
+    """The seeds, fleets and phases of the drill."""
 
     seeds: Sequence[int] = SEEDS
     fleets: Sequence[Literal["4P+4D", "2P+6D"]] = ("4P+4D", "2P+6D")

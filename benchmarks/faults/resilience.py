@@ -1,11 +1,12 @@
-"""Run two drills with a real router: nodes that die under load, and three times too much load.
+"""Run two drills with a real router: nodes die under load, and load is three times too high.
 
     deaths     simulated nodes vanish and come back, 1,000 times: no request may fail
     overload   0.5, 3 and 0.5 times the capacity: accepted requests keep their deadlines, other
                requests are refused at once, and afterwards times are as before
 
-The router, the nodes and this client are three processes. Late timers of the client and other load
-on the machine make the client's measurements too long, so both are printed.
+The router, the simulated nodes and this client are three processes. The client measures times that
+are too long if its timers are late or if other programs load the machine, so timer lag and load are
+printed.
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.programs import SimFleet, admin_of
 from benchmarks.runner.run import Run
 
-TIME_SCALE = 5.0  # slower than an H100 with an 8B model, so that steps load the machine less
+# Nodes are slower than an H100 with an 8B model, so that their steps load the machine less
+TIME_SCALE = 5.0
 SETTLE_S = 3.0
-BUSY = 0.5  # share of the capacity in use while nodes die
-# Offered load, as a multiple of the rate that the nodes complete with 32 open requests per pair
-# and no deadlines. As a multiple of the rate that they complete in time: 0.7 and 4 (log).
+BUSY = 0.5  # share of the capacity that is in use while nodes die
+# Offered load, as a multiple of the rate at which the nodes complete requests without deadlines, 32
+# at a time per pair. Within deadlines they complete fewer, so these loads are 0.7 and 4 times the
+# rate that they complete in time (docs/log.md).
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
-NORMAL_TTFT = 1.5  # highest ratio to the earlier median that counts as recovered
-# Requests per second of one pair of these nodes, roughly; sets the load of the deaths drill.
+# A median TTFT counts as normal again up to this multiple of the median before the overload
+NORMAL_TTFT = 1.5
+# Rough number of requests per second that one pair of these nodes completes; sets the load of the
+# deaths drill.
 PAIR_RATE = 3.5
 
 PHASES = ("before", "overload", "after")
@@ -50,7 +55,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Lengths of the drills, and the promised figures."""
+    """The lengths of the drills, and the promised figures."""
 
     num_pairs_deaths: int = 16
     deaths: int = 1000
@@ -62,7 +67,8 @@ class Sizes:
     overload_s: float = 60.0
     after_s: float = 20.0
     timeout_s: float = 5.0
-    # Promises. A quick run skips times and exact numbers, which depend on the machine.
+    # The promised figures. A quick run does not check times and exact numbers, which depend on the
+    # machine.
     least_kept: float = 1.0
     refusal_limit_s: float = 0.05
 
@@ -82,11 +88,11 @@ QUICK = Sizes(
 
 
 class Site(SimFleet):
-    """Router over simulated nodes, and the router's figures of itself."""
+    """A router over simulated nodes, and the figures that the router reports."""
 
     def num_deaths(self) -> int:
         """Return how many nodes have died so far."""
-        return self.log("nodes").count(" is killed")  # of `SimCluster`'s log
+        return self.log("nodes").count(" is killed")  # lines of `SimCluster`'s log
 
     def stats(self) -> admin_pb2.GetStatsResponse:
         with admin_of(self.address) as admin:
@@ -96,7 +102,7 @@ class Site(SimFleet):
         return stats
 
     def num_open_legs(self) -> int:
-        """Return the router's requests on nodes, counted once per node."""
+        """Return the number of open requests; a request counts once on each of its nodes."""
         return sum(node.num_requests for node in self.nodes())
 
     @property
@@ -140,7 +146,7 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
                 "longest_pause_s": round(max(a.longest_gap_s for a in load.answers), 2),
                 "open_requests_after": site.stats().num_open,
                 "open_legs_after": site.num_open_legs(),
-                # Samples at equal intervals over the drill, so that a leak shows as a slope.
+                # Samples at equal intervals over the drill, in which a leak shows as steady growth.
                 "router_rss_mib": [round(rss[(len(rss) - 1) * i // 9], 1) for i in range(10)],
                 "router_cpu_s": round(sum(site.router.cpu_times()[:2]), 1),
                 "client_lag_ms_p99": _ms(_quantile(lags, 0.99)),
@@ -148,7 +154,7 @@ async def run_deaths(sizes: Sizes, seed: int) -> Row:
 
 
 def problems_of_deaths(row: Row, sizes: Sizes) -> list[str]:
-    """Return a line for each promise that deaths broke."""
+    """Return a line for each promise that was broken while nodes died."""
     problems = [
         f"{row[name]} {name}" for name in ("open_requests_after", "open_legs_after") if row[name]
     ]
@@ -192,7 +198,7 @@ async def run_overload(sizes: Sizes, seed: int) -> Row:
 async def play_phases(
     load: OpenLoad, rate: float, seconds: Sequence[float]
 ) -> tuple[dict[str, list[Answer]], float]:
-    """Send half, three times and half of a rate; return the answers, and the overload's end."""
+    """Send 0.5, 3, then 0.5 times a rate; return the answers, and when the overload ended."""
     clock, begins = asyncio.get_running_loop().time, list[float]()
     for factor, duration_s in zip((NORMAL, OVERLOAD, NORMAL), seconds, strict=True):
         begins.append(clock())
@@ -207,7 +213,7 @@ async def play_phases(
 
 
 def _phase(answers: list[Answer], sizes: Sizes) -> Row:
-    """Summarize the outcomes of one part of the drill."""
+    """Summarize the outcomes of one phase of the overload drill."""
     refused = [answer for answer in answers if answer.outcome == "refused"]
     accepted = [answer for answer in answers if answer.outcome != "refused"]
     lateness = [answer.total_s - sizes.timeout_s for answer in accepted]
@@ -228,13 +234,14 @@ def _phase(answers: list[Answer], sizes: Sizes) -> Row:
 
 
 def normal_again_s(before: Sequence[Answer], after: Sequence[Answer], ended_at: float) -> int:
-    """Return the seconds after the overload until each `WINDOW_S` has a normal median TTFT.
+    """Return the seconds from the overload's end until the median TTFT is normal again.
 
-    Some single seconds are slow by chance, without any overload, so windows are judged.
+    Medians over windows of `WINDOW_S` are judged, because single seconds can be slow without any
+    overload.
     """
     limit_s = NORMAL_TTFT * statistics.median(sent.ttft_s or math.inf for sent in before)
     by_second: dict[int, list[float]] = {}
-    for sent in after:  # a request without a first token counts as infinite
+    for sent in after:  # the TTFT of a request without a first token counts as infinite
         by_second.setdefault(int(sent.sent_at - ended_at), []).append(sent.ttft_s or math.inf)
     late = [-1]
     for first in range(max(by_second, default=0) - WINDOW_S + 2):
@@ -245,7 +252,7 @@ def normal_again_s(before: Sequence[Answer], after: Sequence[Answer], ended_at: 
 
 
 def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
-    """Return a line for each promise that overload broke."""
+    """Return a line for each promise that was broken during or after the overload."""
     problems = []
     for name in ("before", "overload", "after"):
         phase = row[name]
@@ -270,7 +277,7 @@ def problems_of_overload(row: Row, sizes: Sizes) -> list[str]:
 
 
 def _outcomes(answers: list[Answer]) -> Row:
-    """Count outcomes, with an example of each that is neither complete nor refused."""
+    """Count the answers by outcome, with an example of each unexpected outcome."""
     counts = Counter(answer.outcome for answer in answers)
     odd = {a.outcome: a.detail for a in answers if a.outcome not in ("complete", "refused")}
     return {
@@ -283,7 +290,7 @@ def _outcomes(answers: list[Answer]) -> Row:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """Return the nearest-rank quantile; 0 without values."""
+    """Return the quantile by nearest rank; 0 without values."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
@@ -302,7 +309,7 @@ def run(
     """Run the drills; a quick run, or a run of one drill, saves nothing.
 
     Args:
-        quick: run some 40 s in all.
+        quick: whether to run only about 40 s in all.
         deaths: number of nodes that die; 0: the default.
     """
     sizes = QUICK if quick else Sizes()

@@ -1,4 +1,4 @@
-"""Send random requests with known answers to simulated nodes, and watch a client's lag."""
+"""Makes random requests with known answers for simulated nodes, and measures a client's lag."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from baton import AsyncClient, SamplingParams
 from benchmarks.runner.answers import Answer, Case, OpenLoad, follow
 from sim_node.sim_model import output_tokens
 
-HUNG_S = 60.0  # counted from the deadline, or from sending if there is none
+HUNG_S = 60.0  # seconds after the deadline, or without a deadline after sending
 PROMPT_TOKENS = (400, 1600)
 OUTPUT_TOKENS = (20, 60)
-# A third of the requests end at a stop token, long before max_tokens.
+# A third of the requests end early by a stop token, and not by max_tokens.
 _STOPS, _ROOM = 1 / 3, 4
 _LAG_INTERVAL_S = 0.01
 
@@ -37,7 +37,7 @@ def make_load(
     """Make a load of random requests.
 
     Args:
-        timeout_s: deadline of each request; None: the router's default.
+        timeout_s: seconds until each request's deadline; None: the router's default.
     """
     draw = random.Random(seed)
 
@@ -51,7 +51,7 @@ def make_load(
 
 @contextlib.asynccontextmanager
 async def watch_lag() -> AsyncIterator[list[float]]:
-    """Record how late this process's timers fire: the error of the client's times."""
+    """Record how late this process's timers fire, which is the error of the times it measures."""
     lags: list[float] = []
 
     async def watch() -> None:

@@ -1,4 +1,4 @@
-"""Rows of the page about faults and overload: outcomes of requests when nodes die."""
+"""Rows of docs/performance.md about faults and overload: what requests get when nodes die."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ OVERLOAD_VIRTUAL = Source(
 
 
 def _of_names(drill: str, *places: str, least: tuple[str, int]) -> Measure:
-    """Make a row of counts that must be 0, with the requests of their drill.
+    """Make the row of a drill: counts that must be 0, and its number of requests.
 
     Args:
-        least: name of a count, and the least value that it must have.
+        least: name of a further count, and the minimum value that this count must have.
     """
 
     def measure(document: Json) -> Found:

@@ -1,8 +1,8 @@
 """Stop nodes for a while, or kill two at once, under load; exit 1 if a request fails.
 
 A router, two prefill and three decode nodes with NIXL serve the demo model on this machine, to
-streams with known answers. Seeds choose the load and the moment of the fault. After each drill
-every request is complete and right, and every block of every living node is free.
+requests with known answers. A seed chooses the load and the moment of the fault. After each drill
+every request must be complete and right, and every block of every living node must be free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.runner.run import Run
 
 NODE_ARGS = ("--long-prefill-token-threshold", str(CHUNK_TOKENS))
 AFTER_S = 2.0
-APART_S = 0.8  # between two deaths
+APART_S = 0.8  # seconds between two deaths
 READY_TIMEOUT_S = 120.0
 DRILLS = (
     *(f"{name} stands still for {stop_s:g} s" for name in ("d0", "p0") for stop_s in (0.5, 3, 10)),
@@ -34,7 +34,7 @@ DRILLS = (
 
 @dataclass(slots=True)
 class Row:
-    """Result of a drill. ``errors`` has examples of failed requests."""
+    """The result of a drill; ``errors`` has examples of failed requests."""
 
     drill: str
     seed: int
@@ -80,7 +80,7 @@ async def run_drill(site: Site, drill: str, concurrency: int, seed: int) -> Row:
 async def run_seed(
     drills: list[str], cases: list[Case], concurrency: int, seed: int, console: Console
 ) -> list[Row]:
-    """Run all drills on one deployment, which is repaired before each drill."""
+    """Run all drills with one seed on one deployment, which is repaired before each drill."""
     rows = []
     with LocalDeployment(demo_deployment(3, NODE_ARGS)) as deployment:
         site = Site(deployment, cases, seed)

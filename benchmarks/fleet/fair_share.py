@@ -1,10 +1,10 @@
-"""Let one tenant send ten times its share, and measure how much slower the others become.
+"""Let one tenant send ten times its share; measure how much slower the others' answers get.
 
-Three parts. On virtual time, the router's gate, dispatcher and policy run over simulated nodes:
-the others' times to the first token are measured alone, beside the greedy tenant, and, as a
-control, with all tenants in one queue, as without keys. With processes (a router, simulated nodes,
-clients with keys): how long a refusal of the greedy tenant takes. With two real nodes: the others'
-times to the first token again.
+There are three parts. In virtual time, the router's gate, dispatcher and policy run over simulated
+nodes. The other tenants' times to the first token are measured without and with the greedy tenant
+and, as a control, with all tenants in one queue, as if they had no keys. With processes (a router,
+simulated nodes, clients with keys), the time of a refusal of the greedy tenant is measured. With
+two real nodes, the other tenants' times to the first token are measured again.
 
     python -m benchmarks fair_share --save
 """
@@ -48,7 +48,7 @@ PROMPT_TOKENS, NODES_ROUNDS = 1500, 3
 
 
 NUM_TENANTS = 5
-GREEDY_LOAD = 10.0  # load of the greedy tenant, in shares
+GREEDY_LOAD = 10.0  # load of the greedy tenant, as a multiple of its share
 WARM_UP_S = 5.0
 TIMEOUT_S = 60.0
 MAX_QUEUED = 256
@@ -61,13 +61,13 @@ OUTPUT_TOKENS = (16, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Fleet, load and length of a run.
+    """The fleet, the load and the length of a run in virtual time.
 
     Attributes:
-        fleet: numbers of prefill and decode nodes.
-        seconds: duration of the measured load.
+        fleet: number of prefill nodes, and number of decode nodes.
+        seconds: duration of the measured load, in virtual seconds.
         fair: whether tenants have keys; without keys all requests count as one tenant's.
-        others_load: load of the other tenants, as a part of their shares.
+        others_load: load of each other tenant, as a fraction of its share.
     """
 
     fleet: tuple[int, int]
@@ -81,14 +81,14 @@ class Scene:
 async def send_all(
     loads: Mapping[str, OpenLoad], rates: Mapping[str, float], seconds: float
 ) -> None:
-    """Send all tenants' requests for some seconds; then drop the greedy tenant's queue."""
+    """Send all tenants' requests for some seconds; then cancel the greedy tenant's requests."""
     await asyncio.gather(*(loads[name].arrive(rate, seconds) for name, rate in rates.items()))
     await asyncio.gather(*(loads[name].finish() for name in rates if name != "greedy"))
     await loads["greedy"].cancel()
 
 
 def make_load(router: VirtualRouter, scene: Scene, tenant: str) -> OpenLoad:
-    """Make a load of a tenant's requests, whose prompts are in no cache."""
+    """Make a load of a tenant's requests, whose prompts are in no prefix cache."""
     draw = random.Random(f"{scene.seed} {tenant}")
     principal = Principal(name=tenant, tenant=tenant) if scene.fair else ANYBODY
 
@@ -104,7 +104,7 @@ def make_load(router: VirtualRouter, scene: Scene, tenant: str) -> OpenLoad:
 
 
 async def play(scene: Scene) -> dict[str, list[Answer]]:
-    """Play a scene; return each tenant's answers to the requests after the warm-up."""
+    """Play a scene; return the answers to each tenant's requests after the warm-up."""
     options = SimOptions(block_size=64, num_blocks=6_500)
     async with joined_fleet(*scene.fleet, options, local_prefill=False) as pool:
         capacity = Capacity(lambda: pool.fleet, clock=pool.clock)
@@ -124,14 +124,14 @@ async def play(scene: Scene) -> dict[str, list[Answer]]:
 
 
 def capacity_per_s(num_prefill: int, options: SimOptions) -> float:
-    """Return how many requests per second the prefill nodes can compute."""
+    """Return how many requests' prompts the prefill nodes can compute per second."""
     num_tokens = sum(VIRTUAL_PROMPT_TOKENS) // 2
     seconds = options.timing.prefill_s(num_tokens, num_tokens * (num_tokens + 1) // 2)
     return num_prefill / seconds
 
 
 def p99_s(answers: Sequence[Answer]) -> float:
-    """Return the 99th percentile of the times to the first token."""
+    """Return the 99th percentile of the times to the first token, in seconds."""
     times = sorted(answer.ttft_s for answer in answers if answer.ttft_s)
     return statistics.quantiles(times, n=100, method="inclusive")[98]
 
@@ -160,7 +160,7 @@ def run_virtual(
 
 
 def others_of(answers: Mapping[str, Sequence[Answer]]) -> list[Answer]:
-    """Return the answers of all tenants but the greedy one."""
+    """Return the answers of all tenants except the greedy tenant."""
     return [one for name, some in answers.items() if name != "greedy" for one in some]
 
 
@@ -185,7 +185,7 @@ def describe(answers: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
 
 @contextmanager
 def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncClient]]:
-    """Run a router with keys and its nodes; yield a client of each tenant.
+    """Run a router with keys, and its nodes; yield each tenant's client by name.
 
     Args:
         num_simulated: numbers of simulated prefill and decode nodes; None: two real nodes.
@@ -214,7 +214,7 @@ def running(num_simulated: tuple[int, int] | None) -> Iterator[dict[str, AsyncCl
 
 
 async def ask(client: AsyncClient) -> Answer:
-    """Send a prompt that is in no node's cache."""
+    """Send a prompt that is in no node's prefix cache; return the answer."""
     prompt = [random.randrange(900) for _ in range(8)] + [1] * (PROMPT_TOKENS - 8)
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     return await follow(client.stream(prompt, params, timeout_s=60))
@@ -231,7 +231,7 @@ async def wait_ready(client: AsyncClient) -> None:
 async def send(
     clients: Mapping[str, AsyncClient], rates: Mapping[str, float], seconds: float
 ) -> dict[str, list[Answer]]:
-    """Send requests of these tenants; return the answers by tenant."""
+    """Send each tenant's requests at its rate; return the answers by tenant."""
     loads = {
         name: OpenLoad(partial(ask, client), random.Random()) for name, client in clients.items()
     }
@@ -243,7 +243,7 @@ async def run_processes(seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with running((16, 4)) as clients:
         await wait_ready(clients["t1"])
-        # requests/s; 16 nodes compute 56 prompts of 1,500 tokens a second
+        # requests per second; 16 nodes compute 56 prompts of 1,500 tokens per second
         rates = dict.fromkeys(OTHERS, 2.0)
         for name, more in (("alone", {}), ("beside", {"greedy": 112.0})):
             answers = await send(clients, rates | more, seconds)
@@ -264,7 +264,7 @@ async def run_processes(seconds: float) -> dict[str, Any]:
 
 
 async def run_nodes(seconds: float) -> dict[str, Any]:
-    """Measure rounds alone and beside a greedy tenant in turns; return the times of all rounds."""
+    """Measure rounds without and with the greedy tenant in turns; return their figures."""
     answers: dict[str, dict[str, list[Answer]]] = {"alone": {}, "beside": {}}
     with running(None) as clients:
         await wait_ready(clients["t1"])
@@ -296,11 +296,11 @@ def run(
     process_seconds: float = 30.0,
     parts: Sequence[Literal["virtual", "processes", "nodes"]] = ("virtual", "processes", "nodes"),
 ) -> None:
-    """Measure the chosen parts, one after the other; each has its own file of results.
+    """Measure the chosen parts one after another; each part has its own file of results.
 
     Args:
-        seconds: length of the part on virtual time.
-        others_load: the other tenants' load, as a part of their shares.
+        seconds: length of each run in virtual time, in virtual seconds.
+        others_load: load of each other tenant, as a fraction of its share.
     """
     for part in parts:
         if part == "virtual":

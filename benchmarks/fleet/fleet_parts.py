@@ -1,4 +1,4 @@
-"""Make the router's ledgers and fleets without nodes, to measure policies."""
+"""Make a router's ledgers of nodes, and fleets, without any nodes, to measure policies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def registration(name: str, role: NodeRole, num_blocks: int = 26_000) -> NodeReg
 def make_loads(
     num_prefill: int, num_decode: int, clock: Callable[[], float], num_blocks: int = 26_000
 ) -> tuple[list[NodeLoad], list[NodeLoad]]:
-    """Make empty ledgers of nodes p000, ... and d000, ...."""
+    """Make empty ledgers of prefill nodes p000, p001, ... and decode nodes d000, d001, ...."""
     shared = SharedRates(kv_bytes_per_token=KV_BYTES_PER_TOKEN)
     prefills, decodes = (
         [
@@ -52,7 +52,7 @@ def make_fleet(
     *,
     may_self_prefill: bool = True,
 ) -> Fleet:
-    """Make a fleet in which all pairs are connected, each at ``bandwidth`` bytes per second."""
+    """Make a fleet in which each pair of nodes is connected with ``bandwidth()`` bytes/s."""
     reach = {p.engine_id: {d.engine_id: bandwidth() for d in decodes} for p in prefills}
     alone = decodes if may_self_prefill else ()
     return Fleet(prefills, decodes, reach, self_prefilling=alone)

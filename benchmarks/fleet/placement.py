@@ -1,8 +1,8 @@
-"""Measure microseconds per placement, by policy and fleet size.
+"""Measure the router's microseconds per placement of a request, by policy and fleet size.
 
-Every decision is for a request with a new length; for three of ten requests, three tenths of the
-nodes have a part of the prompt cached. Half of the nodes have each role; each pair has its own
-bandwidth. Placed requests stay open for a while, so that loads differ between nodes. Wall time
+Every request has a new length. For three of ten requests, three tenths of the nodes have a part of
+the prompt cached. Half of the nodes are prefill nodes, the others decode nodes; each pair has its
+own bandwidth. Placed requests stay open for a while, so that loads differ between nodes. Wall time
 includes the time that other processes take; CPU time does not.
 """
 
@@ -25,7 +25,7 @@ NUM_OPEN_PER_NODE = 4
 
 
 def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
-    """Return microseconds: median and 99th percentile of wall time, and of CPU time."""
+    """Return the median and the p99 of wall time and of CPU time per placement, in us."""
     draw = random.Random(1)
     prefills, decodes = make_loads(num_nodes // 2, num_nodes // 2, lambda: 0.0)
     fleet = make_fleet(prefills, decodes, lambda: draw.uniform(30e9, 41e9))
@@ -33,7 +33,8 @@ def measure(name: str, num_nodes: int, num_decisions: int) -> dict[str, float]:
     policy = POLICIES.load(name)()
     placed: collections.deque[list[tuple[NodeLoad, Account]]] = collections.deque()
     walls, cpus = [], []
-    for number in range(num_decisions + num_nodes):  # the first requests fill the fleet
+    # The first requests are not measured, because they fill the fleet
+    for number in range(num_decisions + num_nodes):
         query = make_query(draw, list(loads), number)
         wall, cpu = time.perf_counter(), time.thread_time()
         placement = policy.pick(query, fleet)
@@ -72,7 +73,7 @@ def _percentile(samples: list[float], percent: int) -> float:
 
 
 def run(run: Run, decisions: int = 3000) -> Document:
-    """Measure every policy by fleet size."""
+    """Measure every policy with fleets of each size."""
     results = {
         name: {str(size): measure(name, size, decisions) for size in SIZES}
         for name in POLICIES.names()

@@ -1,9 +1,9 @@
-"""Compare routing policies: the real router over simulated fleets on virtual time.
+"""Compare routing policies with the real router over simulated fleets, in virtual time.
 
 Fleets have 8+8 to 256+256 nodes (a 70B model on two H100 each, `sim_node/timing.py`), with four
-kinds of traffic (`policies_traffic.py`) at 75 % of capacity, and two seeds. `virtual_fleet.py` says
-which parts are real. The first fifth of each trace is not measured. A run gives the same numbers
-every time, on any machine.
+kinds of traffic (`policies_traffic.py`) at 75 % of capacity, and two seeds. `virtual_fleet.py`
+explains which parts are real. The first fifth of each trace is not measured. A run gives the same
+figures every time, on any machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEEDS = (1, 2)
 OPTIONS = SimOptions(
     timing=preset("h100-70b"), block_size=64, num_blocks=6500, max_num_batched_tokens=2048
 )
-# Number of nodes of each role -> number of requests of a trace.
+# Number of nodes per role -> number of requests in a trace.
 SIZES = {8: 300, 32: 400, 64: 400, 256: 1000}
 PAIRS_ONLY = "cost, pairs only"
 POLICIES = ("cost", "prefix_aware", "least_tokens", "round_robin")
@@ -46,7 +46,8 @@ OTHERS: dict[int, tuple[str, ...]] = {8: (PAIRS_ONLY, "power_of_two", "session_a
 TIE = 0.03
 
 Row = dict[str, float]
-Job = tuple[int, Traffic, str, int, int]  # nodes, traffic, policy, requests, seed
+# Number of nodes per role, traffic, policy, number of requests, seed
+Job = tuple[int, Traffic, str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """Return the seconds until the first token, or until the failure."""
+        """Return the seconds until the first token, or until the request failed."""
         return self.answer.ttft_s or self.answer.total_s
 
     @property
@@ -68,7 +69,7 @@ class Outcome:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Return how many tokens of the prompt its node computed, without the cached tokens."""
+        """Return how many prompt tokens a node computed, which excludes cached tokens."""
         receipt = self.answer.receipt
         if receipt is not None and receipt.prefill is not None:
             return receipt.prefill.num_computed_tokens
@@ -79,13 +80,13 @@ class Outcome:
 async def play(
     trace: Sequence[TraceRequest], policy: str, num_nodes: int, *, local_prefill: bool
 ) -> list[Outcome]:
-    """Send a trace through a router over ``num_nodes`` of each role, until all requests end."""
+    """Send a trace to a router over ``num_nodes`` nodes per role; return all outcomes."""
     loop = asyncio.get_running_loop()
     async with joined_fleet(num_nodes, num_nodes, OPTIONS, local_prefill=local_prefill) as pool:
         router = VirtualRouter(pool, policy)
 
         async def ask(request: TraceRequest) -> Outcome:
-            # Quick to make, and unique to the block's id.
+            # Token ids of a block that are quick to make, and differ between blocks.
             text = b"".join(one.to_bytes(8) * (BLOCK_TOKENS // 8) for one in request.hash_ids)
             prompt = list(text[: request.input_length])
             params = SamplingParams(max_tokens=request.output_length, ignore_eos=True, seed=1)
@@ -111,7 +112,7 @@ def run_job(job: Job) -> tuple[float, list[Outcome]]:
 
 
 def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
-    """Summarize the runs of all seeds."""
+    """Summarize the runs of all seeds of one policy."""
     outcomes = [outcome for _, measured in runs for outcome in measured]
     ttfts, tpots = [o.ttft_s for o in outcomes], [o.tpot_s for o in outcomes]
     num_good = sum(
@@ -137,7 +138,7 @@ def summarize(runs: Sequence[tuple[float, list[Outcome]]]) -> Row:
 
 
 def verdict(rows: dict[str, Row]) -> str:
-    """Return the figures in which cost clearly loses to the best other policy; empty: none."""
+    """Return the figures in which the policy `cost` clearly loses to another; empty: none."""
     cost, others = rows["cost"], [row for name, row in rows.items() if not name.startswith("cost")]
     lost = [
         name
@@ -152,7 +153,7 @@ def verdict(rows: dict[str, Row]) -> str:
 def make_jobs(
     sizes: Sequence[int], only: str, others: Mapping[int, Sequence[str]]
 ) -> dict[tuple[int, str, str], list[Job]]:
-    """Return the jobs by nodes, traffic and policy, one for each seed."""
+    """Return the jobs (one per seed) by number of nodes, traffic and policy."""
     jobs: dict[tuple[int, str, str], list[Job]] = {}
     for size, traffic in itertools.product(sizes, TRAFFIC):
         if only not in traffic.name:
@@ -176,8 +177,8 @@ def run(
     """Run every policy over every fleet and kind of traffic.
 
     Args:
-        only: part of the names of the traffic to run; nothing is saved.
-        main: run four policies, not all.
+        only: part of the names of the kinds of traffic to run; nothing is saved.
+        main: whether to run only the four main policies.
     """
     jobs = make_jobs(sizes, only, {} if main else OTHERS)
     results: dict[str, dict[str, Row]] = {}

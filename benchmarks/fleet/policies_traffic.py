@@ -1,8 +1,8 @@
-"""The traffic of `policies.py`: synthetic traces at a given share of a fleet's capacity.
+"""Makes the traffic of `policies.py`: synthetic traces at a share of a fleet's capacity.
 
-The capacity is that of the busier role under two assumptions: the fleet computes each block of a
-prompt only once, and decode nodes fill their batches up to the limit for the time per token. No
-real fleet reaches this capacity, because several nodes have to compute popular blocks.
+The capacity is the capacity of the busier role under two assumptions: the fleet computes each block
+of a prompt only once, and decode nodes fill their batches up to the limit on the time per token. No
+real fleet reaches this capacity, because several nodes must compute popular blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from sim_node.timing import TimingModel
 
 TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04
 KV_TOKENS = 26_000 * 16  # per node
-NUM_CORRECTIONS = 4  # rounds that correct the rate; longer sessions bring more work
+NUM_CORRECTIONS = 4  # how often the rate is corrected for the work that the drawn sessions bring
 
-Starts = Callable[[random.Random, float], Iterator[float]]  # yields session starts at a rate
+# Yields the times at which sessions start, for a given rate.
+Starts = Callable[[random.Random, float], Iterator[float]]
 
 
 def poisson(chance: random.Random, rate_per_s: float) -> Iterator[float]:
@@ -33,13 +34,13 @@ def gamma_bursts(chance: random.Random, rate_per_s: float) -> Iterator[float]:
 
 
 def on_off(chance: random.Random, rate_per_s: float) -> Iterator[float]:
-    """Yield arrivals at twice the rate for about a second, then none for about a second."""
+    """Yield arrival times: twice the rate for about a second, then none for about a second."""
     return on_off_arrivals(chance, rate_per_s=2 * rate_per_s, mean_on_s=1.0, mean_off_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Workloads and their shares of the sessions; ``groups_per_node`` is for grouped workloads."""
+    """Workloads with their shares of the sessions; ``groups_per_node``: groups of prefixes."""
 
     name: str
     workloads: tuple[tuple[float, Workload], ...]
@@ -84,10 +85,10 @@ TRAFFIC = (
 def make_trace(
     traffic: Traffic, num_nodes: int, num_requests: int, load: float, timing: TimingModel, seed: int
 ) -> list[TraceRequest]:
-    """Make about ``num_requests`` requests at a share of the capacity of ``num_nodes`` per role.
+    """Make about ``num_requests`` requests, at ``load`` times the fleet's capacity.
 
-    The trace ends with the start of the last session. The share applies to the measured part of the
-    trace.
+    The fleet has ``num_nodes`` nodes per role. The trace ends when the last session starts, and the
+    load is that of the measured part of the trace.
     """
     num_sessions, rate_per_s = num_requests, float(num_nodes)
     for _ in range(NUM_CORRECTIONS):
@@ -98,12 +99,12 @@ def make_trace(
 
 
 def num_unmeasured(num_requests: int) -> int:
-    """Return the number of first requests that are not measured: caches are still cold."""
+    """Return how many requests at the beginning are not measured, as caches are still empty."""
     return num_requests // 5
 
 
 def load_of(trace: list[TraceRequest], num_nodes: int, timing: TimingModel) -> float:
-    """Return the busier role's load, from the first measured request to the end."""
+    """Return the load of the busier role, from the first measured request to the end."""
     first = num_unmeasured(len(trace))
     measured_s = (trace[-1].timestamp_ms - trace[first].timestamp_ms) / 1000
     work_s = max(sum(prefill_work_s(trace, timing)[first:]), decode_work_s(trace[first:], timing))
@@ -111,7 +112,7 @@ def load_of(trace: list[TraceRequest], num_nodes: int, timing: TimingModel) -> f
 
 
 def prefill_work_s(trace: list[TraceRequest], timing: TimingModel) -> list[float]:
-    """Return the seconds of a prefill node for each request, if each block is computed once."""
+    """Return a prefill node's seconds for each request, if each block is computed only once."""
     known: set[int] = set()
     work_s = []
     for request in trace:
@@ -136,7 +137,7 @@ def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
         (request.input_length + request.output_length / 2) * request.output_length
         for request in trace
     )
-    context = num_kv_steps / num_outputs  # mean tokens of a request in a step
+    context = num_kv_steps / num_outputs  # mean number of a request's tokens in KV during a step
     per_request_s = timing.decode_s_per_request + context * timing.decode_s_per_kv_token
     batch = min((TPOT_LIMIT_S - timing.decode_step_s) / per_request_s, KV_TOKENS / context)
     return num_outputs * (timing.decode_step_s + batch * per_request_s) / batch
@@ -145,7 +146,7 @@ def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
 def _generate(
     traffic: Traffic, num_nodes: int, num_sessions: int, rate_per_s: float, seed: int
 ) -> list[TraceRequest]:
-    """Draw the sessions of all workloads one after the other; no two workloads share ids."""
+    """Draw the sessions of all workloads; no two workloads share block ids."""
     starts_s = itertools.islice(
         traffic.starts(random.Random(f"starts {seed}"), rate_per_s), num_sessions
     )

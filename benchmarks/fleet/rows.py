@@ -1,4 +1,4 @@
-"""Rows of the page about placement and policies, in simulated fleets."""
+"""Rows of docs/performance.md about placement and routing policies, in simulated fleets."""
 
 from __future__ import annotations
 

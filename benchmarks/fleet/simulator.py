@@ -1,8 +1,8 @@
 """Measure the simulator's CPU time per token and per idle node, without a router.
 
-Simulated nodes join a sink: a minimal router that gives each pair of nodes its streams and drops
-the answers unread. Only the simulator process's CPU time counts, so a busy machine changes the
-figures little.
+Simulated nodes join a sink: a minimal router that sends each pair of nodes its requests, and drops
+the answers unread. Only the CPU time of the simulator's process counts, so a busy machine changes
+the figures little.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from sim_node.timing import preset
 PROMPT = list(range(200))
 ENDLESS = SamplingParams(max_tokens=10**6)
 SETTLE_S = 6.0
-# Number of pairs of nodes, number of streams, time scale.
+# Number of pairs of nodes, number of streams of all pairs, time scale.
 ROWS = ((1, 256, 1.0), (16, 1024, 1.0), (256, 4096, 10.0))
 
 
 class Sink(node_pb2_grpc.NodeLinkServicer):
-    """Router that only receives tokens."""
+    """A minimal router, which starts requests and only receives their tokens."""
 
     def __init__(self, num_streams: int, begin: Event) -> None:
         self._num_streams = num_streams
@@ -66,7 +66,7 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
             yield wire.command_to_proto(await queue.get())
 
     async def beat(self) -> None:
-        """Send heartbeats, and start the streams when ``begin`` is set."""
+        """Send heartbeats to nodes, and start the streams when ``begin`` is set."""
         while True:
             await asyncio.sleep(BEAT_INTERVAL_S)
             for queue in self._queues.values():
@@ -93,7 +93,7 @@ class Sink(node_pb2_grpc.NodeLinkServicer):
 
 
 def run_sink(address: str, num_streams: int, begin: Event) -> None:
-    """Run the sink in a process that ends with its parent."""
+    """Run the sink in this process, which ends with its parent."""
 
     async def serve() -> None:
         sink = Sink(num_streams, begin)
@@ -112,7 +112,7 @@ def run_sink(address: str, num_streams: int, begin: Event) -> None:
 async def measure(
     num_pairs: int, num_streams: int, time_scale: float, seconds: float
 ) -> dict[str, float]:
-    """Measure one row: a cluster of ``num_pairs`` pairs of nodes with ``num_streams`` streams."""
+    """Measure one row: ``num_pairs`` pairs of simulated nodes with ``num_streams`` streams."""
     address = free_address()
     context = multiprocessing.get_context("spawn")
     begin = context.Event()
@@ -138,7 +138,8 @@ async def measure(
     return {
         "num_nodes": 2 * num_pairs,
         "num_streams": num_streams,
-        # Fewer than asked for: the sink or simulator stalled so long that a link counted as dead.
+        # Fewer streams than asked for: the sink or simulator stalled so long that a link counted as
+        # dead.
         "num_streams_at_end": num_running,
         "time_scale": time_scale,
         "idle_cpu_share": round(idle[1] / idle[2], 3),
@@ -150,7 +151,7 @@ async def measure(
 
 
 async def _over(cluster: SimCluster, seconds: float) -> tuple[int, float, float]:
-    """Return tokens, CPU seconds and wall seconds of an interval."""
+    """Return the number of tokens, the CPU seconds and the wall seconds of an interval."""
     before, cpu_s, began = cluster.stats().num_tokens, time.process_time(), time.perf_counter()
     await asyncio.sleep(seconds)
     stats = cluster.stats()
@@ -158,10 +159,10 @@ async def _over(cluster: SimCluster, seconds: float) -> tuple[int, float, float]
 
 
 def run(run: Run, seconds: float = 10.0, rows: Sequence[int] = tuple(range(len(ROWS)))) -> Document:
-    """Measure rows one after the other.
+    """Measure the rows one after another.
 
     Args:
-        seconds: per measurement.
+        seconds: length of each measurement in seconds.
         rows: indexes of the rows to measure.
     """
     found = []

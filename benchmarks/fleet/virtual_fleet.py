@@ -1,7 +1,8 @@
-"""Router and simulated nodes in one process, on a clock that jumps from event to event.
+"""Runs a router and simulated nodes in one process, in virtual time.
 
-The router's dispatcher, node pool, prefix index and policy and the simulator's nodes are real. In
-place of gRPC, messages arrive `MESSAGE_S` later, in order.
+The virtual clock jumps from event to event. The code of the router's dispatcher, node pool, prefix
+index and policy and of the simulator's nodes is the real code. In place of gRPC, messages arrive
+`MESSAGE_S` later, in order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from sim_node.options import SimOptions
 from sim_node.virtual_time import VirtualTimeLoop
 
 MESSAGE_S = 0.0005
-REDIAL_S = 0.5  # the pause before a new link, as in `RouterLink`
+REDIAL_S = 0.5  # pause before a node joins again, as in `RouterLink`
 MODEL = {"vocab_size": 1024, "max_position_embeddings": 131_072}
 TIMEOUT_S = 1e6
 
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 
 def on_virtual_time(playing: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a clock that jumps from event to event."""
+    """Run a coroutine in virtual time, on a clock that jumps from event to event."""
     loop = VirtualTimeLoop()
     try:
         return loop.run_until_complete(playing)
@@ -60,10 +61,11 @@ def on_virtual_time(playing: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualRouter:
-    """Dispatcher over a pool, which answers calls in this process on virtual time.
+    """A dispatcher over a pool of nodes, which answers calls in this process.
 
     Args:
-        cpu_clock: clock of the dispatcher's processor time; None: the virtual clock.
+        cpu_clock: returns the seconds of CPU time that the dispatcher has used; None: the virtual
+            clock.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class VirtualRouter:
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.dispatcher = Dispatcher(pool, POLICIES.load(policy)(), admission=admission)
-        # First tokens, last tokens and failures arrive at once; other tokens every 50 ms.
+        # Clients wake up at once for first tokens, last tokens and failures, and every 50 ms for
+        # others.
         self.dispatcher.wake_ups = WakeUps(clock=clock, cpu_clock=cpu_clock or clock)
         self._numbers = itertools.count()
 
@@ -88,11 +91,11 @@ class VirtualRouter:
         timeout_s: float = TIMEOUT_S,
         **terms: Any,
     ) -> Call:
-        """Make the `Call` of a prompt.
+        """Make a `Call` with this prompt.
 
         Args:
-            request_id: id of the request; empty: a new id.
-            terms: fields of `Terms`.
+            request_id: id of the request; empty: make a new id.
+            terms: fields of the call's `Terms`, by name.
         """
         return Call(
             request_id=request_id or f"r{next(self._numbers)}",
@@ -103,7 +106,7 @@ class VirtualRouter:
         )
 
     async def ask(self, case: Case, **options: Any) -> Answer:
-        """Follow a request with a known answer to its end; options are those of `call`."""
+        """Send a request with a known answer, follow it to its end; ``options``: as for `call`."""
         return await follow(
             self.dispatcher.run(self.call(case.prompt, case.params, **options)), case
         )
@@ -113,7 +116,7 @@ class VirtualRouter:
 
 
 class PoolLinks:
-    """Link nodes to a pool in the same process, in place of `RouterLinks`.
+    """Links a simulated node to a node pool in the same process, in place of `RouterLinks`.
 
     Args:
         is_dropped: returns whether an event is lost on its way to the router.
@@ -153,7 +156,7 @@ class PoolLinks:
             self._away_s, self._node = REDIAL_S, self._make_node()
 
     def break_for(self, away_s: float) -> None:
-        """Break the link now; the same node process joins again after a delay."""
+        """Break the link now; the node, whose process lives on, joins again after ``away_s``."""
         self._away_s = away_s
         self._broken.set()
 
@@ -168,7 +171,8 @@ class PoolLinks:
         lane = self._make_lane(self._submit)
 
         def send(command: RouterCommand) -> None:
-            if not isinstance(command, RouterBeat):  # the link itself handles heartbeats
+            # The node's real link, which is absent here, handles heartbeats
+            if not isinstance(command, RouterBeat):
                 lane(command)
 
         return Node(self._registration, send, hang_up=self._broken.set)
@@ -177,7 +181,7 @@ class PoolLinks:
         self._pool.on_event(self._node, _as_rows(event) if isinstance(event, tuple) else event)
 
     def _make_lane(self, take: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that delivers messages `MESSAGE_S` later, in order."""
+        """Return a function that passes messages to ``take``, in order and `MESSAGE_S` later."""
         lane: deque[Any] = deque()
 
         def put(item: Any) -> None:
@@ -188,7 +192,7 @@ class PoolLinks:
 
 
 def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
-    """Split simulated nodes' deltas as `wire.split_step` does, only faster."""
+    """Split the deltas of a simulated node's step as `wire.split_step` does, but faster."""
     epochs, output_indexes, token_ids, others = [], [], [], []
     for delta in deltas:
         if delta.prefill or delta.decode or delta.error or delta.finish_reason:
@@ -204,7 +208,7 @@ def _as_rows(deltas: tuple[RequestDelta, ...]) -> StepDeltas:
 async def joined_fleet(
     num_prefill: int, num_decode: int, options: SimOptions, *, local_prefill: bool
 ) -> AsyncIterator[NodePool]:
-    """Yield a pool that simulated nodes have joined; see `joined_cluster`."""
+    """Run simulated nodes; yield the pool that they have joined (`joined_cluster`)."""
     cluster = joined_cluster(num_prefill, num_decode, options, local_prefill=local_prefill)
     async with cluster as joined:
         yield joined.pool
@@ -212,7 +216,7 @@ async def joined_fleet(
 
 @dataclass(frozen=True, slots=True)
 class JoinedCluster:
-    """Simulated nodes, the pool that they have joined, and links by node name."""
+    """Simulated nodes, the pool that they have joined, and their links by node name."""
 
     pool: NodePool
     cluster: SimCluster
@@ -228,11 +232,13 @@ async def joined_cluster(
     local_prefill: bool,
     is_dropped: Callable[[str, NodeEvent], bool] = lambda name, event: False,
 ) -> AsyncIterator[JoinedCluster]:
-    """Yield simulated nodes and a pool that they have joined; needs a `VirtualTimeLoop`.
+    """Run simulated nodes; yield them with the pool that they have joined.
+
+    The event loop must be a `VirtualTimeLoop`.
 
     Args:
         local_prefill: whether decode nodes may compute prompts themselves.
-        is_dropped: returns whether an event of the node with this name is lost.
+        is_dropped: returns whether this event of the node with this name is lost.
     """
     links: dict[str, PoolLinks] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -269,5 +275,5 @@ async def joined_cluster(
             make_links=make_links,
         )
         async with cluster:
-            await asyncio.sleep(1.0)  # virtual time until all pairs have met
+            await asyncio.sleep(1.0)  # virtual seconds in which all pairs of nodes connect
             yield JoinedCluster(pool, cluster, links)

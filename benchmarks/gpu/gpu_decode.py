@@ -1,9 +1,10 @@
-"""Parts of the GPU suite about speed: decode steps at one context length, nano-vllm's workload.
+"""Parts of the GPU suite that measure speed: decode steps, and nano-vllm's workload.
 
-A floor is the bytes that a step must read (weights of the layers and the output head, all requests'
-KV) divided by this device's copy bandwidth, measured in the same run. Idle is the share of a steady
-decode between the end of one graph replay and the start of the next, measured by CUDA events: the
-device waits for the host then, except for copies of some microseconds.
+The floor of a step is the time to read all bytes that the step must read (weights of the layers and
+the output head, all requests' KV) at the copy bandwidth of this device, measured in the same run.
+Idle is the share of a decode's time between the end of one graph replay and the start of the next,
+measured with CUDA events: in this time the device waits for the host, except for copies of some
+microseconds.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ NANO_REQUESTS, NANO_LENGTH, NANO_TEMPERATURE = 256, 1024, 0.6
 
 
 class ReplayTimer:
-    """Records CUDA events around each later replay of an engine's graphs.
+    """Records CUDA events before and after each further replay of an engine's graphs.
 
-    The copies before a replay are outside the events. Otherwise an idle device would pass the first
-    event early, and its wait for the host would count as work.
+    The copies before a replay are not between its two events. Otherwise an idle device would pass
+    the first event early, and the time in which it then waits for the host would count as work.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,9 +57,9 @@ class ReplayTimer:
         self._events.append((start, end))
 
     def take_ms(self) -> tuple[list[float], list[float]]:
-        """Return milliseconds of each replay since the last call, and of the gaps between replays.
+        """Return the ms of each replay since the last call, and of each gap between replays.
 
-        Waits for the device.
+        The device must finish all work first, so this waits.
         """
         torch.cuda.synchronize()
         events, self._events = self._events, []
@@ -68,7 +69,7 @@ class ReplayTimer:
 
 
 def measure_decode(device: str, report: Report) -> bool:
-    """Measure milliseconds per decode step at 1k context, and this device's floor."""
+    """Measure milliseconds per decode step with a context of 1k tokens, and the floors."""
     on_gpu = device != "cpu"
     bandwidth = copy_gb_per_s(device, 2**30 if on_gpu else 2**16)
     report["copy, GB/s"] = bandwidth
@@ -116,9 +117,9 @@ def measure_few_bits(device: str, report: Report) -> bool:
 
 
 def measure_invariant(device: str, report: Report) -> bool:
-    """Measure decode steps and a prompt with batch_invariant, in ms, for the 8B shape.
+    """Measure decode steps and a prompt of the 8B shape with batch_invariant, in ms.
 
-    Also compares results of requests in a batch with the results alone.
+    Also compare the results of requests in a batch with the results of the requests alone.
     """
     on_gpu = device != "cpu"
     context, batches = (CONTEXT, BATCHES["8B"]) if on_gpu else (20, (1, 3))
@@ -141,7 +142,7 @@ def measure_invariant(device: str, report: Report) -> bool:
 def _engine(
     shape: str, device: str, batches: Sequence[int], context: int, **options: str | bool
 ) -> Engine:
-    """Make an engine with room for the largest of these batches."""
+    """Make an engine whose KV cache has room for the largest of these batches."""
     tokens = context + STEPS + WARM_STEPS + 16
     return make_engine(
         shape,
@@ -159,7 +160,7 @@ def _engine(
 def _time_decode(
     engine: Engine, timer: ReplayTimer, batch: int, context: int
 ) -> tuple[float, float, float]:
-    """Return the milliseconds of a steady step, of its replay, and between replays (0: none)."""
+    """Return the mean milliseconds of a step, of its replay, and between replays (0: none)."""
     add_decoding(engine, batch, context, STEPS + WARM_STEPS + 8)
     for _ in range(WARM_STEPS):
         engine.step()
@@ -183,7 +184,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _weight_bytes(engine: Engine) -> int:
-    """Return the bytes of weights that each step reads: all except an untied embedding."""
+    """Return the bytes of weights that each step reads: all but those of an untied embedding."""
     model = worker_of(engine.executor).runner._model
     assert isinstance(model, torch.nn.Module)
     weights = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
@@ -192,12 +193,12 @@ def _weight_bytes(engine: Engine) -> int:
 
 
 def _kv_bytes(engine: Engine) -> float:
-    """Return the bytes of KV per token."""
+    """Return the bytes of KV per token, over all layers."""
     return engine.kv_memory.spec.block_bytes / engine.kv_memory.spec.block_size
 
 
 def measure_nano(device: str, report: Report) -> bool:
-    """Measure nano-vllm's workload: 256 requests, prompts and outputs of 100 to 1024 tokens."""
+    """Measure nano-vllm's workload: 256 prompts and outputs of 100 to 1024 tokens each."""
     on_gpu = device != "cpu"
     shape, num_requests = ("0.6B", NANO_REQUESTS) if on_gpu else ("tiny", 4)
     shortest, longest = (100, NANO_LENGTH) if on_gpu else (3, 12)
@@ -233,7 +234,7 @@ def measure_nano(device: str, report: Report) -> bool:
 
 
 def _run(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Run the requests; return the seconds from the first request to the last token."""
+    """Compute all prompts' outputs; return the seconds from the first request to the last token."""
     vocab_size, started = engine.model_config.vocab_size, time.perf_counter()
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         token_ids = [token_id % vocab_size for token_id in prompt]

@@ -1,6 +1,6 @@
-"""Models with real shapes and random weights, made on the device, and requests for them.
+"""Makes models of real shapes with random weights on the device, and requests for them.
 
-Use them only for figures that depend on nothing but shapes. Refuses to know: what is measured.
+Use these models only for figures that depend on shapes alone. Refuses to know: what is measured.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_engine(shape: str, device: str, **options: Any) -> Engine:
-    """Make an engine for a shape of `SHAPES`; ``options`` are fields of `EngineConfig`."""
+    """Make an engine with a model of `SHAPES`; ``options``: fields of `EngineConfig`."""
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(SHAPES[shape])
         Path(folder, "config.json").write_text(config, encoding="utf-8")
@@ -89,7 +89,7 @@ def make_engine(shape: str, device: str, **options: Any) -> Engine:
 def make_request(
     name: str, prompt: list[int], engine: Engine, max_tokens: int, temperature: float = 0.0
 ) -> Request:
-    """Make a request that runs until it has ``max_tokens`` output tokens."""
+    """Make a request that ends only when it has ``max_tokens`` output tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
     return Request.create(
         name,
@@ -102,7 +102,7 @@ def make_request(
 
 
 def add_decoding(engine: Engine, batch: int, context: int, max_tokens: int) -> None:
-    """Add requests whose prompts count as computed; their KV is all zeros."""
+    """Add requests whose prompts count as computed, though their KV is all zeros."""
     draw = random.Random(0)
     for row in range(batch):
         prompt = [draw.randrange(2, 500) for _ in range(context)]
@@ -125,7 +125,7 @@ def _load(
     cache: WeightsCache | None = None,
     images: bool = False,
 ) -> CausalLM:
-    """Stand in for `load_model`: make random weights for a single rank."""
+    """Make a model with random weights for a single rank, in place of `load_model`."""
     if ranks is not ALONE or ops is not None or images:
         raise ValueError("ranks, ops, images: shapes of this suite are one process's text models")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)

@@ -1,4 +1,4 @@
-"""Part of the GPU suite: send KV over NIXL between two processes on one device.
+"""A part of the GPU suite: sends KV over NIXL between two processes on one device.
 
 One process registers a cache and waits; the other writes all its blocks into that cache, in blocks
 of 16 and of 128 tokens of Qwen3-8B's shape. A copy on the device is measured for comparison.
@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 
 
 def measure_push(device: str, report: Report) -> bool:
-    """Measure GB/s of payload; a copy on the device reads and writes each byte."""
+    """Measure the GB/s of KV that is sent, and those of a copy within the device."""
     on_gpu = device != "cpu"
     tokens = TOKENS if on_gpu else 256
     report["copy on the device, GB/s of payload"] = copy_gb_per_s(device, 2**29) / 2
@@ -70,7 +70,10 @@ def make_cache(device: str, block_size: int, tokens: int) -> torch.Tensor:
 
 
 def digest(kv_cache: torch.Tensor, places: npt.NDArray[np.int32]) -> float:
-    """Return a sum that tells whether block i is at ``places[i]``; exact for small elements."""
+    """Return a checksum that shows whether block i is at ``places[i]``.
+
+    It is exact if the cache contains small whole numbers.
+    """
     sums = kv_cache.flatten(1).sum(dim=1, dtype=torch.float64).cpu().numpy()
     return float((sums * (places + 1)).sum())
 
@@ -92,7 +95,7 @@ def _push(
 
 @contextmanager
 def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterator[None]:
-    """Run the receiving process."""
+    """Run the receiving process during the ``with`` block."""
     call = call_words("benchmarks.gpu.gpu_push:receive", device, block_size, tokens, folder)
     child = subprocess.Popen(call, env=own_environment())
     try:
@@ -103,13 +106,13 @@ def _receiver(device: str, block_size: int, tokens: int, folder: str) -> Iterato
 
 
 def _read(path: Path) -> bytes:
-    """Wait until the other process has written the file; return its contents."""
+    """Wait until the other process has written the file; return the file's content."""
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists() or not path.read_bytes():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path.name}: the other process has not written it")
         time.sleep(0.01)
-    time.sleep(0.05)  # the file appears at once, but its content may come later
+    time.sleep(0.05)  # the file may exist before its content is complete
     return path.read_bytes()
 
 

@@ -1,7 +1,7 @@
-"""Report: figures of a part of the GPU suite, written to a file one by one.
+"""Report: writes the figures of a part of the GPU suite to a file, one by one.
 
-The file keeps the figures of a part that is stopped or crashes the device. Imports only packages
-that a machine with nothing but torch has.
+So the file has all figures up to the moment at which the part is stopped, or crashes the device.
+Imports no packages other than torch and its requirements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Report:
-    """Figures by name, in order of arrival; each is written to the file at once."""
+    """Figures by name, in the order in which they were added; written to the file at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -19,7 +19,8 @@ class Report:
 
     def __setitem__(self, name: str, figure: object) -> None:
         self.figures[name] = round(figure, 4) if isinstance(figure, float) else figure
-        whole = self._path.with_suffix(".part")  # a kill leaves the previous file complete
+        # If the process is killed now, the previous file stays complete
+        whole = self._path.with_suffix(".part")
         whole.write_text(json.dumps(self.figures), encoding="utf-8")
         whole.replace(self._path)
         print(f"{name}: {self.figures[name]}", flush=True)

@@ -18,11 +18,11 @@
 The most important parts come first. Each part may use its own share of the time and what earlier
 parts left over, but not the shares of later parts, so every part is started.
 
-Each part is a process with a time limit, so that a crash, a hang or a broken device does not end
-other parts; figures found before are kept. A part with missing packages names them ("not run") and
-never passes. `--device cpu` tries the suite on tiny shapes and writes nothing unless `--out` is
-given. Starting needs only torch; tools/gpu_wheelhouse.sh brings the parts' packages to machines
-without a package index.
+Each part runs in a process with a time limit, so that a crash, a hang or a broken device does not
+end the suite; the part's earlier figures are kept. A part that lacks a package names it ("not run")
+and never passes. `--device cpu` tries the suite on tiny shapes and writes nothing unless `--out` is
+given. The suite itself needs only torch; tools/gpu_wheelhouse.sh brings the packages of the parts
+to machines without a package index.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ from benchmarks.gpu.gpu_report import Report
 from benchmarks.runner.own_process import call_words, end_group, own_environment
 from benchmarks.runner.run import Run
 
-LOG_LINES = 40  # last lines of a part's output that are kept
+LOG_LINES = 40  # number of last lines of a part's output to keep
 KEY_WIDTH, VALUE_WIDTH = 44, 70
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Function ``(device, report) -> whether all results were right`` of a module here."""
+    """A function of a module in this folder, and the part's share of the time.
+
+    The function ``(device, report)`` returns whether all results were right.
+    """
 
     module: str
     function: str
@@ -78,13 +81,13 @@ PARTS = {
     "ops": Part("gpu_tokens", "check_ops", 85),
 }
 BUDGET_S = 570.0
-LEAST_S = 5.0  # less than a process needs to start
+LEAST_S = 5.0  # a part is not started with less time left
 
 
 def run_parts(
     names: Sequence[str], device: str, budget_s: float
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Run the parts; yield each name and result, also for parts without any time left."""
+    """Run the parts; yield each part's name and result, even if no time was left for it."""
     deadline = time.monotonic() + budget_s
     for index, name in enumerate(names):
         limit_s = limit_of(names[index:], deadline - time.monotonic())
@@ -96,17 +99,17 @@ def run_parts(
 
 
 def limit_of(names: Sequence[str], left_s: float) -> float:
-    """Return the seconds for the first of these parts, given the seconds left for all of them.
+    """Return the time limit of the first of these parts, given the time left for all.
 
-    The first part gets all time outside the other parts' shares; if the time left is less than all
-    shares, it gets its proportional part.
+    The first part gets all time that exceeds the shares of the other parts. If less time is left
+    than all shares together, each share is reduced by the same factor.
     """
     share, others = PARTS[names[0]].share_s, sum(PARTS[name].share_s for name in names[1:])
     return max(left_s - others, left_s * share / (share + others))
 
 
 def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
-    """Run one part in a process of its own; returns its figures and how it ended."""
+    """Run one part in a new process; return its figures, and how the process ended."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.json", Path(folder) / "log"
@@ -125,7 +128,7 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
         figures = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
         result: dict[str, object] = {"ok": False, **figures}
         if returned != "0":
-            result["ok"] = False  # a part that fails after its last figure has failed
+            result["ok"] = False  # the part failed after its last figure
             if "failed" not in result and "not run" not in result:
                 result["failed"] = (
                     f"exit code {returned}" if returned.lstrip("-").isdigit() else returned
@@ -138,7 +141,7 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
 
 
 def run_child(name: str, device: str, path: str) -> None:
-    """Run a part in this process, and write its report to a file."""
+    """Run a part in this process, and write its figures to the file ``path``."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     report = Report(Path(path))
     report["ok"] = False
@@ -147,7 +150,7 @@ def run_child(name: str, device: str, path: str) -> None:
         function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
         report["ok"] = bool(function(device, report))
     except Exception as error:
-        missing = error.__cause__ or error  # the cause may be the original error
+        missing = error.__cause__ or error  # a wrapped error names the missing module
         if isinstance(missing, ModuleNotFoundError):
             report["not run"] = f"no module {missing.name}" if missing.name else str(missing)
             return
@@ -157,7 +160,7 @@ def run_child(name: str, device: str, path: str) -> None:
 
 
 def print_table(results: dict[str, dict[str, object]]) -> None:
-    """Print one line per figure, without a table library, which a GPU machine may lack."""
+    """Print one line per figure, without rich, which a GPU machine may lack."""
     print(f"\n{'part':<10} {'':<8} {'figure':<{KEY_WIDTH}} value")
     for name, result in results.items():
         state = "ok" if result["ok"] else "not run" if "not run" in result else "FAILED"
@@ -177,10 +180,10 @@ def run(
     """Run parts of the suite, and save the results after each part.
 
     Args:
-    device: cuda, cuda:N, or cpu, which tries the suite on tiny shapes and saves nothing.
-    only: names of the parts to run.
-    budget: seconds for all parts.
-    out: file for a second copy of the JSON.
+        device: cuda or cuda:N; cpu: try the suite on tiny shapes, and save nothing.
+        only: names of the parts to run.
+        budget: seconds for all parts together.
+        out: a file to which a second copy of the JSON is written.
     """
     if unknown := set(only) - set(PARTS):
         raise SystemExit(f"only: must be of {', '.join(PARTS)}, got {', '.join(unknown)}")

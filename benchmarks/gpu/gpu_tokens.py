@@ -1,6 +1,6 @@
-"""Parts of the GPU suite that check results, most of them with the demo model.
+"""Parts of the GPU suite that check results; most of them use the demo model.
 
-The checks of ops run the tests in `tests/`.
+The part `ops` runs tests in `tests/`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-Row = dict[str, float | str]  # as in gpu_timing.py, whose imports may be missing
+# Not imported from gpu_timing.py, which needs packages that may be missing.
+Row = dict[str, float | str]
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
 KV_BYTES = 2**28
-MAX_PROCESSES = 12  # test processes; each has a context of half a GiB on the GPU
+# Number of test processes; each needs half a GiB of GPU memory for its CUDA context
+MAX_PROCESSES = 12
 WEIGHTS = tuple(one.value for one in QuantizedFormat)
 ROUNDING_WEIGHTS = ("int8", "fp8")
-MOST_DIFFERENCE = 0.05  # largest mean difference of a prompt's logprobs
+MOST_DIFFERENCE = 0.05  # largest allowed mean difference of a prompt's logprobs
 OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
 def check_ops(device: str, report: Report) -> bool:
-    """Test all Triton ops and attention backends against the reference; on a GPU in bf16, too."""
+    """Test attention backends and, on a GPU, all Triton ops against the reference."""
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)
@@ -51,7 +53,7 @@ def check_ops(device: str, report: Report) -> bool:
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
         "--ignore=tests/kernels/test_aot.py", *tests,
     ]  # fmt: skip
-    if find_spec("xdist") is not None:  # parallel, because compiling takes most of the time
+    if find_spec("xdist") is not None:  # in parallel, because compiling takes most of the time
         command += ["--numprocesses", str(min(len(os.sched_getaffinity(0)), MAX_PROCESSES))]
     counts, failed = Counter[str](), list[str]()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
@@ -69,7 +71,7 @@ def check_ops(device: str, report: Report) -> bool:
 
 
 def outcome_of(line: str) -> tuple[str, str] | None:
-    """Parse test and outcome from a line of pytest, with or without xdist; None: neither."""
+    """Parse the test and its outcome from a line of pytest; None: another line."""
     alone = re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line)
     if alone:
         return alone[1], alone[2]
@@ -91,9 +93,10 @@ def check_engine(device: str, report: Report) -> bool:
 
 
 def check_graphs(device: str, report: Report) -> bool:
-    """Compare tokens of eager steps with those of replayed steps, of running ahead, and of both.
+    """Compare the tokens of eager steps with those of replayed steps and of running ahead.
 
-    In float32 they must be equal; in bfloat16 padding may change how a product is rounded.
+    In float32 all tokens must be equal; in bfloat16 they may differ, because padding may change how
+    a product is rounded.
     """
     from engine import LLM
 
@@ -117,7 +120,7 @@ def check_graphs(device: str, report: Report) -> bool:
 
 
 def check_split(device: str, report: Report) -> bool:
-    """Compare the tokens of a split deployment, with KV in device memory, with one process's."""
+    """Compare a split deployment's tokens (KV in device memory) with one process's tokens."""
     from engine import LLM
 
     options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
@@ -149,14 +152,14 @@ def _split_completions(
 
 
 def measure_kernels(device: str, report: Report) -> bool:
-    """Report the rows of `kernels_gpu.py`; return False if a kernel is wrong."""
+    """Run `kernels_gpu.py`, and report its rows; return False if a kernel's result is wrong."""
     from benchmarks.kernels.kernels_gpu import measure
 
     return _all_right(measure(device), report)
 
 
 def measure_attention(device: str, report: Report) -> bool:
-    """Report the rows of `attention_gpu.py`; return False if a result differs from a library's."""
+    """Run `attention_gpu.py`, and report its rows; return False if a result is wrong."""
     from benchmarks.kernels.attention_gpu import geometric_mean, measure, measure_steps, peers
 
     here, missing = peers()
@@ -169,17 +172,18 @@ def measure_attention(device: str, report: Report) -> bool:
 
 
 def measure_products(device: str, report: Report) -> bool:
-    """Report the rows of `quantized_gpu.py`; return False if a product is wrong."""
+    """Run `quantized_gpu.py`, and report its rows; return False if a product is wrong."""
     from benchmarks.kernels.quantized_gpu import measure
 
     return _all_right(measure(device), report)
 
 
 def check_quantized(device: str, report: Report) -> bool:
-    """Compare tokens with 4- and 8-bit weights with those of the definitions; also split.
+    """Compare the tokens of 4- and 8-bit weights with those of their definitions; also split.
 
-    With formats that round inputs, a rounding error may change the next layer's inputs by a whole
-    step. For these formats the prompts' logprobs are compared.
+    In formats that round the inputs of layers, a rounding error may change the next layer's input
+    by a whole quantization step. For these formats, the prompts' logprobs are compared in place of
+    tokens.
     """
     from baton_kernels import reference
     from baton_kernels.dispatch import ops_for
@@ -208,9 +212,10 @@ def check_quantized(device: str, report: Report) -> bool:
 
 
 def check_company(device: str, report: Report) -> bool:
-    """Compare requests alone with requests in a batch, bit by bit: tokens and logprobs; also split.
+    """Compare requests alone with requests in a batch, bit by bit; also split.
 
-    Uses ``batch_invariant``; CPUs always compute so.
+    Tokens and logprobs must be equal. The engine has the option ``batch_invariant``; on CPUs,
+    results never depend on the batch.
     """
     from engine import LLM
 
@@ -218,7 +223,7 @@ def check_company(device: str, report: Report) -> bool:
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
     options |= {"batch_invariant": True, "prefix_cache": False}
     # Prompts have up to four parts of keys. Different sampling parameters make the requests of a
-    # step take different code paths.
+    # step use different code.
     lengths = [3 + 231 * row for row in range(9)]
     prompts = [[(31 * row + 7 * i) % 4000 for i in range(n)] for row, n in enumerate(lengths)]
     greedy, drawn = _params()
@@ -252,7 +257,7 @@ def _mean_difference(one: Completion, other: Completion) -> float:
 
 
 def _all_right(rows: Iterable[Row], report: Report, kept: list[Row] | None = None) -> bool:
-    """Report each row at once, and keep it; return whether there are rows and none has failed."""
+    """Report each row when it arrives; return whether there are rows and none has failed."""
     kept = [] if kept is None else kept
     for row in rows:
         report[f"{row.get('part', 'attention')}: {row['what']}"] = ", ".join(

@@ -1,4 +1,4 @@
-"""Rows of the page about all that needs a GPU."""
+"""Rows of docs/performance.md about measurements that need a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from benchmarks.page.measures import at, ratio, value
 from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
-LARGE_KV_BYTES = 512e6  # with less KV, launch time matters
+LARGE_KV_BYTES = 512e6  # with less KV, the time of launches matters
 FUSED = ("add_rms_norm", "norm_rotary_store", "silu_mul")
 _FIGURE = re.compile(r"([^,]+) (-?[0-9.]+)(?:, |$)")
 _DECODE = re.compile(r"decode (\d+)/(\d+), batch (\d+), context (\d+)")
@@ -15,7 +15,7 @@ HEAD_DIM, KV_ITEM_BYTES = 128, 2
 
 
 def _figures(document: Json, part: str, words: str) -> dict[str, dict[str, float]]:
-    """Find the rows of a part whose names contain the words: {row: {figure: value}}."""
+    """Return the figures of the part's rows whose names contain ``words``, by row."""
     return {
         name: {key.strip(): float(found) for key, found in _FIGURE.findall(text)}
         for name, text in at(document, "parts", part).items()
@@ -24,7 +24,7 @@ def _figures(document: Json, part: str, words: str) -> dict[str, dict[str, float
 
 
 def _least(part: str, words: str, figure: str, form: str = ".2f") -> Measure:
-    """Return a measure that shows a figure's range and judges its smallest value."""
+    """Return a measure that shows the range of a figure and judges the smallest value."""
 
     def measure(document: Json) -> Found:
         rows = _figures(document, part, words).items()

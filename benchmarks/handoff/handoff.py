@@ -1,9 +1,9 @@
-"""Measure the hand-off from a prefill node to a decode node, from receipts of real requests.
+"""Measure the hand-off from a prefill to a decode node, with receipts of real requests.
 
 A router, one prefill node and one decode node with NIXL serve the demo model on this machine, one
-request at a time, so that only the hand-off lies between token 1 and token 2. The decode node rests
-between requests, and a core is slow after a rest. So a control takes the same first decode step in
-one process, without a transfer: once after a rest and once without.
+request at a time, so that only the hand-off delays token 2 after token 1. The decode node rests
+between requests, and a core is slow after a rest. So a control computes the same first decode step
+in one process, without a transfer: once after a rest and once without.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ FILES = {
     "transports": "kv_transports",
 }
 OUTPUT_TOKENS = 16
-REST_S = 0.1  # pause of the control, about as long as a prefill
+REST_S = 0.1  # seconds for which the control rests, about as long as a prefill
 
 
 def measure(num_requests: int) -> dict[int, list[Receipt]]:
-    """Return {prompt tokens: receipts}; lengths take turns, and the first round warms up."""
+    """Send prompts of all lengths in turns; return the receipts by prompt length.
+
+    The first round warms up, and is left out.
+    """
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, list[Receipt]] = {length: [] for length in PROMPT_LENGTHS}
@@ -45,7 +48,7 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
     with deployed(node_args=room) as deployment, Client(deployment.config.listen) as client:
         for index in range(num_requests + 1):
             for length, collected in receipts.items():
-                # A new prompt: no block of it is in a prefix cache.
+                # The prompt is new, so no prefix cache has blocks of it.
                 prompt = draw.choices(range(4000), k=length)
                 receipt, _ = receipt_of(client, prompt, params)
                 if index:
@@ -54,7 +57,10 @@ def measure(num_requests: int) -> dict[int, list[Receipt]]:
 
 
 def measure_control(num_requests: int) -> dict[int, dict[str, dict[str, float]]]:
-    """Return milliseconds from commit to token 2, after a rest and without, by prompt tokens."""
+    """Return the ms from commit to token 2 in one process, with and without a rest before.
+
+    The result is by number of prompt tokens.
+    """
     config = EngineConfig(device="cpu", num_threads=1, kv_cache_bytes=2**28)
     engine = make_engine(DEMO_MODEL, config)
     engine.kv_memory.tensor.zero_()
@@ -99,7 +105,7 @@ def _commit_to_token_2_ms(engine: Engine, request: Request, *, rested: bool) -> 
 
 
 def figures(receipt: Receipt) -> dict[str, float]:
-    """Return the figures of one request."""
+    """Return the figures of one request's receipt."""
     prefill, decode = receipt.prefill, receipt.decode
     assert prefill is not None
     assert decode is not None
@@ -120,7 +126,7 @@ def figures(receipt: Receipt) -> dict[str, float]:
 def summarize(
     receipts: dict[int, list[Receipt]], control: dict[int, dict[str, dict[str, float]]]
 ) -> dict[str, object]:
-    """Return medians and p90 by prompt length."""
+    """Return the median and the p90 of each figure, by prompt length."""
     results: dict[str, object] = {}
     for length, collected in receipts.items():
         rows = [figures(receipt) for receipt in collected]
@@ -153,11 +159,12 @@ def run(
     """Measure the chosen parts of the hand-off; each has its own file of results.
 
     Args:
-    parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
-        NIXL compared with TLS sockets.
-    requests: number per prompt length; smaller for long prompts, hybrids and transports.
-    families: model families of the part hybrids.
-    block_sizes: block sizes of the part hybrids.
+        parts: costs of a hand-off; macs: keyed digests; hybrids: layers with states; transports:
+            NIXL compared with TLS sockets.
+        requests: number of requests per prompt length; long prompts, hybrids and transports get
+            fewer.
+        families: model families of the part hybrids.
+        block_sizes: block sizes of the part hybrids.
     """
     for part in parts:
         if part == "costs":
@@ -173,7 +180,7 @@ def run(
 
 
 def measure_costs(run: Run, num_requests: int) -> dict[str, object]:
-    """Measure single hand-offs, hand-offs by push mode, and ranges of memory after an hour."""
+    """Measure single hand-offs, push modes, and the fragmentation of block pools over an hour."""
     receipts, control = measure(num_requests), measure_control(num_requests)
     lengths = summarize(receipts, control)
     run.show("median", lengths)

@@ -1,8 +1,9 @@
-"""Measure ranges of memory per transfer after an hour in which requests come, grow and end.
+"""Measure memory ranges per transfer after an hour in which requests come, grow and end.
 
-Two block pools are 90 % full; nothing is computed, and the clock is simulated. A request takes its
-prompt's blocks on both nodes, grows on the decode node, and frees both at random times. Both ways
-to allocate get the same requests.
+The block pools of two nodes are 90 % full; nothing is computed, and the clock is simulated. A
+request takes its prompt's blocks on both nodes, takes more blocks on the decode node as it grows,
+and frees its blocks on both nodes at random times. Both ways of allocating blocks get the same
+requests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 1000, 300
 
 @dataclass(slots=True)
 class _Held:
-    """Blocks of a request on both nodes."""
+    """The blocks of a request on the prefill node (p) and on the decode node (d)."""
 
     p: list[int]
     d: list[int]
@@ -36,7 +37,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Churn:
-    """The block pools of a prefill (p) and a decode node (d), and their next events."""
+    """The block pools of a prefill node (p) and a decode node (d), and future events."""
 
     extents: bool
     draw: random.Random = field(default_factory=lambda: random.Random(0))
@@ -49,7 +50,7 @@ class _Churn:
     next_blocks: int = 1  # number of prompt blocks of the next request
 
     def fill(self, now: float) -> list[tuple[int, int]]:
-        """Fill the pools with requests; yield each transfer's numbers of blocks and ranges."""
+        """Fill the pools with requests; return each transfer's number of blocks and of ranges."""
         transfers: list[tuple[int, int]] = []
         spare = int(NUM_BLOCKS * (1 - OCCUPANCY))
         while True:
@@ -59,13 +60,13 @@ class _Churn:
             self.next_blocks = self._draw_blocks()
             started = time.perf_counter()
             p = self.p.allocate(num_blocks, extents=self.extents)
-            # the prompt's blocks, and one for decoding
+            # the prompt's blocks, and one for the first output tokens
             d = self.d.allocate(num_blocks + 1, extents=self.extents)
             self.allocate_s += time.perf_counter() - started
             assert p is not None
             assert d is not None
             self.num_allocated += len(p) + len(d)
-            pairs = sorted(zip(p, d, strict=False))  # in the sender's order
+            pairs = sorted(zip(p, d, strict=False))  # in the order in which the sender writes
             transfers.append((num_blocks, count_runs([a for a, _ in pairs], [b for _, b in pairs])))
             num_output = self.draw.expovariate(1 / MEAN_OUTPUT_TOKENS)
             held = _Held(p, d, int(num_output / BLOCK_SIZE))
@@ -74,7 +75,7 @@ class _Churn:
             self._later(now + BLOCK_SIZE * TOKEN_S, "grow", held)
 
     def advance(self) -> float:
-        """Run the next event; return its time."""
+        """Handle the next event; return its time in seconds."""
         now, _, what, held = heapq.heappop(self.events)
         if what == "leave p":
             self.p.release(reversed(held.p))
@@ -87,7 +88,7 @@ class _Churn:
         return now
 
     def _draw_blocks(self) -> int:
-        """Draw a prompt's blocks, for a log-normal number of tokens."""
+        """Draw a prompt's number of blocks, for a log-normal number of tokens."""
         num_tokens = self.draw.lognormvariate(0, 0.8) * MEAN_PROMPT_TOKENS / math.exp(0.8**2 / 2)
         return -(-min(int(num_tokens) + 1, 8000) // BLOCK_SIZE)
 
@@ -97,7 +98,10 @@ class _Churn:
 
 
 def measure_churn(hours: float = 1.0) -> dict[str, object]:
-    """Return the ranges per transfer in the last tenth of the time, and the cost, by way."""
+    """Return, by way of allocating, the ranges per transfer and the cost of allocating.
+
+    Ranges are counted in the last tenth of the time.
+    """
     results: dict[str, object] = {}
     for name, extents in (("oldest first", False), ("extents", True)):
         churn = _Churn(extents)

@@ -1,9 +1,9 @@
 """Measure the hand-off of hybrid models, which have state layers and attention layers.
 
-A router, a prefill and a decode node serve small random checkpoints, one request at a time, with
-chunked prompts and several block sizes. Each prompt comes twice: new, and cached with a new end. A
-dense model gets the same prompts, for comparison. Refuses to know: the models' speed, and tokens,
-which tests compare.
+A router, a prefill node and a decode node serve small random checkpoints, one request at a time,
+with chunked prompts and several block sizes. Each prompt is sent twice: as a new prompt, and then
+with a new end after the part that is now cached. A dense model gets the same prompts, for
+comparison. Refuses to know: the models' speed, tokens (tests compare them).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from benchmarks.runner.deployments import deployed, receipt_of
 from benchmarks.runner.environment import summary
 
 PROMPT_LENGTHS = (1024, 4096, 16384)
-BLOCK_SIZES = (64, 256)  # Granite's state of this shape needs 48 tokens' memory
+BLOCK_SIZES = (64, 256)  # a Granite state of this shape takes as much memory as the KV of 48 tokens
 CHUNK_TOKENS = 512
-NEW_END_TOKENS = 200  # new tokens after a cached prompt
+NEW_END_TOKENS = 200  # number of new tokens after a cached prompt
 OUTPUT_TOKENS = 8
 
 _SHAPE: dict[str, Any] = {
@@ -38,7 +38,7 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 _THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
-# Row -> architecture, and the config fields that differ from _SHAPE.
+# Row -> architecture, and the fields of config.json that differ from `_SHAPE`.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3 (dense)": ("Qwen3ForCausalLM", {"head_dim": 64}),
     "Qwen3.5": (
@@ -71,7 +71,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
-    """Return receipt figures by prompt length: of new prompts, of cached ones with a new end."""
+    """Return figures of receipts, by prompt length, for new prompts and for cached ones."""
     draw = random.Random(0)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     receipts: dict[int, dict[str, list[Receipt]]] = {
@@ -102,13 +102,14 @@ def measure(row: str, block_size: int, num_requests: int) -> dict[str, Any]:
 
 
 def figures(receipts: list[Receipt]) -> dict[str, Any]:
-    """Return the medians for requests of one kind."""
+    """Return the medians of the receipts' figures."""
     exposed, computed_on_d, pushed, chunks, cached, num_bytes = [], [], 0, [], [], []
     for receipt in receipts:
         prefill, decode = receipt.prefill, receipt.decode
         assert decode is not None
         if prefill is None or not decode.push.transport:
-            continue  # no hand-off: the decode node computed the new end of the prompt itself
+            # There was no hand-off: the decode node itself computed the new end of the prompt
+            continue
         pushed += 1
         exposed.append(decode.push.exposed_transfer_s * 1e3)
         computed_on_d.append(decode.num_prompt_tokens_computed)
@@ -130,7 +131,7 @@ def figures(receipts: list[Receipt]) -> dict[str, Any]:
 def measure_hybrids(
     families: Sequence[str], block_sizes: Sequence[int], num_requests: int
 ) -> dict[str, object]:
-    """Measure families by block size, with prompts of each kind and length."""
+    """Measure each family with each block size, with prompts of each kind and length."""
     results: dict[str, dict[str, Any]] = {
         row: {str(size): measure(row, size, num_requests) for size in block_sizes}
         for row in families

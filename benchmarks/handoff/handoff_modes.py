@@ -1,9 +1,9 @@
 """Compare how well push modes hide the hand-off behind the prefill, with equal requests.
 
-Also measures when, and at what cost, a decode node continues.
+It also measures how soon after the commit, and at what cost, a decode node continues a request.
 
-The checkpoint is random, because only prompt lengths and bytes per token matter. Each mode has a
-router, a prefill node and a decode node; all modes run at once and get requests in turns.
+The checkpoint is random, because only prompt lengths and bytes of KV per token matter. Each mode
+has its own router, prefill node and decode node; all modes run at once and get requests in turns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LENGTHS = (256, 1024, 4096, 16384)  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How KV is sent: the push mode, further node options, and UCX's transport."""
+    """A way to send KV: the push mode, further options of nodes, and UCX's transport."""
 
     push: str
     node_args: tuple[str, ...] = ()
@@ -56,8 +56,8 @@ MODES = {
     "layers, digests": Way("layers", ("--kv-digests",)),
 }
 MAC_MODES = {name: MODES[name] for name in ("layers", "layers, digests")}
-# NIXL with its own choice of transport on one host (a copy by the kernel), and restricted to TCP,
-# its choice between hosts without RDMA.
+# NIXL with the transport that it chooses on one host (a copy by the kernel), and with TCP, which it
+# would choose between hosts without RDMA.
 TRANSPORTS = {"nixl": ((), ""), "nixl, tcp": ((), "tcp"), "tls": (TLS, "")} | {
     "tls, digests": ((*TLS, "--kv-digests"), "")
 }
@@ -67,7 +67,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Make a model of eight layers and 8 KiB of KV per token, which computes long prompts fast."""
+    """Write the checkpoint of a fast model with eight layers and 8 KiB of KV per token."""
     shape = {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
         "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
@@ -83,7 +83,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
-    """Start a router, a prefill and a decode node for each way; wait until all are ready."""
+    """Run a router, a prefill and a decode node for each way; yield once all are ready."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
         deployments = {}
@@ -98,7 +98,7 @@ def running(ways: Mapping[str, Way]) -> Iterator[dict[str, LocalDeployment]]:
 
 
 def measure_modes(num_requests: int) -> dict[str, object]:
-    """Measure the hand-off of each mode: by prompt length, beside other requests, and at rest."""
+    """Measure each mode's hand-off: by prompt length, beside other requests, and at rest."""
     with running(MODES) as deployments:
         receipts = collect_receipts(deployments, num_requests)
         results: dict[str, object] = {"modes": _modes_table(receipts)}
@@ -111,7 +111,7 @@ def measure_modes(num_requests: int) -> dict[str, object]:
 
 
 def measure_macs(num_requests: int) -> dict[str, object]:
-    """Measure the cost of keyed digests, from the prompt's first step until D has the commit."""
+    """Compare hand-offs with plain and keyed digests: ms from the first step to the commit."""
     with running(MAC_MODES) as deployments:
         receipts = collect_receipts(deployments, num_requests, LENGTHS[:3])
     table: dict[str, object] = {}
@@ -135,7 +135,7 @@ def measure_macs(num_requests: int) -> dict[str, object]:
 
 
 def measure_transports(num_requests: int) -> dict[str, object]:
-    """Compare NIXL with TLS sockets by push mode; both get the same requests in turns."""
+    """Compare NIXL with TLS sockets for each push mode; both get the same requests in turns."""
     results: dict[str, object] = {}
     for push in ("layers", "after-prefill"):
         ways = {name: Way(push, *rest) for name, rest in TRANSPORTS.items()}
@@ -161,7 +161,7 @@ def measure_transports(num_requests: int) -> dict[str, object]:
 def collect_receipts(
     deployments: dict[str, LocalDeployment], num_requests: int, lengths: Sequence[int] = LENGTHS
 ) -> dict[tuple[str, int], list[Receipt]]:
-    """Send each mode the same requests; return the receipts by mode and prompt length."""
+    """Send the same requests to each mode; return the receipts by mode and prompt length."""
     receipts: dict[tuple[str, int], list[Receipt]] = {}
     draw = random.Random(0)
     for length in lengths:
@@ -179,10 +179,11 @@ def collect_receipts(
 
 
 def push_figures(receipts: list[Receipt]) -> dict[str, float]:
-    """Return the medians of the push figures."""
+    """Return the medians of the figures about the push."""
     decodes = [receipt.decode for receipt in receipts if receipt.decode is not None]
     median = statistics.median
-    # The legs on P and D begin at about the same time, so this is the time after the prefill.
+    # Both nodes' parts of a request begin at about the same time, so the difference is the time
+    # after the prefill.
     parked = [
         r.decode.parked_s - r.prefill.queue_s - r.prefill.prefill_s
         for r in receipts
@@ -211,9 +212,10 @@ def _modes_table(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, ob
 
 
 def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, float]:
-    """Compare the speed of pushing, a copy on one host, with a copy in one process.
+    """Compare the speed of a push within one host with the speed of a copy in one process.
 
-    Takes the fastest of each, because they run at different moments on a shared machine.
+    The fastest push and the fastest copy count, because they run at different moments on a shared
+    machine.
     """
     pushes = [r.decode.push for r in receipts["after-prefill", LENGTHS[-1]] if r.decode]
     num_bytes = pushes[0].num_bytes
@@ -222,9 +224,9 @@ def _bandwidth(receipts: dict[tuple[str, int], list[Receipt]]) -> dict[str, floa
 
 
 def copy_and_digest(num_bytes: int) -> dict[str, float]:
-    """Return the bytes per second of a plain copy, and of digests of 128 KiB blocks."""
+    """Return the GB/s of a plain copy, and of digests of blocks of 128 KiB."""
     source = torch.ones(num_bytes // 2**17, 8, 2**14, dtype=torch.uint8)
-    # zeros_like, so that the target's pages exist before the copy
+    # zeros, so that the target's pages exist before the copy
     target = torch.zeros_like(source)
     digests, key = BlockDigests(memory_of(source)), BlockKey(bytes(32))
     written = Written("r", 1, range(len(source)), (0, 8), 0, range(len(source)))
@@ -243,7 +245,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
 
 
 async def _join_a_batch(address: str) -> dict[str, object]:
-    """Count decode steps from commit to a request's first step, while 32 other requests decode."""
+    """Fill a batch; count the decode steps from a further request's commit to its first step."""
     draw = random.Random(1)
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:
@@ -261,7 +263,7 @@ async def _join_a_batch(address: str) -> dict[str, object]:
             task.cancel()
         await asyncio.gather(*decoding, return_exceptions=True)
     decodes = [receipt.decode for receipt in joined if receipt.decode is not None]
-    # The count includes the first step, so 1 means no wait.
+    # The receipt's count includes the request's first step, so 1 means no wait.
     steps = sorted(decode.steps_until_first - 1 for decode in decodes)
     return {
         "num_still_decoding_at_the_end": still,
@@ -276,7 +278,7 @@ async def _join_a_batch(address: str) -> dict[str, object]:
 
 
 def idle_cpu(deployment: LocalDeployment) -> dict[str, float]:
-    """Return each process's use of a core at rest, in percent."""
+    """Return how much of a core each process uses without requests, in percent."""
 
     def seconds() -> dict[str, float]:
         return {

@@ -1,11 +1,12 @@
-"""Draw one real hand-off, from times that three processes recorded.
+"""Draw real hand-offs from times that the processes recorded.
 
     python -m benchmarks handoff_trace --save        (needs the extra `report`)
 
-Router, prefill and decode node run as usual. The nodes record when each layer was computed, each
-write was posted and completed, the decode node took the commit, and its steps began and ended. All
-processes read the same clock. The picture shows two prompts, one pushed layer by layer and one
-after the prefill, each with the median hand-off time of several prompts.
+A router, a prefill node and a decode node run as usual. The nodes record when each layer was
+computed, when each write was posted and complete, when the decode node handled the commit, and when
+its steps began and ended. All processes read the same clock. The picture shows two prompts, one
+pushed layer by layer and one pushed after the prefill; each is the prompt with the median hand-off
+time among several.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PROMPT_TOKENS = 4096
 NUM_PROMPTS = 5
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
-Span = tuple[str, float, float]  # name, begin, end, on the machine's clock
+Span = tuple[str, float, float]  # name, begin, end; times on the machine's clock
 
 
 def record_process(folder: Path) -> None:
@@ -67,7 +68,7 @@ def record_process(folder: Path) -> None:
         def note(layer: int) -> None:
             nonlocal last
             spans.append(("layer", last, clock()))
-            if after_layer is not None:  # None: everything is pushed after the prefill
+            if after_layer is not None:  # None: all blocks are pushed after the prefill
                 after_layer(layer)
             last = clock()
 
@@ -108,7 +109,7 @@ def record_process(folder: Path) -> None:
 
 
 def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
-    """Return each prompt's {name: spans in ms since the start of its first layer}."""
+    """Return each prompt's spans by name, in ms since its first layer began."""
     asked: list[tuple[float, float, list[float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ[TRACE_VARIABLE] = folder
@@ -140,12 +141,12 @@ def trace(model: Path, mode: str) -> list[dict[str, list[tuple[float, float]]]]:
 
 
 def exposed_ms(lanes: dict[str, list[tuple[float, float]]]) -> float:
-    """Return the ms from the end of the last layer until the decode node has handled the commit."""
+    """Return the ms from the last layer's end until the decode node has handled the commit."""
     return lanes["commit"][0][1] - lanes["layer"][-1][1]
 
 
 def draw_lanes(axes: Axes, lanes: dict[str, list[tuple[float, float]]]) -> None:
-    """Draw layers, writes and steps, one row below the other."""
+    """Draw the spans of layers, writes and steps, in one row each."""
     rows = (("layer", 2, LIGHT.blue), ("write", 1, LIGHT.orange), ("step", 0, LIGHT.green))
     for what, place, color in rows:
         bars = [(start, max(end - start, 1e-3)) for start, end in lanes[what]]
@@ -159,7 +160,7 @@ def draw_lanes(axes: Axes, lanes: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def draw(chosen: dict[str, dict[str, list[tuple[float, float]]]]) -> bytes:
-    """Draw both modes on one time axis, with the last milliseconds of each enlarged."""
+    """Draw both modes on one time axis, and the last milliseconds of each enlarged."""
     with style(LIGHT):
         figure = LIGHT.figure(1.7)
         panels = figure.subplots(2, 2, gridspec_kw={"width_ratios": [2, 1]}, squeeze=False)
@@ -182,16 +183,16 @@ def draw(chosen: dict[str, dict[str, list[tuple[float, float]]]]) -> bytes:
 
 
 def run_process(*words: str) -> None:
-    """Run a process of the deployment, and record its work."""
+    """Run the program of a node or router in this process, and record its work."""
     from baton.cli.app import main as run_baton
 
     record_process(Path(os.environ[TRACE_VARIABLE]))
-    sys.argv = list(words)  # "baton" and its words
+    sys.argv = list(words)  # "baton" and its arguments
     run_baton()
 
 
 def run(run: Run) -> Document:
-    """Trace prompts, choose the median prompt of each mode, and draw both."""
+    """Trace prompts in both modes, and draw the median prompt of each."""
     call = call_words("benchmarks.handoff.handoff_trace:run_process")
     vars(local_deployment)["PYTHON_MODULE"] = tuple(call)
     os.environ.update(own_environment())

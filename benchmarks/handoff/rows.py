@@ -1,4 +1,4 @@
-"""Rows of the page about the hand-off: its cost, and the part hidden behind the prefill."""
+"""Rows of docs/performance.md about the cost of the hand-off, and the part that is hidden."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.page.measures import at, number, ratio, value
 from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
 LENGTHS = (256, 1024, 4096, 16384)
-FLAT = 2.0  # maximum growth of the time while the bytes grow 64 times
+FLAT = 2.0  # largest growth of the exposed time while the bytes grow 64 times
 SPEED = (".2f", " GB/s")
 MILLISECONDS = (".2f", " ms")
 _PUSH, _AMONG = "push > modes > 16384 tokens > layers", "push > among_32_decoding"
@@ -17,7 +17,7 @@ def _exposed(length: int, mode: str) -> str:
 
 
 def _growth(document: Json) -> Found:
-    """Compute the growth of the exposed transfer from the shortest to the longest prompt."""
+    """Return the exposed transfer of the longest prompt divided by that of the shortest."""
     growth, texts = {}, {}
     for mode in ("layers", "after-prefill"):
         first, last = (number(document, _exposed(n, mode)) for n in (LENGTHS[0], LENGTHS[-1]))
@@ -97,9 +97,9 @@ HANDOFF = Source("handoff", (
 
 
 def _hybrids_growth(document: Json) -> Found:
-    """Compare the exposed transfer of the longest and the shortest prompt.
+    """Compare the exposed transfer of the longest prompt with the shortest prompt's, by family.
 
-    The dense model is not judged here: its own rows are `HANDOFF`'s.
+    The dense model is not judged here, because it has its own rows in `HANDOFF`.
     """
     growths = {
         f"{family}, blocks of {size}, {kind} prompts": number(

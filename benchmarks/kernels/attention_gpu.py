@@ -3,14 +3,14 @@
     decode     one query per request: library's time / ours, and KV bytes per second / a copy's
     prefill    2k to 16k new tokens, alone and after a cached prefix: TFLOP/s of both sides
 
-Libraries get the keys and values of each request in contiguous memory, which saves them paging:
-torch's `scaled_dot_product_attention` (flash and cuDNN; to decode, the query heads of a KV head
-become its queries) and, where they can be imported, FlashAttention 2 and 3. FlashInfer, where it
-can be imported, gets the same pages as our kernels. FlashInfer's first call compiles kernels (with
-nvcc and ninja, unless `flashinfer_jit_cache` has them), which is not timed. The last lines name
-the available and the missing libraries; a row says why a library refused. Consecutive calls use
-different layers, so that keys and values come from memory and not from the cache. `--dry-run` runs
-everything on tiny shapes on a CPU through Triton's interpreter, and writes nothing.
+These libraries get the keys and values of each request in contiguous memory, which is easier than
+pages: torch's `scaled_dot_product_attention` (flash and cuDNN; in decodes, the query heads of a KV
+head become its queries) and, where they can be imported, FlashAttention 2 and 3. FlashInfer, where
+it can be imported, gets the same pages as our kernels. FlashInfer's first call compiles kernels
+(with nvcc and ninja, unless `flashinfer_jit_cache` has them), which is not timed. The last lines
+name the available and the missing libraries; a row says why a library refused. Consecutive calls
+use different layers, so that keys and values are read from memory and not from a cache. `--dry-run`
+runs everything on tiny shapes on a CPU through Triton's interpreter, and writes nothing.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from benchmarks.kernels.attention_steps import attention_step  # noqa: E402
 
 Call = Callable[[], Tensor]
 # Name -> module with flash_attn_func and flash_attn_with_kvcache. FlashAttention 3 has no release
-# on the package index: its wheel has to be built elsewhere.
+# on the package index, so its wheel must be built separately.
 FLASH_ATTENTIONS = {"FlashAttention 2": "flash_attn", "FlashAttention 3": "flash_attn_interface"}
 FLASHINFER = "FlashInfer"
 PEERS = {**FLASH_ATTENTIONS, FLASHINFER: "flashinfer"}
-# FlashInfer merges splits of keys in this workspace; its documentation uses 128 MiB.
+# FlashInfer merges the partial results of splits in this workspace; its documentation uses 128 MiB.
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 # Backends whose steps with prompts are timed; the first one gives the expected result.
 STEP_BACKENDS = ("triton", "sdpa", "flash_attn", "flashinfer")
@@ -59,15 +59,16 @@ HEADS = ((16, 8), (32, 8), (40, 8), (32, 4))
 BATCHES, CONTEXTS = (1, 8, 32, 64, 256), (1024, 4096, 16384)
 PREFILLS = ((2048, 0), (4096, 0), (8192, 0), (16384, 0), (2048, 6144), (2048, 14336))
 HEAD_DIM, BLOCK_SIZE = 128, 16
-# Bytes that exceed an H200's cache of 60 MB; maximum number of bytes of keys and values per cell.
+# Bytes that exceed an H200's cache of 60 MB, and the maximum number of bytes of a cell's keys and
+# values.
 COLD_BYTES, MOST_BYTES = 2**28, 40 * 2**30
-# Both sides round weights and results to bfloat16, each time by up to 2^-9.
+# Kernel and library round weights and results to bfloat16, each time by up to 2^-9.
 ATOL, RTOL = 2e-2, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One shape: ``batch`` requests with ``query_len`` new tokens after ``prefix`` cached ones."""
+    """One shape: ``batch`` requests of ``prefix`` cached and then ``query_len`` new tokens."""
 
     num_heads: int
     num_kv_heads: int
@@ -95,26 +96,26 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Return the operations of the two products over the keys that each query sees."""
+        """Return the floating-point operations of both products over the keys that queries see."""
         seen = self.query_len * self.prefix + self.query_len * (self.query_len + 1) / 2
         return 4.0 * self.batch * self.num_heads * self.head_dim * seen
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Times of one layer, in microseconds."""
+    """Times of one layer in microseconds: our kernel's, and each library's."""
 
     ours: float
     theirs: dict[str, float]
-    refusals: dict[str, str]  # library without a kernel -> reason
+    refusals: dict[str, str]  # library that refused the cell -> its reason
 
 
 def measure_cell(cell: Cell, device: str) -> Measured:
-    """Time our kernel, and each library that supports the cell."""
+    """Time our kernel, and each library that supports the cell; compare their results."""
     metadata = attention_step(cell.batch, cell.query_len, cell.seq_len, cell.block_size, device)
     table = metadata.block_table.long()
     shape = (2, cell.num_kv_heads, cell.block_size, cell.head_dim)
-    # Block-major, all layers inside a block.
+    # The cache is block-major: a block contains all layers.
     cache = torch.randn(table.numel(), cell.num_layers, *shape, device=device, dtype=cell.dtype)
     query = torch.randn(
         metadata.num_tokens, cell.num_heads, cell.head_dim, device=device, dtype=cell.dtype
@@ -136,7 +137,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
             expected = calls[0]()
             theirs[name] = median_us(calls, device)
         except (RuntimeError, ImportError, OSError) as error:
-            # The library has no kernel for the shape, or cannot compile one here.
+            # The library has no kernel for the shape, or cannot compile the kernel here.
             refusals[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return
         if (excess := excess_error(found, expected, ATOL, RTOL)) > 0:
@@ -145,7 +146,7 @@ def measure_cell(cell: Cell, device: str) -> Measured:
     if FLASHINFER in peers()[0]:
         for name, use_tensor_cores in ((FLASHINFER, False), (f"{FLASHINFER} tensor cores", True)):
             if use_tensor_cores and cell.query_len > 1:
-                continue  # prefill always uses tensor cores
+                continue  # FlashInfer's prefill always uses tensor cores
             run = _flashinfer(cell, metadata, table, device, use_tensor_cores)
             measure_library(name, [partial(run, query, kv) for kv in cache.unbind(1)])
     side_by_side = [_gathered(kv_cache, table, cell) for kv_cache in cache.unbind(1)]
@@ -166,7 +167,10 @@ def _gathered(kv_cache: Tensor, table: Tensor, cell: Cell) -> tuple[Tensor, Tens
 
 
 def libraries(cell: Cell) -> Iterator[tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]]:
-    """Return functions of query ``[num_tokens, num_heads, head_dim]``, key and value."""
+    """Return the libraries' names and functions.
+
+    The functions have the arguments query ``[num_tokens, num_heads, head_dim]``, key and value.
+    """
     if torch.cuda.is_available():
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield f"sdpa {kernel.name.partition('_')[0].lower()}", _sdpa(cell, kernel)
@@ -187,7 +191,8 @@ def _sdpa(cell: Cell, kernel: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], 
     group = cell.num_heads // cell.num_kv_heads
 
     def decode(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Query heads that share keys become queries of one head, so that each key is read once.
+        # Query heads that share a KV head become queries of one head, so that each key is read only
+        # once.
         folded = query.view(cell.batch, cell.num_kv_heads, group, cell.head_dim)
         with sdpa_kernel(kernel):
             return scaled_dot_product_attention(folded, key, value).reshape(query.shape)
@@ -229,10 +234,10 @@ def _flash_attn(cell: Cell, module_name: str) -> Callable[[Tensor, Tensor, Tenso
 def _flashinfer(
     cell: Cell, metadata: AttentionMetadata, table: Tensor, device: str, use_tensor_cores: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of query and pages; its first call plans, as an engine does once per step.
+    """Return FlashInfer's function of query and pages; its first call makes the step's plan.
 
-    The layout "HND" equals ours, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; blocks
-    may be scattered.
+    An engine would also plan once per step. The layout "HND" equals ours, ``[num_blocks, 2,
+    num_kv_heads, block_size, head_dim]``; blocks may be scattered in memory.
     """
 
     @cache
@@ -276,7 +281,7 @@ def decode_cells(device: str) -> Iterator[Cell]:
         for batch in BATCHES:
             for context in CONTEXTS:
                 cell = Cell(num_heads, num_kv_heads, batch, 1, context - 1)
-                # KV takes memory three times: paged, contiguous, and a copy
+                # memory holds the KV three times: paged, contiguous, and as a copy
                 if cell.kv_bytes * 3 <= MOST_BYTES:
                     yield cell
 
@@ -293,9 +298,9 @@ def prefill_cells(device: str) -> Iterator[Cell]:
 
 @torch.inference_mode()
 def measure(device: str) -> Iterator[Row]:
-    """Yield rows as they are measured, prefill first; on a CPU tiny shapes, without times.
+    """Yield rows as they are measured, prefills first; on a CPU, rows of tiny shapes.
 
-    A failing cell gives a row with the key "failed", and the other cells still run.
+    If a cell fails, its row has the key "failed", and the other cells still run.
     """
     copied = copy_gb_per_s(device, 2**20 if torch.device(device).type == "cpu" else 2**29)
     for cell in (*prefill_cells(device), *decode_cells(device)):
@@ -320,10 +325,10 @@ def measure(device: str) -> Iterator[Row]:
 
 @torch.inference_mode()
 def measure_steps(device: str) -> Iterator[Row]:
-    """Yield the time of each backend for whole steps with a prompt, gathering of blocks included.
+    """Yield the times of each backend for steps with a prompt, including gathering blocks.
 
-    `tools/attention_table.py` makes the table from these rows that decides who computes prompts.
-    A backend that cannot run here has no time.
+    From these rows, `tools/attention_table.py` makes the table that decides which backend computes
+    prompts. A backend that cannot run here has no time in the row.
     """
     for cell in step_cells(device):
         row: Row = {"part": "step", "what": step_name(cell)}
@@ -342,7 +347,7 @@ def measure_steps(device: str) -> Iterator[Row]:
 
 
 def step_cells(device: str) -> Iterator[Cell]:
-    """Yield cells with prompts for groups of 1, 2, 4 and 8 heads; on a CPU one tiny cell."""
+    """Yield cells with prompts, for 1, 2, 4 and 8 query heads per KV head; a CPU: one tiny cell."""
     if torch.device(device).type == "cpu":
         yield Cell(4, 2, 1, 5, 6, 64, 16, torch.float32)
         return
@@ -352,17 +357,17 @@ def step_cells(device: str) -> Iterator[Cell]:
 
 
 def step_name(cell: Cell) -> str:
-    """Name a step so that `tools/attention_table.py` can read its sizes."""
+    """Return a step's name, from which `tools/attention_table.py` reads the sizes."""
     heads = f"{cell.num_heads}/{cell.num_kv_heads} x {cell.head_dim}"
     return f"{heads}, {cell.query_len} of {cell.seq_len}"
 
 
 def _time_step(name: str, cell: Cell, device: str) -> tuple[Tensor, float]:
-    """Run one backend for one layer after another; return its result and microseconds a layer."""
+    """Run one backend on one layer after another; return its result, and us per layer."""
     block_size = wanted_block_size(name) or cell.block_size
     metadata = attention_step(cell.batch, cell.query_len, cell.seq_len, block_size, device)
     blocks = metadata.block_table.numel()
-    torch.manual_seed(0)  # all backends get the same numbers, in blocks of any size
+    torch.manual_seed(0)  # all backends get the same values, whatever their block size
     shape = (cell.num_layers, 2, cell.num_kv_heads, cell.seq_len, cell.head_dim)
     tokens = torch.randn(shape, device=device, dtype=cell.dtype)
     cache = torch.zeros(
@@ -392,7 +397,7 @@ def _row(what: str, ours: float, theirs: dict[str, float]) -> Row:
 
 
 def geometric_mean(rows: list[Row]) -> float:
-    """Return the geometric mean of library's time / ours over the decode rows."""
+    """Return the geometric mean of the best library's time / our time, over all decode rows."""
     decodes = (row for row in rows if str(row["what"]).startswith("decode"))
     ratios = [row.get("library / ours") for row in decodes]
     known = [ratio for ratio in ratios if isinstance(ratio, float) and ratio > 0]

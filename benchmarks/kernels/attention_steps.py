@@ -1,4 +1,4 @@
-"""Make steps for measurements of attention kernels."""
+"""Makes the steps on which attention kernels are measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from baton_kernels.attention.base import AttentionMetadata
 def attention_step(
     batch: int, query_len: int, context: int, block_size: int, device: str = "cpu"
 ) -> AttentionMetadata:
-    """Make a step of equal requests that compute their last tokens, with scattered blocks."""
+    """Make the metadata of a step in which equal requests compute their last tokens.
+
+    The requests' blocks are scattered over the cache.
+    """
     blocks = -(-context // block_size)
     table = torch.randperm(batch * blocks, device=device).view(batch, blocks)
     positions = torch.arange(context - query_len, context, device=device)

@@ -1,7 +1,7 @@
 """Measures times of calls: in a CUDA graph on a GPU, or one call on a CPU.
 
-Decode steps run in a graph, too, and launches from Python would hide what small kernels cost. Times
-on a CPU mean nothing: there the benchmarks only prove that they run.
+Graphs are used because decode steps also run in graphs, and because launches from Python would hide
+what small kernels cost. Times on a CPU mean nothing: there the benchmarks only show that they run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def median_us(calls: Sequence[Call], device: str, repeat: int = 20) -> float:
     """Return the median microseconds of one call, when all calls run one after another.
 
     Args:
-        calls: use different memory in each call to keep caches from serving the data.
+        calls: the calls; each should use different memory, so that the data is not read from
+            caches.
     """
     for call in calls:
         call()  # compiles
@@ -68,7 +69,7 @@ def median_us(calls: Sequence[Call], device: str, repeat: int = 20) -> float:
 
 
 def copy_gb_per_s(device: str, num_bytes: int) -> float:
-    """Measure copies within device memory in GB/s; bytes read and bytes written both count."""
+    """Measure copies within device memory in GB/s, counting both read and written bytes."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return gb_per_s(2 * num_bytes, median_us([lambda: target.copy_(source)], device))
@@ -82,10 +83,10 @@ def excess_error(found: Tensor, expected: Tensor, atol: float, rtol: float) -> f
 
 
 def gb_per_s(num_bytes: int, microseconds: float) -> float:
-    """Return gigabytes (10**9) per second."""
+    """Return the gigabytes (10**9 bytes) per second."""
     return num_bytes / microseconds / 1e3
 
 
 def num_bytes(*tensors: Tensor) -> int:
-    """Add up the bytes of all tensors."""
+    """Return the number of bytes of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

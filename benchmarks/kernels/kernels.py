@@ -1,14 +1,16 @@
 """Compare CPU kernels: paged attention with memory bandwidth, linear layers with torch's.
 
-Attention of whole prompts is compared with linear layers of the same model, because matrix products
-limit both.
+The attention of whole prompts is compared with linear layers of the same model, because matrix
+products limit the speed of both.
 
-Matrix products can also limit attention of many heads over latents (MLA). So its time is compared
-with plain reads, and with the longer of plain reads and a large product in torch.
+Matrix products can also limit the attention of many heads over latents (MLA). So the time of this
+attention is compared with plain reads, and also with the longer of plain reads and a large product
+in torch.
 
 Both sides of a comparison take turns in one run with the given threads, so that a busy machine
-slows both. Repetitions use different memory (another layer of the cache, another copy of a weight),
-as a model does, so that only the last cache level can help. Refuses to know: models, requests.
+slows both. Repetitions use different memory (another layer of the KV cache, another copy of a
+weight), as a model does, so that only the CPU's last cache level can help. Refuses to know: models,
+requests.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ LATENT_CONTEXT = 4096
 LATENT_RANK, LATENT_WIDTH = (
     512,
     512 + 64,
-)  # numbers per token: values; values and positions
+)  # latent values per token; the same with the values for positions
 LATENT_HEADS = (16, 128)  # DeepSeek V2 Lite, V3
 LATENT_BATCHES = (1, 8)
 LATENT_BLOCK_SIZE = 64
@@ -59,11 +61,11 @@ LONG_CONTEXTS = ((4096, 8), (16384, 2))  # tokens, requests
 ROWS = (1, 4, 8, 16, 32, 512)
 SHAPES = ((768, 4096), (2048, 768), (768, 32768))  # in, out
 
-Subject = Callable[[int], object]  # takes the number of the repetition
+Subject = Callable[[int], object]  # its argument is the number of the repetition
 
 
 def take_turns(subjects: Mapping[str, Subject], repetitions: int) -> dict[str, float]:
-    """Return the lower quartile of the seconds that each function took.
+    """Call the functions in turns; return the lower quartile of each function's seconds.
 
     Other processes only add time, so the lower quartile is nearer to the true time than the mean.
     """
@@ -84,10 +86,10 @@ def make_cache(
     num_blocks: int,
     dtypes: Sequence[torch.dtype],
 ) -> Tensor:
-    """Make a KV cache with random numbers.
+    """Make a KV cache with random values.
 
     Args:
-        dtypes: dtypes of the cache and of the computation.
+        dtypes: the dtype of the cache, and the dtype of the computation.
     """
     spec = kv_cache_spec([layer] * num_layers, block_size, dtypes[0], compute_dtype=dtypes[1])
     cache = allocate_kv_cache(spec, num_blocks, torch.device("cpu"))
@@ -101,14 +103,14 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def read(memory: Tensor, layer: int) -> object:
-    """Read each byte of a layer once, in order."""
+    """Read all bytes of a layer once, in order."""
     return memory[layer].sum()
 
 
 def attend(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
-    """Run one layer's attention."""
+    """Compute one layer's attention."""
     return backend.run(
         query, cache[:, layer], step, AttentionOptions(scale=query.shape[-1] ** -0.5)
     )
@@ -117,7 +119,7 @@ def attend(
 def attend_latents(
     backend: AttentionBackend, query: Tensor, cache: Tensor, step: AttentionMetadata, layer: int
 ) -> object:
-    """Run one layer's attention over latents."""
+    """Compute one layer's attention over latents."""
     keys = as_keys_and_values(cache[:, layer])
     return backend.run(
         query, keys, step, AttentionOptions(scale=LATENT_WIDTH**-0.5, value_dim=LATENT_RANK)
@@ -125,17 +127,17 @@ def attend_latents(
 
 
 def multiply(x: Tensor, weights: Tensor, copy: int) -> object:
-    """Multiply by one of several copies of a weight."""
+    """Multiply ``x`` by the copy of a weight with this number."""
     return functional.linear(x, weights[copy])
 
 
 def multiply_packed(x: Tensor, weights: Sequence[ops.PackedWeight], copy: int) -> object:
-    """Multiply by packed weights."""
+    """Multiply ``x`` by the copy of a packed weight with this number."""
     return ops.packed_linear(x, weights[copy])
 
 
 def multiply_all(x: Sequence[Tensor], weights: Sequence[ops.PackedWeight], _copy: int) -> object:
-    """Multiply several layers, each with its own input."""
+    """Compute several layers with packed weights, each with its own input."""
     return [ops.packed_linear(row, weight) for row, weight in zip(x, weights, strict=True)]
 
 
@@ -146,7 +148,7 @@ def measure_attention(
     repetitions: int,
     cache_dtype: torch.dtype | None = None,
 ) -> list[dict[str, object]]:
-    """Measure paged decode attention, torch's backend, and plain reads of the same bytes."""
+    """Measure paged decode attention beside torch's backend and plain reads of the same bytes."""
     cache_dtype = cache_dtype or dtype
     rows: list[dict[str, object]] = []
     for num_heads, num_kv_heads, head_dim in heads:
@@ -185,7 +187,7 @@ def measure_attention(
 
 
 def measure_prompts(repetitions: int) -> list[dict[str, object]]:
-    """Measure a prompt's attention and a step's linear layers, in products per second."""
+    """Measure a prompt's attention and a step's linear layers, both in GFLOP/s."""
     rows: list[dict[str, object]] = []
     num_heads, num_kv_heads, head_dim = PROMPT_HEADS
     native = native_ops()
@@ -207,7 +209,8 @@ def measure_prompts(repetitions: int) -> list[dict[str, object]]:
             step = attention_step(1, length, length, BLOCK_SIZE)
             layer, num_blocks = PagedKV(num_kv_heads, head_dim), length // BLOCK_SIZE
             cache = make_cache(layer, 1, BLOCK_SIZE, num_blocks, (dtype, dtype))
-            cache = cache.expand(-1, NUM_LAYERS, -1, -1, -1, -1)  # all repetitions read one layer
+            # The cache has one layer in memory, which stands for all layers of the model.
+            cache = cache.expand(-1, NUM_LAYERS, -1, -1, -1, -1)
             query = torch.randn(length, num_heads, head_dim).to(dtype)
             backend = NativeAttention()
             backend.plan(step)

@@ -4,9 +4,10 @@
     launch     a step of 64 or 256 tokens in a CUDA graph: unfused torch ops / one kernel
     sampling   64 and 256 rows of 151,936 logits: torch (sorts to filter) / our three kernels
 
-Small kernels are compared with copy bandwidth and chains of torch ops, attention with libraries
-(`attention_gpu.py`), products with the vendor's (`quantized_gpu.py`). Before timing, each kernel's
-result is compared with its definition. A failing part does not stop the others.
+Small kernels are compared with the copy bandwidth and with chains of torch ops, attention with
+libraries (`attention_gpu.py`), and products with the GPU vendor's products (`quantized_gpu.py`).
+Before timing, each kernel's result is compared with its definition. A failing part does not stop
+the others.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ from baton_kernels.triton.sampling.tokens import sample_tokens  # noqa: E402
 from baton_kernels.triton.silu_mul import silu_mul  # noqa: E402
 
 FILES = {"small": "kernels_gpu", "attention": "attention_gpu", "products": "quantized_gpu"}
-# The definition rounds to bfloat16 after norm, products and sum, each time by up to 2^-9.
+# The definition rounds to bfloat16 after the norm, the products and the sum, each time by up to
+# 2^-9.
 ATOL, RTOL = 6e-2, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model like Qwen3-8B, or tiny sizes for the dry run."""
+    """The sizes of a model like Qwen3-8B, or tiny sizes for the dry run."""
 
     device: str
     dtype: torch.dtype
@@ -66,7 +68,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: str) -> Sizes:
-        """Return sizes for a device; a CPU gets tiny sizes, in a dtype of Triton's interpreter."""
+        """Return sizes for a device; a CPU gets tiny sizes, and a dtype that Triton interprets."""
         if torch.device(device).type != "cpu":
             return cls(device, torch.bfloat16)
         return cls(device, torch.float32, 32, 48, 2, 1, 16, 4, 300, 2**12, (3,), (2,))
@@ -77,7 +79,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The tensors of one layer in a step."""
+    """The tensors that one layer uses in one step."""
 
     delta: Tensor  # [num_tokens, hidden_size]
     residual: Tensor
@@ -112,7 +114,7 @@ class Step:
 
 
 def kernels_of(step: Step, sizes: Sizes) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return each op as one kernel launch, with the bytes that the kernel must read and write."""
+    """Return each op as one kernel launch, and the bytes that it must read and write."""
     heads = (sizes.num_heads, step.cos, step.sin, step.kv_cache, step.slots)
     weight = step.head_weight
     return {
@@ -163,7 +165,7 @@ def torch_chains_of(step: Step, sizes: Sizes) -> dict[str, Callable[[], object]]
 
 
 def stream(sizes: Sizes) -> Iterator[Row]:
-    """Measure bytes per second with uncached inputs, and those of a copy of as many bytes."""
+    """Measure each op's bytes per second with uncached inputs, and those of a copy."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     yield {"part": "stream", "what": "copy", "GB/s": copied, "of copy": 1.0}
     width = max(sizes.hidden_size, sizes.intermediate_size // 3)
@@ -175,7 +177,7 @@ def stream(sizes: Sizes) -> Iterator[Row]:
 
 
 def launch(sizes: Sizes) -> Iterator[Row]:
-    """Measure microseconds of each op of a step in a graph, as torch ops and as one kernel."""
+    """Measure the us of each op of a step in a CUDA graph, as torch ops and as one kernel."""
     for num_tokens in sizes.step_tokens:
         step = Step.of(sizes, num_tokens)
         chains = torch_chains_of(step, sizes)
@@ -189,7 +191,7 @@ def launch(sizes: Sizes) -> Iterator[Row]:
 
 
 def _check(name: str, found: object, expected: object) -> None:
-    """Raise RuntimeError if a result differs by more than rounding in 16 bits explains."""
+    """Raise RuntimeError if a result differs by more than rounding to 16 bits explains."""
     for a, b in zip(_tensors(found), _tensors(expected), strict=True):
         if (excess := excess_error(a, b, ATOL, RTOL)) > 0:
             raise RuntimeError(f"{name}: differs by {excess:.3g} more than rounding explains")
@@ -203,10 +205,10 @@ def _tensors(value: object) -> tuple[Tensor, ...]:
 
 
 def sampling(sizes: Sizes) -> Iterator[Row]:
-    """Measure microseconds to sample a token per row, also as a number of reads of the logits."""
+    """Measure the us to sample a token per row, also as a multiple of reading the logits once."""
     copied = copy_gb_per_s(sizes.device, 2 * sizes.stream_bytes)
     for num_rows in sizes.sampling_rows:
-        # Peaked, like a model's logits: some hundred tokens have nearly all the probability.
+        # The logits are peaked like a model's: some hundred tokens have nearly all the probability.
         logits = sizes.random(num_rows, sizes.vocab_size, dtype=torch.float32)
         ways = {
             "greedy": (0.0, 0, 1.0, logits),
@@ -240,7 +242,7 @@ def _sampler(values: Tensor, temperature: float, top_k: int, top_p: float) -> Ca
 
 
 def _in_torch(values: Tensor, temperature: float, top_k: int, top_p: float) -> Callable[[], Tensor]:
-    """Sample in the usual way of torch: sort (if needed), cut, softmax, a race of exponentials."""
+    """Sample with usual torch ops: sort (if needed), cut, softmax, divide by exponentials."""
     if temperature == 0:
         return lambda: values.argmax(dim=-1)
     if not top_k and top_p >= 1:
@@ -268,9 +270,9 @@ PARTS: dict[str, Callable[[Sizes], Iterator[Row]]] = {
 
 @torch.inference_mode()
 def measure(device: str, parts: tuple[str, ...] = tuple(PARTS)) -> Iterator[Row]:
-    """Yield rows as they are measured; on a CPU for tiny shapes, whose times mean nothing.
+    """Yield rows as they are measured; on a CPU, for tiny shapes, whose times mean nothing.
 
-    A failure gives a row with the key "failed", and ends its part.
+    A failure ends its part, and yields a row with the key "failed".
     """
     sizes = Sizes.of(device)
     for part in parts:
@@ -294,8 +296,8 @@ def run(
     """Measure groups of kernels; each group has its own file of results.
 
     Args:
-        parts: parts of the group small.
-        dry_run: run tiny shapes on the CPU.
+        parts: which parts of the group "small" to measure.
+        dry_run: whether to run tiny shapes on the CPU, without saving.
     """
     device = device_of(run, is_dry=dry_run)
     for group in groups:

@@ -1,7 +1,8 @@
-"""Compare products with 4- and 8-bit weights on a GPU with the vendor's bfloat16 products.
+"""Compare products with 4- and 8-bit weights on a GPU with its vendor's bfloat16 products.
 
 The linear layers of Qwen3-8B are timed with one token, a batch, and a prompt. Before timing, each
-result is compared with its definition. Enough copies of the weights take turns to exceed any cache.
+result is compared with its definition. Several copies of the weights take turns, so that the
+weights exceed any cache.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from baton_kernels.triton.fp8 import has_fp8  # noqa: E402
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 TINY_LAYERS = {"o": (48, 256)}
 TOKENS = (1, 8, 32, 64, 128, 256, 2048)
-CACHE_BYTES = 200e6  # smallest size of all weights in a measurement
+CACHE_BYTES = 200e6  # minimum number of bytes of all copies of a weight
 ATOL, RTOL = 3e-2, 2e-2
 FORMATS = (
     *("int4", "int4, zero points", "int4, groups of 32", "int8-weight-only"),
@@ -61,7 +62,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
         return rounded
     if name == "int4":
         integers: GroupedIntegers | None = four_bits(numbers)
-    elif "zero" in name:  # zero points, as in AWQ and GPTQ
+    elif "zero" in name:  # with zero points, as in AWQ and GPTQ
         groups = numbers.view(out_features, -1, 128)
         low, high = groups.amin(2), groups.amax(2)
         scales = ((high - low) / 15).half()
@@ -82,7 +83,7 @@ def weight_of(name: str, numbers: Tensor) -> QuantizedWeight:
 
 
 def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return a weight's copy in different memory."""
+    """Return a copy of a weight in other memory."""
     if isinstance(weight, RoundedWeight):
         return replace(weight, numbers=weight.numbers.clone(), scales=weight.scales.clone())
     return replace(weight, codes=weight.codes.clone(), groups=weight.groups.map(torch.clone))
@@ -93,11 +94,10 @@ class Case:
     """A product to time.
 
     Attributes:
-        row: fields of the row that name the case.
+        row: the fields of the result's row that name the case.
         calls: calls of the product, each with weights in different memory.
-        weight: the quantized weight; None: bfloat16.
         weight_bytes: bytes of the weight that one call reads.
-        flops: operations of one call.
+        flops: floating-point operations of one call.
         expected: computes the right result; None: the result is not checked.
     """
 
@@ -109,7 +109,7 @@ class Case:
 
 
 def cases(device: str) -> Iterator[Case]:
-    """Yield a case per layer, format and number of tokens; bfloat16 comes first."""
+    """Yield a case per layer, format of weights and number of tokens; bfloat16 comes first."""
     on_gpu = device != "cpu"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     layers, tokens = (LAYERS, TOKENS) if on_gpu else (TINY_LAYERS, (1, 3))
@@ -145,13 +145,13 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def _copies(one: Any, copy: Callable[[Any], Any], size: int, device: str) -> list[Any]:
-    """Return enough copies of a weight to exceed any cache."""
+    """Return the weight and copies of it, so many that together they exceed any cache."""
     count = max(1, -int(-CACHE_BYTES // size)) if device != "cpu" else 1
     return [one, *(copy(one) for _ in range(count - 1))]
 
 
 def measure(device: str) -> Iterator[Row]:
-    """Yield each case's row as soon as it is measured."""
+    """Yield the row of each case as soon as the case is measured."""
     compile_ahead(device)
     read = copy_gb_per_s(device, 2**30 if device != "cpu" else 2**16)
     plain_us: dict[tuple[object, object], float] = {}
@@ -180,7 +180,7 @@ def measure(device: str) -> Iterator[Row]:
 
 
 def compile_ahead(device: str) -> None:
-    """Compile the kernels in several processes, before this process times them."""
+    """Compile all kernels in several processes, so that this process finds them compiled."""
     if device == "cpu":
         return
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
@@ -188,7 +188,7 @@ def compile_ahead(device: str) -> None:
 
 
 def _call_some(device: str, share: int) -> None:
-    """Call every n-th case once, so that other processes find compiled kernels."""
+    """Run every n-th case once, so that its kernels are in Triton's cache afterwards."""
     for number, case in enumerate(cases(device)):
         if number % PROCESSES == share:
             with contextlib.suppress(RuntimeError, TritonError):

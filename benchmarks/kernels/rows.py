@@ -1,4 +1,4 @@
-"""Rows of the page about kernels by themselves: on a CPU, on a GPU, and compiled ahead."""
+"""Rows of docs/performance.md about single kernels: on a CPU, on a GPU, and compiled ahead."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ KERNELS_CPU = Source("kernels_cpu", (
 
 
 def _product(weights: str, num_tokens: int, least: float, unmeasured: str = "") -> Row:
-    """Return the row of bfloat16's time / ours, summed over a layer's linear layers."""
+    """Return the row of bfloat16's time / our time, for the sum of a layer's linear layers."""
 
     def measure(document: Json) -> Found:
         us = {row["what"]: float(row["us"]) for row in document["rows"]}
@@ -118,9 +118,9 @@ PRODUCTS = Source(
 def _by_release(
     document: Json, architecture: str, figure: str
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield each Triton release with one figure per kernel compiled for the architecture.
+    """Yield each Triton release, and one figure of each kernel for the architecture.
 
-    Older architectures have fewer kernels, because they lack float8.
+    Older architectures have fewer kernels, because they do not support float8.
     """
     for release, found in at(document, "releases").items():
         kernels = found["kernels"].items()

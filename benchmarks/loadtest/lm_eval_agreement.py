@@ -1,8 +1,9 @@
-"""Compare lm-eval's results with a split Baton deployment and with `transformers`.
+"""Compare lm-eval's results on a split Baton deployment with those on `transformers`.
 
-Both sides read one GGUF file with the same tokenizer. Three small tasks (`lm_eval_tasks/`) measure
-the likelihood of given answers and free text over the completions API, and text over the chat API.
-The results are accuracies, the largest difference of two log-likelihoods, and texts that differ.
+Both sides read one GGUF file with the same tokenizer. Three small tasks (`lm_eval_tasks/`) use the
+likelihoods of given answers and generated text over the completions API, and generated text over
+the chat API. The results are accuracies, the largest difference of two log-likelihoods, and the
+number of texts that differ.
 
     make lm-eval                      (or python -m benchmarks lm_eval_agreement --save)
 """
@@ -28,12 +29,12 @@ MOST_LOGPROB_DIFFERENCE = 1e-4
 
 
 def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
-    """Run lm-eval on one side; return its samples and scores."""
+    """Run lm-eval on one side, in lm-eval's environment; return samples and scores."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "samples.json"
         subprocess.run(
             [python, "-P", SIDE, subject, SMOLLM2.name, folder_of_gguf(Path(gguf)), gguf, output],
-            cwd=ROOT,  # the tasks name their data relative to this folder
+            cwd=ROOT,  # the tasks name their data files relative to this folder
             env={
                 "PATH": "/usr/bin:/bin",
                 "HOME": folder,
@@ -49,7 +50,10 @@ def run_side(python: Path, subject: str, gguf: str) -> dict[str, Any]:
 
 
 def through_baton(python: Path, gguf: str) -> dict[str, Any]:
-    """Evaluate a router, a prefill node, and a decode node that does not compute prompts."""
+    """Start a router and two nodes, and evaluate them.
+
+    The decode node must not compute prompts.
+    """
     with deployed(
         gguf,
         with_http=True,
@@ -60,7 +64,7 @@ def through_baton(python: Path, gguf: str) -> dict[str, Any]:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Compare one task sample by sample; raise ValueError if the two sides have other samples."""
+    """Compare one task sample by sample; raise ValueError if both sides' samples differ."""
     pairs = list(zip(ours["samples"], theirs["samples"], strict=True))
     if any(mine["id"] != other["id"] for mine, other in pairs):
         raise ValueError("the sides have other samples")
@@ -89,12 +93,12 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def best(judged: list[tuple[float, bool]]) -> int:
-    """Return the index of the most probable answer."""
+    """Return the index of the most probable of the given answers."""
     return max(range(len(judged)), key=lambda index: judged[index][0])
 
 
 def agrees(task: dict[str, Any]) -> bool:
-    """Return whether both sides have the same results in a task."""
+    """Return whether both sides have equal results in a task, except for rounding."""
     same = task["baton"] == task["transformers"] and not task["num_judged_otherwise"]
     return same and task.get("largest_logprob_difference", 0.0) <= MOST_LOGPROB_DIFFERENCE
 

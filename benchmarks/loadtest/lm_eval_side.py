@@ -1,9 +1,10 @@
-"""Runs one side of lm_eval_agreement.py in lm-eval's environment: tasks in, samples out.
+"""Runs lm-eval for one side of lm_eval_agreement.py, and writes the samples to a file.
 
     python lm_eval_side.py (URL | transformers) NAME MODEL_FOLDER FILE.gguf OUTPUT.json
 
-Imports nothing from Baton. Both sides use the tokenizer and chat template in MODEL_FOLDER, which
-Baton made from the GGUF file, because transformers' own conversion splits texts differently.
+The script runs with the Python of lm-eval's environment, and imports nothing from Baton. Both sides
+use the tokenizer and chat template in MODEL_FOLDER, which Baton has made from the GGUF file,
+because the tokenizer that transformers makes from this file splits texts differently.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_LENGTH = 2048
 
 
 def server_models(url: str, name: str, folder: str) -> dict[str, Any]:
-    """Return lm-eval's models for the served model, one per API."""
+    """Return lm-eval's model objects for the served model, one per API."""
     common: dict[str, Any] = {"model": name, "num_concurrent": 4, "max_length": MAX_LENGTH}
     completions = LocalCompletionsAPI(
         base_url=f"{url}/completions",
@@ -52,7 +53,8 @@ def transformers_models(folder: str, gguf: str) -> dict[str, Any]:
         tokenizer=tokenizer,
         backend="causal",
         device="cpu",
-        batch_size=1,  # one prompt: padding would make numbers depend on other prompts
+        # With several prompts, padding would make results depend on the other prompts
+        batch_size=1,
         max_length=MAX_LENGTH,
     )
     return {"completions": both, "chat": both}

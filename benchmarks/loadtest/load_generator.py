@@ -1,8 +1,8 @@
-"""Measure the load generator on one core: how many streams, lag, and CPU time per token.
+"""Measure the load generator on one core: its number of streams, lag, CPU time per token.
 
 A router and simulated nodes run on one core, `baton loadtest run --concurrency N` on another. Each
-stream gets a token about every few milliseconds, as set by `--time-scale`. Reports the largest
-number of streams with a lag p99 below 5 ms.
+stream gets a token every few milliseconds, depending on `--time-scale`. The result is the largest
+number of streams at which the lag's p99 is below 5 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUT_TOKENS = 16
 
 
 def measure(address: str, core: int, streams: int, options: Options) -> dict[str, Any]:
-    """Run one load of ``streams`` users; return the report's figures of the generator."""
+    """Run a load of ``streams`` users; return the report's figures about the generator."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         with Programs(core) as programs:
@@ -61,11 +61,11 @@ def measure(address: str, core: int, streams: int, options: Options) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Load of each run.
+    """The load of each run.
 
     Attributes:
-        streams: numbers of streams, one per run.
-        seconds: measured seconds of each run.
+        streams: the number of streams of each run.
+        seconds: length of each run's measured window in seconds.
     """
 
     streams: Sequence[int] = STREAMS
@@ -77,7 +77,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> Document:
-    """Measure one run after the other."""
+    """Measure the runs one after another."""
     cores = sorted(os.sched_getaffinity(0))
     scale, room = (
         ("--time-scale", options.time_scale),

@@ -1,8 +1,8 @@
 """Compare `baton loadtest`, AIPerf and guidellm under one load of the same server.
 
 A router and simulated nodes run on one core; on another core the generators run in turns. Prompts
-are new texts of a fixed number of words, each word a token. Medians of the runs are compared: TTFT,
-time per token after the first, E2E, requests and output tokens per second.
+are new texts with a fixed number of words, each of which is one token. Medians of the runs are
+compared: TTFT, time per token after the first, E2E, requests and output tokens per second.
 
     make loadtest-agreement           (or python -m benchmarks loadtest_agreement --save)
 """
@@ -29,7 +29,7 @@ from benchmarks.runner.own_process import own_environment
 from benchmarks.runner.run import Document, Run
 from tests.clients.environments import installed_version, interpreter
 
-NUM_NODES = 4  # nodes per role, so that no request waits for another
+NUM_NODES = 4  # number of nodes per role, so many that no request waits for another
 TIME_SCALE = 4.0
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 32
 WITHIN = 0.05
@@ -40,14 +40,14 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load: an open loop with a constant rate, or a closed loop."""
+    """A load: an open loop with a constant rate, or a closed loop."""
 
     num_requests: int
     rate: float | None = None
     concurrency: int | None = None
 
     def options(self, rate: str, arrivals: str) -> list[str]:
-        """Return the load's options, given a program's words for rate and constant arrivals."""
+        """Return the load's options for a program, given its options for rate and arrivals."""
         if self.rate is None:
             return ["--concurrency", str(self.concurrency)]
         return [rate, f"{self.rate:g}", arrivals, "constant"]
@@ -58,12 +58,12 @@ LOADS = {"4 requests/s": Load(32, rate=4.0), "4 at a time": Load(32, concurrency
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of one generator.
+    """One run of one load generator.
 
     Attributes:
-    url: URL of the HTTP API, without /v1.
-    model: folder with the tokenizer.
-    folder: new folder that contains the file ``prompts``.
+        url: URL of the HTTP API, without /v1.
+        model: folder with the tokenizer.
+        folder: new folder for the run, which contains the file ``prompts``.
     """
 
     load: Load
@@ -89,7 +89,7 @@ def baton_command(job: Job) -> list[str]:
 
 
 def baton_numbers(folder: Path) -> Numbers:
-    """Return Baton's numbers, with TPOT under the other programs' name ITL."""
+    """Read Baton's figures; TPOT is named ITL, as the other programs name it."""
     summary = read(folder / "result.json")["summary"]
     found = {
         f"{name}_{ours}_ms": summary["latencies"][f"{key}_s"][ours] * 1e3
@@ -174,7 +174,11 @@ def guidellm_numbers(folder: Path) -> Numbers:
 
 
 def others_environment() -> dict[str, str]:
-    """Return the environment without this repository's folders, whose package names are common."""
+    """Return environment variables without this repository's folders on Python's path.
+
+    Otherwise other programs would import these folders in place of their own packages of the
+    same names.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # By default guidellm starts ten processes, which import torch: half a minute on one core.
     return {**kept, "GUIDELLM__MAX_WORKER_PROCESSES": "2"}
@@ -185,9 +189,9 @@ class Generator:
     """A program that plays a load.
 
     Attributes:
-        entry: makes a prompt's line of the program's data set.
-        own_words: number of words that the program adds before each prompt.
-        environment: returns the variables of the program's process.
+        entry: makes the line of the program's data set for a prompt.
+        own_words: number of words that the program itself adds before each prompt.
+        environment: returns the environment variables of the program's process.
     """
 
     entry: Callable[[str, int], dict[str, object]]
@@ -218,7 +222,7 @@ GENERATORS = {
 def play_fresh(
     generator: Generator, load: Load, url: str, model: Path, words: list[str]
 ) -> Numbers:
-    """Play a load once, with new prompts."""
+    """Run a generator once with new prompts; return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(load, url, model, Path(folder))
         num_words = PROMPT_TOKENS - generator.own_words
@@ -236,7 +240,7 @@ def play_fresh(
 
 
 def play(generator: Generator, job: Job) -> str:
-    """Run the program on its core; return the end of its output."""
+    """Run the generator on its core; return the end of its output."""
     core = max(os.sched_getaffinity(0))
     log = job.folder / "log.txt"
     with (
@@ -246,7 +250,8 @@ def play(generator: Generator, job: Job) -> str:
             cwd=job.folder,
             env=generator.environment(),
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-            start_new_session=True,  # so that its child processes end with it
+            # A session of its own, so that child processes can be ended with it
+            start_new_session=True,
             stdout=output,
             stderr=subprocess.STDOUT,
         ) as process,
@@ -266,14 +271,15 @@ def read(path: Path) -> Any:
 
 
 def measure(load: Load, rounds: int, console: Console) -> dict[str, list[Numbers]]:
-    """Run each generator ``rounds`` times, in turns; return the numbers per round."""
+    """Run each generator ``rounds`` times, in turns; return each round's figures."""
     names = list(GENERATORS)
     runs: dict[str, list[Numbers]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         words = write_model(model)
         with fleet(model, min(os.sched_getaffinity(0)), NUM_NODES, TIME_SCALE) as url:
-            play_fresh(GENERATORS["baton"], load, url, model, words)  # imports all modules once
+            # A first run, in which Python reads all modules
+            play_fresh(GENERATORS["baton"], load, url, model, words)
             for number in range(rounds):
                 for name in names[number % 3 :] + names[: number % 3]:
                     runs[name].append(play_fresh(GENERATORS[name], load, url, model, words))
@@ -283,7 +289,7 @@ def measure(load: Load, rounds: int, console: Console) -> dict[str, list[Numbers
 
 
 def compared(runs: Mapping[str, Sequence[Numbers]]) -> dict[str, dict[str, float]]:
-    """Return each number's medians by generator, and the largest divided by the smallest."""
+    """Return each figure's medians by generator, and the largest median / the smallest."""
     found = {}
     for key in runs["baton"][0]:
         medians = {name: statistics.median(one[key] for one in own) for name, own in runs.items()}
@@ -300,7 +306,7 @@ def run(
     load: Sequence[Literal["4 requests/s", "4 at a time"]] = ("4 requests/s", "4 at a time"),
     rounds: int = 5,
 ) -> Document:
-    """Measure loads with the generators in turns.
+    """Play the loads with the load generators in turns, and compare their figures.
 
     Args:
         load: loads to measure; results of other loads are kept.

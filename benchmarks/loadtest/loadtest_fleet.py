@@ -1,7 +1,7 @@
-"""Fleet with known latencies: a router over HTTP, simulated nodes, a vocabulary of words.
+"""Runs a fleet with known latencies: a router with HTTP, and simulated nodes.
 
-Each token is a word, so a text has as many tokens as words, by the server's count and by any
-client's tokenizer, and no token is without text.
+Each token of the served model is a word. So a text has as many tokens as words, both by the
+server's count and by any client's tokenizer, and no token is without text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.runner.programs import SimFleet
 NAME = "words"  # the served model's name
 _SYLLABLES = [
     a + b for a, b in product("bdfgklmnprstvz", ("a", "e", "i", "o", "u"))
-]  # 70 syllables; two syllables make a word
+]  # 70 syllables; a word is two of them
 
 
 def write_model(folder: Path) -> list[str]:
-    """Write the files that a router and simulated nodes read; return the vocabulary's words."""
+    """Write the model files that a router and simulated nodes read; return all words."""
     config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
     words = ["".join(pair) for pair in product(_SYLLABLES, repeat=2)][: config["vocab_size"] - 1]
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -44,7 +44,7 @@ def write_model(folder: Path) -> list[str]:
 
 
 def fresh_texts(words: list[str], num_texts: int, num_words: int) -> Iterator[str]:
-    """Yield new texts of ``num_words`` words each."""
+    """Yield ``num_texts`` new texts of ``num_words`` words each."""
     chance = random.SystemRandom()
     for _ in range(num_texts):
         yield " ".join(chance.choices(words, k=num_words))
@@ -55,7 +55,7 @@ def fleet(model: Path, core: int, num_nodes: int, time_scale: float) -> Iterator
     """Run a router and ``num_nodes`` pairs of simulated nodes on one core; yield the HTTP URL.
 
     Raises:
-        TimeoutError: the nodes do not join.
+        TimeoutError: the nodes do not join in time.
     """
     http = free_address()
     words = ("--http-listen", http, "--served-model-name", NAME)

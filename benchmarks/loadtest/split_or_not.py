@@ -1,8 +1,8 @@
-"""Compare split with colocated nodes: `baton loadtest compare`, the demo model, long prompts.
+"""Compare split with colocated nodes by `baton loadtest compare`, with long prompts.
 
-Colocated nodes compute prompts in the same steps as outputs; split, no output waits for a prompt.
-Both get the same requests and cores. Only the compared numbers are kept; for the whole report run
-`baton loadtest compare` itself.
+The nodes serve the demo model. Colocated nodes compute prompts in the same steps as outputs; with
+split nodes, no output waits for a prompt. Both deployments get the same requests and cores. Only
+the compared figures are kept; for the whole report, run `baton loadtest compare` itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT = {"--duration-s": "35", "--repeats": "2", "--deployments": "colocated:2,1
 
 
 def condense(document: dict[str, object]) -> dict[str, object]:
-    """Return the document without single runs and without the model's path."""
+    """Return the report's document without its single runs and the model's path."""
     kept = {name: document[name] for name in KEPT if name in document}
     if isinstance(up := kept.get("up"), dict):
         kept["up"] = {**up, "model": "examples/demo_model"}
@@ -44,10 +44,10 @@ def condense(document: dict[str, object]) -> dict[str, object]:
 
 
 def run(run: Run, short: bool = False) -> None:
-    """Compare the shapes; a run without a report saves nothing.
+    """Compare the deployments; nothing is saved if the command writes no report.
 
     Args:
-        short: run some 3 minutes in place of 8.
+        short: whether to run about 3 minutes, in place of 8.
     """
     options = {"--up": str(DEMO_MODEL), **LOAD, **(SHORT if short else WHOLE)}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:

@@ -1,4 +1,4 @@
-"""First screen of the page: ten questions that users ask, each answered from one file."""
+"""The first screen of docs/performance.md: ten questions of users, each with an answer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from benchmarks.page.rows import Json
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A question, and how to find the answer in a file of results.
+    """A question, and how to find its answer in a file of results.
 
     Attributes:
-        source: `benchmarks/results/<source>.json`.
+        source: name of the file: `benchmarks/results/<source>.json`.
         answer: returns the answer's text, given the file; raises one of `NOT_THERE`.
     """
 

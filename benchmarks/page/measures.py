@@ -1,8 +1,8 @@
-"""Finds figures in a file of results.
+"""Finds figures in a file of results, by their places in the JSON.
 
-A place is a text of keys and indices, as in "results > 512 > p50_us". In a list, "batch=8,
-dtype=int8" is the row with these values. A figure that is missing or is no number raises one of
-`rows.NOT_THERE`.
+A place is a text of keys and indices, such as "results > 512 > p50_us". In a list, "batch=8,
+dtype=int8" stands for the row with these values. If a figure is missing or not a number, one of the
+errors `rows.NOT_THERE` is raised.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import re
 
 from benchmarks.page.rows import Found, Json, Measure
 
-_VALUES = re.compile(r", (?=\w+=)")  # separates the values that choose a list's row
+_VALUES = re.compile(r", (?=\w+=)")  # separates the values by which a row of a list is chosen
 
 
 def at(document: Json, *place: str) -> Json:
-    """Look up the content of this place; raises LookupError or TypeError."""
+    """Return the content of a place in the document; raises LookupError or TypeError."""
     for key in " > ".join(place).split(" > "):
         if not isinstance(document, list):
             document = document[key]
@@ -28,7 +28,7 @@ def at(document: Json, *place: str) -> Json:
 
 
 def _one_of(rows: Json, wanted: dict[str, str]) -> Json:
-    """Return the row of a list with these values."""
+    """Return the row of a list that has these values; raises LookupError."""
     for row in rows:
         if all(str(row[key]) == value for key, value in wanted.items()):
             return row
@@ -36,7 +36,7 @@ def _one_of(rows: Json, wanted: dict[str, str]) -> Json:
 
 
 def number(document: Json, *place: str) -> float:
-    """Look up the finite number at this place; raises one of `NOT_THERE`."""
+    """Return the finite number at a place in the document; raises one of `NOT_THERE`."""
     found = at(document, *place)
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise TypeError(f"{place}: must be a number, got {found!r}")
@@ -46,7 +46,7 @@ def number(document: Json, *place: str) -> float:
 
 
 def value(place: str, form: str = "{:.3g}", scale: float = 1.0) -> Measure:
-    """Return a measure: one number of the file, times ``scale``."""
+    """Return a measure that shows one number of the file, multiplied by ``scale``."""
 
     def measure(document: Json) -> Found:
         found = number(document, place) * scale
@@ -56,11 +56,11 @@ def value(place: str, form: str = "{:.3g}", scale: float = 1.0) -> Measure:
 
 
 def ratio(above: str, under: str, form: str = ".3g", unit: str = "") -> Measure:
-    """Return a measure: one number divided by another of the same run.
+    """Return a measure that shows one number of the file divided by another.
 
     Args:
-        form: format of both numbers; "": show only their ratio.
-        unit: text after both numbers.
+        form: format of the two numbers; "": only their ratio is shown.
+        unit: text to show after the two numbers.
     """
 
     def measure(document: Json) -> Found:
@@ -72,10 +72,12 @@ def ratio(above: str, under: str, form: str = ".3g", unit: str = "") -> Measure:
 
 
 def told(place: str, form: str, judged: str = "") -> Measure:
-    """Return a measure: text with several numbers, as in "{p50:g} ms ({loop[p99]:.1f} ms)".
+    """Return a measure that shows several numbers.
+
+    ``form`` is a format such as "{p50:g} ms ({loop[p99]:.1f} ms)".
 
     Args:
-        judged: place, relative to ``place``, of the number that the target limits.
+        judged: place, relative to ``place``, of the number to compare with the target.
     """
 
     def measure(document: Json) -> Found:
@@ -86,7 +88,7 @@ def told(place: str, form: str, judged: str = "") -> Measure:
 
 
 def count(place: str) -> Measure:
-    """Return a measure: the length of a list."""
+    """Return a measure that shows the length of a list."""
 
     def measure(document: Json) -> Found:
         found = len(at(document, place))

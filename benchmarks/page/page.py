@@ -1,6 +1,7 @@
-"""Writes the page as Markdown: rows with figures, missed targets, missing measurements.
+"""Writes docs/performance.md: rows with figures, missed targets, missing measurements.
 
-The page has no date, so equal files give an equal page. Knows no single row.
+The page has no date, so equal files of results give an equal page. Refuses to know: which rows the
+page has.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ CHANGES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A row and its figure; ``found`` is None if the figure is not measured."""
+    """A row and its figure; ``found`` is None if the figure was not measured."""
 
     row: Row
     found: Found | None
 
     @property
     def verdict(self) -> str:
-        """Return the text of the row's last cell: whether the target holds."""
+        """Return the text of the row's last cell: whether the target is met."""
         if self.found is None:
             return "not measured"
         return {True: "yes", False: "**missed**", None: ""}[self.row.is_kept(self.found)]
 
 
 def read(path: Path) -> Json:
-    """Read a file of results; return None if there is none, or if it is malformed."""
+    """Read a file of results; return None if the file is missing or malformed."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -62,7 +63,7 @@ def read(path: Path) -> Json:
 
 
 def outcomes(source: Source, document: Json) -> list[Outcome]:
-    """Judge every row of one file."""
+    """Find and judge the figure of every row of one file of results."""
     found: list[Outcome] = []
     for row in source.rows:
         try:
@@ -81,7 +82,7 @@ def write(
     """Write the whole page.
 
     Args:
-        changes: returns the number of commits since the run that changed the measured code.
+        changes: returns how many commits since a run have changed the measured code.
     """
     told = [
         (
@@ -120,7 +121,7 @@ class Told:
 
     @property
     def command(self) -> str:
-        """Return the command that writes the file."""
+        """Return the command that writes this file of results."""
         return self.measurement.command(self.source)
 
 
@@ -129,7 +130,7 @@ Page = Sequence[tuple[Subject, Sequence[Told]]]
 
 
 def _headlines(headlines: Sequence[Headline], told: Sequence[Told], changes: Changes) -> str:
-    """Return the table with the first screen's answers."""
+    """Return the table of the first screen's questions and answers."""
     lines = ["| question | answer | measured | on | changed since |", "|---|---|---|---|---|"]
     of_file = {one.source.name: one for one in told}
     for headline in headlines:
@@ -190,7 +191,7 @@ def _section(part: Told, changes: Changes) -> str:
 
 
 def _missed(rows: Sequence[Outcome]) -> Iterator[str]:
-    """Yield the reasons why rows missed their targets; rows with the same reason share a line."""
+    """Yield lines with the reasons for missed targets; rows with equal reasons share a line."""
     reasons: dict[str, list[str]] = {}
     for outcome in rows:
         if outcome.verdict == "**missed**":
@@ -202,7 +203,10 @@ def _missed(rows: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _origin(part: Told, changes: Changes) -> str:
-    """Return where, when and how a file was measured, and whether the code has changed since."""
+    """Return the text about where, when and how a file of results was measured.
+
+    It also says whether the measured code has changed since.
+    """
     name, command = part.source.name, part.command
     if part.document is None:
         absent = f" ({part.source.absent})" if part.source.absent else ""
@@ -223,7 +227,7 @@ def _environment(environment: Json) -> str:
     machine = str(environment.get("gpu") or at(environment, "cpu"))
     cores = int(number(environment, "num_cores"))
     before = number(environment, "load_average > 0")
-    # Older files lack the load average after the run.
+    # Older files do not contain the load average after the run.
     after = environment.get("load_average_after")
     ended = f" before, {number(after, '0'):.1f} after" if after else ""
     busy = ", **other work ran on the machine**" if before > cores else ""

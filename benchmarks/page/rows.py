@@ -1,7 +1,7 @@
 """Defines a row of docs/performance.md: a target, a way to find its figure, a verdict.
 
-Knows no file's structure, unlike the `rows.py` of each subject's folder. A figure that is missing
-or is no number raises one of `NOT_THERE`.
+Refuses to know: the structure of files, which the `rows.py` in each subject's folder knows. If a
+figure is missing or not a number, one of the errors `NOT_THERE` is raised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Json = Any  # a result of json.loads, checked where it is read
+Json = Any  # a result of json.loads, whose types are checked where it is read
 NOT_THERE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 _LIMIT = re.compile(r"([<>]=?)? ?(\d[\d,.]*)")
 _KEEPS: dict[str | None, Callable[[float, float], bool]] = {
@@ -22,11 +22,12 @@ _KEEPS: dict[str | None, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A measured figure.
+    """A measured figure of a row.
 
     Attributes:
         text: the figure as shown on the page.
-        value: number that the target limits, or whether the target is kept.
+        value: the number to compare with the target; a bool: whether the target is met; None: not
+            judged.
     """
 
     text: str
@@ -38,15 +39,16 @@ Measure = Callable[[Json], Found]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Row of the page: a figure, how to find it, and its limit.
+    """A row of the page: what is measured, how to find the figure, and its target.
 
     Attributes:
-        what: name of the measured quantity.
+        what: text that names the measured quantity.
         measure: finds the figure in the file; raises one of `NOT_THERE`.
-        target: text whose first number is the limit, as in "<= 1.1"; a number alone must be met
-            exactly; empty: the row has no verdict.
-        holds_back: one sentence about the reason for a miss, shown only with a miss.
-        unmeasured: note for files without the figure.
+        target: text whose first number is the limit, such as "<= 1.1"; a number without a
+            comparison must be met exactly; empty: the row has no verdict.
+        holds_back: a sentence that says why the target is missed, shown only if the target is
+            missed.
+        unmeasured: note to show if the file does not contain the figure.
     """
 
     what: str
@@ -56,7 +58,7 @@ class Row:
     unmeasured: str = ""
 
     def is_kept(self, found: Found) -> bool | None:
-        """Compare a figure with the target; return None without a target."""
+        """Return whether a figure meets the target; None: the row has no target."""
         if not self.target or found.value is None:
             return None
         if isinstance(found.value, bool):
@@ -68,13 +70,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows of one file of results.
+    """The rows of the page that come from one file of results.
 
     Attributes:
-        name: `benchmarks/results/<name>.json`.
+        name: name of the file: `benchmarks/results/<name>.json`.
         rows: rows in the page's order.
-        intro: meaning of the figures; one paragraph.
-        options: options of the command that writes the file.
+        intro: a paragraph that explains the figures.
+        options: command-line options with which the measurement writes the file.
         absent: why the file may be missing.
     """
 
@@ -87,12 +89,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Measurement started by `python -m benchmarks NAME`: `run` of benchmarks/SUBJECT/NAME.py.
+    """A measurement, which is the function `run` of benchmarks/SUBJECT/NAME.py.
 
     Attributes:
-        place: `SUBJECT.NAME`, or `tools.NAME` for a tool outside of benchmarks.
-        code: files and folders, separated by spaces, whose changes make results old.
-        sources: files of results that have rows on the page.
+        place: `SUBJECT.NAME`; `tools.NAME` for a tool outside of benchmarks.
+        code: the measured files and folders, separated by spaces; results are old after they
+            change.
+        sources: the files of results of this measurement, with their rows on the page.
     """
 
     place: str
@@ -101,7 +104,7 @@ class Measurement:
 
     @property
     def module(self) -> str:
-        """Return the module's full name."""
+        """Return the full name of the measurement's module."""
         return self.place if self.place.startswith("tools.") else f"benchmarks.{self.place}"
 
     @property
@@ -118,11 +121,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Heading of the page: the measurements of one folder.
+    """A heading of the page, with the measurements of one folder.
 
     Attributes:
-        log: headings of docs/log.md about these measurements, also about failed attempts.
-        notes: further notes; Markdown, one paragraph each.
+        log: headings of docs/log.md about these measurements, including failed attempts.
+        notes: further paragraphs in Markdown.
     """
 
     title: str

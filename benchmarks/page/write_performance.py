@@ -1,7 +1,7 @@
-"""Write docs/performance.md from benchmarks/results; `make performance`.
+"""Writes docs/performance.md from the files in benchmarks/results; `make performance`.
 
-Measures nothing. To change rows, targets or reasons for misses, edit `rows.py` of the subject's
-folder.
+The script measures nothing. To change rows, targets or reasons for misses, edit `rows.py` in the
+subject's folder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_page(root: Path) -> None:
 def count_changes(root: Path, code: str, environment: Json) -> int:
     """Return the number of commits since a run that changed these files; 0 if git cannot tell.
 
-    A run with uncommitted changes ("+" after its revision) counts as run at the next commit.
+    A run with uncommitted changes ("+" after its revision) counts as a run of the next commit.
     """
     revision = str(environment["git_revision"])
     span = f"{revision.removesuffix('+')}..HEAD"

@@ -1,8 +1,8 @@
 """Compare embeddings with sentence-transformers and llama.cpp's server: tokens/s, and equality.
 
 The checkpoint has a Qwen3 shape, random weights, and a tokenizer that reads each word as one token.
-Baton in one process is compared with sentence-transformers; Baton as a router with one prefill node
-is compared with llama.cpp's server. All use the same cores. Texts of each round are new, so no
+Baton in one process is compared with sentence-transformers; a router with one prefill node is
+compared with llama.cpp's server. All use the same cores. The texts of each round are new, so no
 prefix is cached.
 """
 
@@ -40,7 +40,7 @@ from benchmarks.served.served_servers import (
 )
 
 LIMIT_S = 900.0
-AT_ONCE = 4  # requests to a server at the same time
+AT_ONCE = 4  # number of requests that are sent to a server at the same time
 Seconds = Mapping[str, Sequence[float]]  # case -> seconds of each round
 
 
@@ -50,8 +50,8 @@ class Options:
 
     Attributes:
         shape: the checkpoint, 125M or 0.6B.
-        rounds: rounds of each case; the best counts.
-        peers: other systems; their environments are made if missing.
+        rounds: number of rounds of each case; the best round counts.
+        peers: other systems to time; their environments are installed if missing.
     """
 
     shape: Literal["125M", "0.6B"] = "125M"
@@ -61,7 +61,7 @@ class Options:
 
 
 def make_embedder(shape: str) -> Path:
-    """Make the checkpoint of served.py once more, with sentence-transformers' files."""
+    """Make a copy of served.py's checkpoint, with the files that sentence-transformers needs."""
     source = make_served(shape)
     folder = source.with_name(f"{source.name}-embedder")
     if not (folder / "modules.json").exists():
@@ -90,7 +90,7 @@ def make_embedder(shape: str) -> Path:
 
 
 def print_seconds(folder: str, dtype: str, threads: str, rounds: str, file: str) -> None:
-    """Print the seconds of Baton in one process as JSON; write some embeddings to a file."""
+    """Time Baton in this process; print seconds as JSON, write some embeddings to a file."""
     from engine import LLM
 
     llm = LLM(folder, dtype=dtype, num_threads=int(threads), kv_cache_bytes=2**30)
@@ -125,7 +125,7 @@ SERVERS = {
 
 
 def embed_by(url: str, texts: Sequence[str]) -> list[list[float]]:
-    """Return the embeddings of a request's texts, as the `openai` client asks for them."""
+    """Return the embeddings of texts, requested as the `openai` client requests them."""
     body = {"model": NAME, "input": texts, "encoding_format": "base64"}
     request = urllib.request.Request(
         f"{url}/v1/embeddings", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -136,7 +136,7 @@ def embed_by(url: str, texts: Sequence[str]) -> list[list[float]]:
 
 
 def answers_embeddings(url: str) -> bool:
-    """Return whether a server embeds a word."""
+    """Return whether a server answers a request for the embedding of a word."""
     try:
         return len(embed_by(url, [" a"])) == 1
     except OSError:
@@ -144,7 +144,7 @@ def answers_embeddings(url: str) -> bool:
 
 
 def seconds_of_server(name: str, job: Job, rounds: int) -> Seconds:
-    """Start a server, send each round's texts in requests of `BATCH`, and return the seconds."""
+    """Start a server, send each round's texts, `BATCH` per request; return the seconds."""
     seconds: dict[str, list[float]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="baton-bench-") as folder,
@@ -224,7 +224,7 @@ def _rates(seconds: Seconds) -> dict[str, float]:
 
 
 def _over_peers(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return Baton's rates divided by those of the peer of the same kind."""
+    """Return Baton's rates divided by the compared peer's rates, by case."""
     pairs = {
         "sentence-transformers": "baton, one process",
         "llama.cpp's server": "baton, router and prefill node",
@@ -237,7 +237,7 @@ def _over_peers(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str,
 
 
 def _difference(files: Mapping[str, Path]) -> float | None:
-    """Return the largest difference between both sides' embeddings; None: a side has none."""
+    """Return the largest difference between two files' embeddings; None: a file is missing."""
     if not all(file.exists() for file in files.values()):
         return None
     ours, theirs = (json.loads(file.read_text()) for file in files.values())

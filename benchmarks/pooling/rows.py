@@ -1,4 +1,4 @@
-"""Rows of the page about embeddings, compared with other systems."""
+"""Rows of docs/performance.md about embeddings, compared with other systems."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Time sentence-transformers in a process of its own, and print JSON as pooling.py reads it.
+"""Times sentence-transformers in this process, and prints JSON that pooling.py reads.
 
-Run with the Python of the peer's environment. Refuses to know: Baton.
+Run this with the Python of sentence-transformers' environment. Refuses to know: Baton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.pooling.texts import BATCH, CASES, texts_of
 
 
 def main() -> None:
-    """Load, warm up, time each round; print one line of JSON."""
+    """Load the model, warm up, time each round; print one line of JSON."""
     folder, dtype, threads, rounds, file = sys.argv[1:]
     torch.set_num_threads(int(threads))
     options = {"dtype": getattr(torch, dtype)}

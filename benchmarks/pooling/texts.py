@@ -1,4 +1,4 @@
-"""Texts of a comparison of embeddings. Imports nothing of Baton: peers read this file, too."""
+"""Makes the texts of a comparison of embeddings. Imports nothing from Baton."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 from itertools import islice, product
 from string import ascii_lowercase
 
-# Case -> number of texts, and words of each; a word is a token.
+# Case -> number of texts, and number of words of each; a word is a token.
 CASES = {"64 tokens": (128, 64), "512 tokens": (16, 512)}
-BATCH = 32  # texts of a request, or of a batch
+BATCH = 32  # number of texts of a request, or of a batch in one process
 _NUM_WORDS = 10_000
 
 
@@ -21,7 +21,7 @@ def words() -> list[str]:
 
 
 def texts_of(case: str, number: int) -> list[str]:
-    """Return a round's texts; no two rounds have equal texts."""
+    """Return the texts of round ``number``; no two rounds have a text in common."""
     num_texts, length = CASES[case]
     draw, known = random.Random(f"{case} {number}"), words()
     return [" " + " ".join(draw.choices(known, k=length)) for _ in range(num_texts)]

@@ -1,8 +1,8 @@
 """Compare the CPU cost of a streamed token on aiohttp and on uvicorn with Starlette.
 
 Each server runs in its own process on one core with uvloop, and streams the same SSE events: each
-tick adds one token to every stream, as an engine's step does. Reports the process's CPU time per
-token, and that of the same program without HTTP.
+tick adds one token to every stream, as an engine's step does. The results are the process's CPU
+time per token, and the CPU time of the same program without HTTP.
 
     python -m benchmarks http_servers [--streams 64 256] [--tokens 150] [--repeats 3]
 """
@@ -58,7 +58,7 @@ class Ticker:
         self._encoder = msgspec.json.Encoder()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the SSE events of one stream."""
+        """Yield the SSE events of one new stream."""
         queue: asyncio.Queue[str | None] = asyncio.Queue()
         self._queues.append(queue)
         if len(self._queues) == self._num_streams:
@@ -86,7 +86,7 @@ class Ticker:
 
 
 async def serve_nothing(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Make the events and drop them: the other servers' extra time is the cost of HTTP."""
+    """Make the events and drop them; the extra time of the other servers is the cost of HTTP."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
 
@@ -138,7 +138,7 @@ async def serve_starlette_h11(ticker: Ticker, listener: socket.socket, num_strea
 
 
 async def serve_bare_asgi(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Serve with uvicorn without a framework, its cheapest form."""
+    """Serve with uvicorn and no framework, which is the cheapest way to use uvicorn."""
     headers = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -168,11 +168,11 @@ SERVERS: dict[str, Server] = {
 
 
 def serve(name: str, streams: str, tokens: str) -> None:
-    """Run a server in this process; print its port."""
+    """Run the server ``name`` in this process; print its port."""
     num_streams, num_tokens = int(streams), int(tokens)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.listen(2048)  # early clients wait until the server accepts
+        listener.listen(2048)  # clients that connect earlier wait until the server accepts
         print(listener.getsockname()[1], flush=True)
         ticker = Ticker(num_streams, num_tokens)
         uvloop.run(SERVERS[name](ticker, listener, num_streams))
@@ -225,7 +225,7 @@ def measure(name: str, num_streams: int, num_tokens: int) -> float:
 
 
 def cpu_ns(pid: int) -> int:
-    """Return the CPU time of all threads of a process in ns, finer than clock ticks."""
+    """Return the CPU time of all threads of a process in ns, with the kernel's precision."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files)
 
@@ -233,7 +233,7 @@ def cpu_ns(pid: int) -> int:
 def run(
     run: Run, streams: Sequence[int] = (64, 256), tokens: int = 150, repeats: int = 3
 ) -> Document:
-    """Measure the servers in turns, so that other load on the machine hits all alike."""
+    """Measure the servers in turns, so that other programs slow all of them equally."""
     samples: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeats):
         for num_streams in streams:

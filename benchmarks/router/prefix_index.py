@@ -1,9 +1,10 @@
 """Measure time and memory of the router's prefix index, with many nodes and blocks.
 
-Every node holds blocks of its own and of a shared system prompt. Ten nodes also hold blocks of long
-prompts, each node a tenth more than the node before. Prompts take turns, so that the processor's
-nearest cache holds none. Hashing is measured separately, because it happens once per request. The
-delay of a node's step is measured with and without a router that receives the events.
+Every node holds blocks of its own, and blocks of a system prompt that all nodes have. Ten nodes
+also hold blocks of long prompts: each of the ten holds a tenth of a prompt more than the node
+before. Prompts take turns, so that the CPU's nearest cache holds none of them. Hashing is measured
+separately, because a request is hashed only once. What the events cost a node's step is measured
+with and without a router that receives them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def microseconds(call: Callable[[], object], repetitions: int) -> dict[str, floa
 
 
 def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[Hashes]) -> float:
-    """Give every node its blocks; return events applied per second, in messages of usual size."""
+    """Give every node its blocks, in messages of usual size; return the events per second."""
     draw = random.Random(0)
     system = prompts[0][:NUM_SYSTEM_BLOCKS]
     seconds = 0.0
@@ -71,7 +72,7 @@ def fill(index: PrefixIndex, num_nodes: int, num_blocks: int, prompts: Sequence[
 
 
 def churn(index: PrefixIndex, num_rounds: int) -> float:
-    """Return events applied per second for a full cache, where each stored block evicts one."""
+    """Return the events applied per second when each stored block evicts another block."""
     draw = random.Random(1)
     index.add_node("churn", KIND)
     old = tuple(draw.getrandbits(64) for _ in range(EVENTS_PER_MESSAGE))
@@ -88,7 +89,7 @@ def churn(index: PrefixIndex, num_rounds: int) -> float:
 
 
 def bytes_per_block(num_nodes: int, num_blocks: int) -> float:
-    """Return the bytes per pair of a node and a block."""
+    """Return the index's bytes per pair of a node and a block that it holds."""
     gc.collect()
     tracemalloc.start()
     index = PrefixIndex()
@@ -103,7 +104,7 @@ def bytes_per_block(num_nodes: int, num_blocks: int) -> float:
 
 
 def step_overhead(repetitions: int) -> dict[str, dict[str, float]]:
-    """Measure what events add to a step of 256 decodes: 16 fill a block and evict another."""
+    """Measure what events add to a step of 256 decodes, 16 of which fill and evict a block."""
     results = {}
     for name, listens, busy in (
         ("nobody listens", False, True),
@@ -117,7 +118,7 @@ def step_overhead(repetitions: int) -> dict[str, dict[str, float]]:
             feed.request_snapshot()
             feed.after_step(busy=busy)
         numbers = itertools.count()
-        for _ in range(200):  # warm-up: uses every block once
+        for _ in range(200):  # warm-up, in which every block is used once
             _decode_step(pool, feed, numbers, busy)
         call = functools.partial(_decode_step, pool, feed, numbers, busy)
         results[name] = microseconds(call, repetitions)
@@ -134,7 +135,7 @@ def _decode_step(pool: BlockPool, feed: KVEventFeed, numbers: Iterator[int], bus
 
 
 def measure_index(shape: dict[str, int], repetitions: int) -> dict[str, dict[str, float]]:
-    """Measure the rows of the table; return them by name."""
+    """Measure the index; return the rows of the table by name."""
     draw = random.Random(2)
     token_ids = [draw.randrange(150_000) for _ in range(NUM_PROMPT_TOKENS)]
     system = PromptHashes(token_ids).of(KIND)[:NUM_SYSTEM_BLOCKS]

@@ -8,13 +8,13 @@ The real `baton router` runs alone on one core, between nodes without an engine 
 
     python -m benchmarks router_cost [--parts costs tls tracing] [--seconds 4] [--rounds 2]
 
-The load is an engine's steps, each with one token per stream. The cost of a token falls when the
+Nodes send tokens like an engine: each step has one token per stream. A token costs less when the
 router is the bottleneck, because waiting tokens then share one message; so each rate is reported
 separately. The number of tokens per message then varies by chance, so TLS is also judged by its
-cost per message, which is paid per TLS record.
+cost per message, because the cost of TLS is per TLS record.
 
-Two compared routers both run all the time, and short slices of each are measured in turns, because
-other load on the machine changes more slowly.
+Two routers that are compared both run all the time, and short slices of each are measured in turns,
+so that other load on the machine, which changes more slowly, affects both equally.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ from benchmarks.router.router_site import (
 from benchmarks.router.trace_cost import measure_tracing
 from benchmarks.runner.run import Run
 
-RATES = (2_000, 20_000, 60_000, 0)  # tokens/s of all streams; 0: as many as the nodes can make
+# Tokens per second of all streams; 0: as many as the nodes can send
+RATES = (2_000, 20_000, 60_000, 0)
 TLS_RATES, TLS_SLICE_S = (0, 20_000), 1.5
 RATE_FIGURES = ("tokens_per_s", "tokens_per_core_s", "cpu_us_per_message")
 REQUEST_FIGURES = ("requests_per_s", "cpu_us_per_request")
-NODES = ("node/prefill/prefill", "node/decode/decode")  # the same names as in router_site
+NODES = ("node/prefill/prefill", "node/decode/decode")  # the names that router_site.py uses
 
 
 def certificate(folder: Path) -> TlsOptions:
-    """Write one certificate that all programs use; more names in it cost nothing."""
+    """Write one certificate for all programs, which contains all their names."""
     paths = (*NODES, "infer-look-operate/all")
     holder = Holder(name="all", uri_paths=paths, hosts=LOCAL_HOSTS)
     write_dev_certificates(folder, [holder], days=1)
@@ -61,7 +62,7 @@ def certificate(folder: Path) -> TlsOptions:
 
 
 async def measure_tls(options: Options, model: Path) -> dict[str, Any]:
-    """Measure a plain router and one with mTLS, in alternating slices."""
+    """Measure a router without TLS and a router with mTLS, in slices that alternate."""
     tls, slices = certificate(model / "certificates"), options.slices or 12
 
     async def rate_of(site: Site) -> Mapping[str, Any]:
@@ -93,7 +94,7 @@ async def measure_tls(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_costs(options: Options, model: Path) -> dict[str, Any]:
-    """Compare rates with a relay's; measure requests, an hour of requests, and open streams."""
+    """Compare the router with a relay; measure requests, memory growth, and open streams."""
     rates: list[Mapping[str, object]] = []
     for round_number in range(options.rounds):
         for rate in options.rates:
@@ -134,14 +135,14 @@ async def measure_costs(options: Options, model: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Parts, loads and times of the measurement.
+    """The parts, loads and times of the measurement.
 
     Attributes:
         parts: costs: compared with a relay; tls: mTLS compared with plain; tracing: all requests
             traced compared with none.
         slices: number of slices of each router; 0: 12 for tls, 30 for tracing.
         requests: number of requests of a slice.
-        held: numbers of streams to hold open.
+        held: numbers of streams that are held open.
     """
 
     parts: Sequence[Literal["costs", "tls", "tracing"]] = ("costs",)

@@ -1,6 +1,6 @@
-"""Processes around the router of `router_cost.py`: nodes without an engine, a relay, its backend.
+"""Processes beside `router_cost.py`'s router: nodes without an engine, a relay, its backend.
 
-Each runs in its own process. Knows no model.
+Each function that runs one is called in its own process. Refuses to know: models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from baton.v1 import node_pb2_grpc
 
 RELAY_METHOD = "/benchmark.Relay/Stream"
 MESSAGE = bytes(60)
-IDLE_S = 0.002  # pause of an idle node, so that others can use its core
+IDLE_S = 0.002  # seconds for which an idle node sleeps, so that other processes can use its core
 PREFILL_RECEIPT = PrefillReceipt(
     queue_s=0.0, prefill_s=0.0, num_chunks=1, num_computed_tokens=8, num_cached_tokens=0
 )
@@ -57,17 +57,17 @@ DECODE_RECEIPT = DecodeReceipt(
 
 
 async def steps(interval_s: float) -> AsyncIterator[None]:
-    """Yield once per engine step, every ``interval_s`` seconds; 0: as fast as possible."""
+    """Yield at each step of an engine: every ``interval_s`` seconds; 0: as fast as possible."""
     due = time.perf_counter()
     while True:
-        # a late node catches up on at most 1 s of steps
+        # a late node catches up on the steps of at most 1 s
         due = max(due + interval_s, time.perf_counter() - 1.0)
         await asyncio.sleep(max(due - time.perf_counter(), 0))
         yield
 
 
 class TalkingNode:
-    """A node's end of a link, which sends one token per step for each request."""
+    """A node's end of its link to a router; it sends one token per step for each request."""
 
     def __init__(self, registration: NodeRegistration, token_ids: list[int]) -> None:
         self._registration = registration
@@ -76,7 +76,7 @@ class TalkingNode:
         self._said: list[NodeEvent] = []
 
     async def run(self, router: str, interval_s: float, tls: TlsOptions) -> None:
-        """Join the router, and send tokens until this process is killed."""
+        """Join a router, and send tokens until this process is killed."""
         async with open_channel(router, read_tls(tls)) as channel:
             call = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
             await call.write(wire.registration_to_proto(self._registration))
@@ -156,7 +156,7 @@ def registration(role: NodeRole, model: Path) -> NodeRegistration:
 async def run_nodes(
     routers: list[str], model: Path, text: str, interval_s: float, tls: TlsOptions
 ) -> None:
-    """Run a prefill and a decode node for each router; they send the tokens of a text."""
+    """Run a prefill and a decode node for each router, which send the tokens of ``text``."""
     token_ids = Tokenizer(model).encode(text)
     async with asyncio.TaskGroup() as group:
         for router, role in itertools.product(routers, PAIR_ROLES):
@@ -170,7 +170,7 @@ async def run_nodes(
 
 
 async def serve_streams(listen: str, behavior: Any) -> None:
-    """Serve one method: bytes in, a stream of bytes out."""
+    """Serve one gRPC method: the request is bytes, the answer a stream of bytes."""
     server = grpc.aio.server()
     handler = grpc.unary_stream_rpc_method_handler(behavior)
     _, service, method = RELAY_METHOD.split("/")
@@ -183,7 +183,7 @@ async def serve_streams(listen: str, behavior: Any) -> None:
 
 
 async def run_relay(listen: str, backend: str) -> None:
-    """Forward each message of each stream, unread."""
+    """Run a relay, which forwards each message of each stream without decoding it."""
     async with grpc.aio.insecure_channel(backend) as channel:
         method = channel.unary_stream(RELAY_METHOD, None, None)
 
@@ -199,7 +199,7 @@ async def run_relay(listen: str, backend: str) -> None:
 
 
 async def run_backend(listen: str, interval_s: float) -> None:
-    """Send one message per step on each stream."""
+    """Run the relay's backend, which sends one message per step on each stream."""
 
     async def talk(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
         async for _ in steps(interval_s):
@@ -216,10 +216,10 @@ def nodes(routers: str, model: str, interval_s: str, cert: str, key: str, ca: st
 
 
 def relay(listen: str, backend_address: str) -> None:
-    """Run the relay."""
+    """Run the relay until this process is killed."""
     uvloop.run(run_relay(listen, backend_address))
 
 
 def backend(listen: str, interval_s: str) -> None:
-    """Run the backend of the relay."""
+    """Run the relay's backend until this process is killed."""
     uvloop.run(run_backend(listen, float(interval_s)))

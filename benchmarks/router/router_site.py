@@ -1,4 +1,4 @@
-"""Run a router or a bare relay alone on a core, between nodes without an engine and a client.
+"""Runs a router or a bare relay alone on a core, between nodes without engine and a client.
 
 Refuses to know: what is compared.
 """
@@ -42,7 +42,7 @@ WARM_UP_S = 1.0
 
 @dataclass
 class Site:
-    """Processes around a router or relay, the ``measured`` process, which is alone on core 0."""
+    """The ``measured`` router or relay, which is alone on core 0, and all other processes."""
 
     addresses: list[str]
     tls: TlsOptions = NO_TLS  # certificates for clients of the measured process
@@ -57,7 +57,7 @@ class Site:
 
 @dataclass
 class Client:
-    """Counts the received tokens and messages, over several connections."""
+    """A client with several connections, which counts received tokens and messages."""
 
     address: str
     is_relay: bool
@@ -91,7 +91,7 @@ class Client:
             await channel.close(None)
 
     async def begin(self, num_streams: int) -> None:
-        """Start endless streams, and wait until each has had a token."""
+        """Start endless streams, and wait until each has received a token."""
         for number in range(num_streams):
             self.tasks.append(asyncio.create_task(self.stream(number, ENDLESS)))
             # gRPC's server drops calls when a thousand of them wait to be accepted.
@@ -129,7 +129,8 @@ class Client:
 
 
 def spawn(core: int, *command: str) -> subprocess.Popen[bytes]:
-    # No preexec_fn: with one, Popen really forks, and gRPC's threads here can then hang for ever.
+    # Without preexec_fn: it would make Popen fork this process, and gRPC's threads could then hang
+    # for ever.
     pinned = ["taskset", "--cpu-list", str(core), sys.executable, *command]
     return subprocess.Popen(pinned, env=own_environment(), cwd=ROOT)
 
@@ -156,7 +157,7 @@ def router_site(
     tls: TlsOptions = NO_TLS,
     router_args: Sequence[str] = (),
 ) -> Iterator[Site]:
-    """Run routers on one public port, each with its own prefill and decode node.
+    """Run router processes on one public port, each with its own prefill and decode node.
 
     Args:
         router_args: additional options of the routers.
@@ -200,7 +201,7 @@ def wait_for_port(address: str, tls: TlsOptions = NO_TLS) -> None:
 
 
 def wait_for_pair(router: str, tls: TlsOptions = NO_TLS) -> None:
-    """Wait until the prefill node has reported that it reaches the decode node."""
+    """Wait until the prefill node has reported that it is connected to the decode node."""
     with admin_of(router, tls) as admin:
         for _ in range(600):
             nodes = admin.ListNodes(admin_pb2.ListNodesRequest()).nodes
@@ -271,7 +272,7 @@ async def measure_requests(site: Site, *, num_requests: int, max_tokens: int) ->
 
 
 async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
-    """Measure open streams on which (nearly) nothing is sent."""
+    """Measure the cost of open streams on which almost nothing is sent."""
     client = Client(site.addresses[0], is_relay=False, tls=site.tls)
     client.open()
     before = site.rss_mib()
@@ -294,9 +295,9 @@ async def measure_held(site: Site, num_streams: int) -> dict[str, float]:
 async def in_turns(
     sites: Mapping[str, Site], slices: int, measure: Callable[[Site], Awaitable[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Measure short slices of the routers in turns; the other routers idle meanwhile."""
+    """Measure short slices of the routers in turns; the others are idle meanwhile."""
     rows: list[dict[str, Any]] = []
-    for number in range(-1, slices):  # the first slices warm up
+    for number in range(-1, slices):  # the first slice of each warms up
         for name in list(sites)[:: 1 if number % 2 == 0 else -1]:
             row = {"subject": name, **await measure(sites[name])}
             if number >= 0:
@@ -308,7 +309,7 @@ async def in_turns(
 def ratios(
     rows: Sequence[Mapping[str, Any]], measure: str, ours: str, theirs: str
 ) -> dict[str, float]:
-    """Divide a subject's slices by its neighbour's; return the median and quartiles."""
+    """Divide slices of one router by those of another; return the median and the quartiles."""
     over, under = (
         [row[measure] for row in rows if row["subject"] == name] for name in (ours, theirs)
     )
@@ -318,7 +319,10 @@ def ratios(
 
 
 def large_model(folder: Path) -> Path:
-    """Write a copy of the demo model's configuration and tokenizer that allows endless streams."""
+    """Write the demo model's config and tokenizer, with an enlarged maximum length.
+
+    The maximum is so large that no stream reaches it during a measurement.
+    """
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))

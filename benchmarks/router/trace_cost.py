@@ -1,9 +1,10 @@
-"""Measure the cost of tracing to a router: all requests traced, compared with none, in turns.
+"""Measure what tracing costs a router: all requests are traced, or none, in turns.
 
-Part of `router_cost.py`; a collector on the other core receives the spans. Requests have 64 tokens
-and run 64 at a time: at the pace of an engine's steps (5 ms), which compares CPU per request, and
-at full speed, which compares requests per second. On a busy machine two rounds differ by more than
-tracing costs, so the calls for tracing are also timed alone and divided by the cost of a request.
+This is the part "tracing" of `router_cost.py`. A collector on the other core receives the spans.
+Requests have 64 output tokens, and 64 requests run at a time: first at the pace of an engine's
+steps (5 ms), to compare the CPU time per request, and then at full speed, to compare the requests
+per second. On a busy machine two rounds differ by more than tracing costs, so the calls for tracing
+are also timed alone, and divided by the CPU time of a request.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def cost_when_off_us() -> float:
-    """Return the CPU time that an untraced request with a trace header spends on tracing."""
+    """Return the us that the code for tracing takes in an untraced request with a trace header."""
     number = 200_000
     entry = AccessEntry()
     began = time.perf_counter()
     for _ in range(number):
         entry.join_trace(NO_TRACING, HEADER, "")
-        time.perf_counter()  # as `Following.note_admitted` does
+        time.perf_counter()  # the calls that `Following.note_admitted` makes
     return (time.perf_counter() - began) / number * 1e6
 
 
 def cost_when_on_us(endpoint: str) -> float:
-    """Return the CPU time that tracing adds to a request: contexts, spans, messages, sending."""
+    """Return the us that tracing adds to a request: contexts, spans, messages, sending."""
     number = 10_000
     tracing = Tracing(TraceOptions(trace_endpoint=endpoint))
     assert tracing.sink is not None
@@ -100,7 +101,7 @@ def cost_when_on_us(endpoint: str) -> float:
                     ).SerializeToString()
                 following.note_finished(FinishReason.LENGTH, RECEIPT)
             if index % 100 == 0:
-                time.sleep(0.02)  # a pause between requests, in which the exporter works
+                time.sleep(0.02)  # a pause between requests, in which the exporter sends
         if is_traced:
             tracing.close()
         cpu_s[is_traced] = time.process_time() - began
@@ -110,7 +111,7 @@ def cost_when_on_us(endpoint: str) -> float:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[str]:
-    """Yield the endpoint of a collector that accepts all spans and reads none."""
+    """Yield the endpoint of a collector that accepts all spans without decoding them."""
     command = call_words("benchmarks.router.trace_cost:collect")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=own_environment()
@@ -123,7 +124,7 @@ def collecting() -> Iterator[str]:
 
 
 def collect() -> None:
-    """Run a collector that accepts all spans unread; print its port."""
+    """Run a collector in this process; print its port."""
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
     service, method = EXPORT.strip("/").split("/")
     server = grpc.server(ThreadPoolExecutor(1))
@@ -136,7 +137,7 @@ def collect() -> None:
 
 
 async def measure_tracing(slices: int, num_requests: int, model: Path) -> dict[str, Any]:
-    """Compare a router that traces all requests with one that traces none, in turns."""
+    """Compare a router that traces all requests with a router that traces none, in turns."""
 
     async def requests_of(site: Site) -> Mapping[str, Any]:
         found = await measure_requests(site, num_requests=num_requests, max_tokens=MAX_TOKENS)
@@ -174,7 +175,7 @@ async def measure_tracing(slices: int, num_requests: int, model: Path) -> dict[s
 
 
 def interval(rows: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[float]]:
-    """Return the 95 % interval of the median ratio, by a bootstrap over pairs of slices."""
+    """Return the 95 % interval of the median of ratios, by a bootstrap over pairs of slices."""
     on, off = ([row[figure] for row in rows if row["subject"] == name] for name in ("on", "off"))
     found = [one / other for one, other in zip(on, off, strict=True)]
     drawn = random.Random(1)

@@ -1,4 +1,4 @@
-"""Follows requests to their ends, and sends many of them at random times.
+"""Follows requests to their ends, and sends many requests at random times.
 
 A client's stream and a call of a dispatcher in this process yield the same pieces. Times are on the
 event loop's clock, which may be virtual.
@@ -24,7 +24,7 @@ class Case:
     """A request and its only right answer.
 
     Attributes:
-        model: model name in the request; empty: the router's first name.
+        model: the request's model name; empty: the router's first served name.
     """
 
     prompt: list[int]
@@ -35,13 +35,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Outcome of one request; times are seconds.
+    """The outcome of one request; times are in seconds.
 
     Attributes:
-        outcome: complete, left, refused, hung, lost, wrong, or the type of the error.
+        outcome: complete; left: the client disconnected; refused; hung: no end in time; lost: fewer
+            tokens than asked for; wrong: a wrong token; or the type of the error.
         times: arrival time of each token.
-        receipt: receipt in the last piece or in the error; None: no receipt.
-        retry_delay_s: delay that a refusal advised; None: no advice.
+        receipt: the receipt in the last piece or in the error; None: there was none.
+        retry_delay_s: seconds after which a refusal advised to try again; None: no advice.
     """
 
     outcome: str
@@ -54,7 +55,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Return the time to the first token; 0 without a token."""
+        """Return the seconds to the first token; 0 without a token."""
         return self.times[0] - self.sent_at if self.times else 0.0
 
     @property
@@ -63,13 +64,13 @@ class Answer:
 
     @property
     def longest_gap_s(self) -> float:
-        """Return the longest time between two tokens, or before the first token."""
+        """Return the longest time between two tokens or before the first token, in seconds."""
         arrivals = (self.sent_at, *self.times)
         return max((b - a for a, b in itertools.pairwise(arrivals)), default=0.0)
 
     @property
     def attempts(self) -> int:
-        """Return the number of attempts in the receipt; 0 without a receipt."""
+        """Return the router's number of attempts, from the receipt; 0 without a receipt."""
         return self.receipt.num_attempts if self.receipt else 0
 
 
@@ -83,7 +84,7 @@ async def follow(
     """Read a stream to its end, or until its client leaves.
 
     Args:
-        case: request with the right tokens; None: any tokens are right.
+        case: the request and its right tokens; None: all tokens count as right.
         patience_s: seconds after which the request counts as hung.
         leave_after: number of tokens after which the client disconnects.
     """
@@ -123,7 +124,7 @@ async def follow(
 
 
 class OpenLoad:
-    """Requests that arrive at random times (Poisson), whether earlier ones have ended or not.
+    """A load of requests at random times (Poisson), whether earlier requests have ended or not.
 
     Args:
         ask: sends one request and returns its answer.
@@ -141,7 +142,7 @@ class OpenLoad:
     async def arrive(
         self, rate: float, seconds: float = math.inf, until: asyncio.Event | None = None
     ) -> None:
-        """Start ``rate`` requests per second for ``seconds``, or until the event is set."""
+        """Start ``rate`` requests per second for ``seconds``, or until ``until`` is set."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         ends_at = due + seconds
@@ -155,7 +156,10 @@ class OpenLoad:
         await asyncio.sleep(ends_at - loop.time())
 
     async def saturate(self, num_lanes: int, seconds: float) -> float:
-        """Keep ``num_lanes`` requests open; return the ended requests per second after a third."""
+        """Keep ``num_lanes`` requests open for a time; return the ended requests per second.
+
+        The first third of the time is not counted.
+        """
         clock = asyncio.get_running_loop().time
         ends_at = clock() + seconds
 
@@ -169,11 +173,11 @@ class OpenLoad:
         return sum(ended) / counted_s
 
     async def finish(self) -> None:
-        """Wait for the answers of all requests."""
+        """Wait until all requests have ended."""
         await asyncio.gather(*self._tasks)
 
     async def cancel(self) -> None:
-        """Cancel all requests."""
+        """Cancel all open requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

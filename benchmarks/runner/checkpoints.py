@@ -1,4 +1,4 @@
-"""Write random checkpoints of given shapes, to measure what depends on shapes only."""
+"""Writes random checkpoints of given shapes, for figures that depend on shapes only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def random_checkpoint(
     *,
     with_tokenizer: bool = False,
 ) -> Path:
-    """Write a checkpoint once; return its folder.
+    """Write a checkpoint with random weights unless it exists; return its folder.
 
     Args:
         architecture: name of a class in `transformers`.
         shape: fields of the class's configuration.
-        with_tokenizer: add the demo model's tokenizer, which converters need.
+        with_tokenizer: whether to add the demo model's tokenizer, which converters need.
     """
     if (folder / "model.safetensors").exists():
         return folder
@@ -44,7 +44,7 @@ def random_checkpoint(
 
 
 def ids_of(tokens: Iterable[str]) -> dict[str, int]:
-    """Return a vocabulary: tokens with their ids."""
+    """Return a vocabulary: tokens with consecutive ids."""
     return {token: number for number, token in enumerate(tokens)}
 
 
@@ -55,7 +55,7 @@ def tokenizer_document(
 
     Args:
         specials: special tokens, which come first.
-        parts: normalizer, pre_tokenizer and decoder, if any.
+        parts: further parts by name: normalizer, pre_tokenizer, decoder.
     """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [

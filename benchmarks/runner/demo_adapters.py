@@ -1,4 +1,4 @@
-"""Write LoRA adapters of the demo model, with random numbers that change what the model says."""
+"""Writes LoRA adapters for the demo model with random weights, which change its outputs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 from benchmarks.runner.environment import DEMO_MODEL
 
-# Rank of each adapter, and the layers that it adapts.
+# The rank of each adapter, and the layers that the adapter changes.
 ADAPTERS = {
     "a": (4, ("self_attn.q_proj",)),
     "b": (8, ("self_attn.q_proj", "self_attn.v_proj")),
     "c": (16, ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")),
 }
-_SCALE = 0.2  # scale of the random numbers in A and B
+_SCALE = 0.2  # scale of the random values in the matrices A and B
 
 
 def write_adapters(root: Path) -> Mapping[str, Path]:
-    """Write `ADAPTERS` in PEFT's layout below a folder; return their folders by name."""
+    """Write the adapters `ADAPTERS` in PEFT's layout below ``root``; return folders by name."""
     from safetensors import safe_open
 
     with safe_open(DEMO_MODEL / "model.safetensors", "pt") as weights:

@@ -1,4 +1,4 @@
-"""Start deployments with real nodes on this machine, to be measured."""
+"""Starts deployments with real nodes on this machine, for measurements."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def deployed(
     ready_timeout_s: float = READY_TIMEOUT_S,
     **options: Any,
 ) -> Iterator[LocalDeployment]:
-    """Run a router and its nodes on free ports; yield when all pairs are connected.
+    """Run a router and nodes on free ports; yield once all pairs of nodes are connected.
 
     Args:
-        with_http: whether the router serves HTTP, too.
+        with_http: whether the router also serves HTTP.
         options: further fields of `LocalDeploymentConfig`.
     """
     config = LocalDeploymentConfig(
@@ -46,7 +46,7 @@ def deployed(
 def receipt_of(
     client: Client, prompt: list[int], params: SamplingParams
 ) -> tuple[Receipt, DecodeReceipt]:
-    """Send a request; return its receipt and the decode node's part of the receipt."""
+    """Send a request; return its receipt, and the decode node's part of the receipt."""
     receipt = client.generate(prompt, params).receipt
     assert receipt is not None
     assert receipt.decode is not None

@@ -1,6 +1,7 @@
 """Records where, when and with which options a measurement ran, and writes its JSON file.
 
-Records what readers need to judge a number. Refuses to record: host names, user names, paths.
+What is recorded helps readers to judge the figures. Refuses to record: host names, user names,
+paths.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def record_environment(words: Sequence[str] | None = None) -> dict[str, object]:
     """Describe the machine, the software, and how busy the machine is now.
 
     Args:
-        words: options of the measurement; by default those of the process.
+        words: the measurement's command-line options; None: those of this process.
     """
     words = sys.argv[1:] if words is None else [word for word in words if word != "--save"]
     return {
@@ -42,7 +43,7 @@ def record_environment(words: Sequence[str] | None = None) -> dict[str, object]:
 
 
 def summary(samples: Sequence[float], digits: int = 2) -> dict[str, float]:
-    """Return median, 90th percentile and mean of two or more samples."""
+    """Return the median, the 90th percentile and the mean of two or more samples."""
     return {
         "median": round(statistics.median(samples), digits),
         "p90": round(statistics.quantiles(samples, n=10, method="inclusive")[-1], digits),
@@ -78,10 +79,10 @@ def _cpu_model() -> str:
 
 
 def _git_revision() -> str:
-    """Return the short revision, with ``+`` if tracked files that affect results changed."""
+    """Return git's short revision, with ``+`` if files that affect results are changed."""
     try:
         revision = _git("rev-parse", "--short", "HEAD")
-        # paths of files that do not change any result
+        # paths of files that affect no result
         apart = (":!tests", ":!docs", ":!benchmarks/results")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", *apart)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""Makes command-line options of a function's signature and docstring.
+"""Makes command-line options from a function's signature and docstring.
 
     def run(run: Run, requests: int = 20, parts: Sequence[str] = PARTS, other: Path | None = None)
 
@@ -21,7 +21,7 @@ _ARGUMENT = re.compile(r"^        (\w+): (.+(?:\n            .+)*)", re.MULTILIN
 
 
 def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
-    """Add one option for each parameter after the first."""
+    """Add an option to the parser for each parameter of the function after the first."""
     declared = _declared(function)
     section = "    Args:\n" if declared is function else "    Attributes:\n"
     texts = dict(_ARGUMENT.findall((declared.__doc__ or "").partition(section)[2]))
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., object]
 
 
 def values_of(function: Callable[..., object], found: argparse.Namespace) -> dict[str, Any]:
-    """Return the function's keyword arguments from parsed options."""
+    """Return the function's keyword arguments, from the parsed command line."""
     declared = _declared(function)
     values = {parameter.name: getattr(found, parameter.name) for parameter in _parameters(function)}
     for parameter in _parameters(function):
@@ -67,7 +67,7 @@ def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def _kind_of(annotation: Any) -> tuple[Callable[[str], Any], Sequence[Any] | None, bool]:
-    """Return a word's parser, the allowed values, and whether several words are allowed."""
+    """Return how to parse an option's word, its allowed values, and whether it takes several."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):  # X | None
         return _kind_of(parts[0])

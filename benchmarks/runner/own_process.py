@@ -1,4 +1,4 @@
-"""Run Python in child processes: the environment, the command, the answer."""
+"""Runs Python functions in child processes, and reads the JSON that they print."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from benchmarks.runner.environment import ROOT
 
 
 def own_environment(*trees: Path, **variables: str) -> dict[str, str]:
-    """Return an environment whose `python` imports this checkout, or other trees before it.
+    """Return environment variables that let `python` import from ``trees`` and this checkout.
 
-    Folders of this process's own path come last. Modules are compiled to files, as in an
-    installation; otherwise each start would compile them all.
+    Python looks into ``trees`` first, then into this checkout, and last into the folders of this
+    process's PYTHONPATH. Python may write compiled modules to files,
+    as in an installation, because otherwise each start would compile all modules.
     """
     folders = [folder for tree in trees or (ROOT,) for folder in (tree, tree / "kernels")]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -29,7 +30,7 @@ def own_environment(*trees: Path, **variables: str) -> dict[str, str]:
 
 
 def call_words(function: str, *words: object) -> list[str]:
-    """Return a command that runs a function, named "package.module:function", in a process."""
+    """Return the command that runs a function, "package.module:function", in a new process."""
     return [sys.executable, "-P", "-m", "benchmarks", "--call", function, *map(str, words)]
 
 
@@ -37,7 +38,7 @@ def answer_of(command: Sequence[object], limit_s: float | None = None, **options
     """Run a program; return the last mapping that it prints as JSON.
 
     Args:
-        options: options of `subprocess.run`; the default environment is `own_environment`'s.
+        options: options of `subprocess.run`; without ``env``, it is `own_environment()`.
 
     Raises:
         subprocess.SubprocessError: the program fails or takes too long.
@@ -57,7 +58,7 @@ def answer_of(command: Sequence[object], limit_s: float | None = None, **options
 
 
 def end_group(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
-    """End a process that leads a session, and all other processes of the session."""
+    """End a process that leads a session, and all other processes of this session."""
     for stop in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, stop)

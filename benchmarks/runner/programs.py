@@ -1,4 +1,4 @@
-"""Start Baton's programs and simulated nodes as processes, and query a router.
+"""Starts Baton's programs and simulated nodes as processes, and queries a router.
 
 Refuses to know: what is measured with the processes.
 """
@@ -35,7 +35,7 @@ def admin_of(address: str, tls: TlsOptions = NO_TLS) -> Iterator[Any]:
 
 
 class Programs:
-    """Baton's programs, each with a name and a log; all end with the `with` block.
+    """Baton's programs as processes, each with a name and a log; they end with the `with` block.
 
     Args:
         core: core on which all programs run; None: any core.
@@ -43,7 +43,8 @@ class Programs:
     """
 
     def __init__(self, core: int | None = None, **variables: str) -> None:
-        # No preexec_fn: Popen would really fork, and gRPC's threads here could hang for ever.
+        # Without preexec_fn: it would make Popen fork this process, and gRPC's threads could then
+        # hang for ever.
         pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
         self._command = [*pinned, sys.executable, "-m", "baton"]
         self._environment = own_environment(**variables)
@@ -70,7 +71,7 @@ class Programs:
         self._folder.cleanup()
 
     def start(self, name: str, *words: object) -> None:
-        """Start `baton` with these words as a program with this name."""
+        """Start `baton` with these arguments, as the program ``name``."""
         command = [*self._command, *map(str, words)]
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -83,7 +84,7 @@ class Programs:
         process.wait()
 
     def log(self, name: str) -> str:
-        """Return a program's output so far, of all its starts."""
+        """Return all that a program has printed so far, over all its starts."""
         return self._log(name).read_text(errors="replace")
 
     def _log(self, name: str) -> Path:
@@ -91,7 +92,7 @@ class Programs:
 
 
 class SimFleet(Programs):
-    """A router, and a process with simulated nodes.
+    """A router process, and a process that runs all simulated nodes.
 
     Args:
         words: additional options of `baton sim-node`.
@@ -124,7 +125,7 @@ class SimFleet(Programs):
             time.sleep(0.2)
 
     def nodes(self) -> Sequence[Any]:
-        """Return the router's descriptions of its nodes."""
+        """Return the router's descriptions of its nodes, from its admin service."""
         with admin_of(self.address) as admin:
             found: Sequence[Any] = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
         return found

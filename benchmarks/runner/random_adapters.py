@@ -1,4 +1,4 @@
-"""Write random LoRA adapters of given shapes, for measurements that depend on shapes alone."""
+"""Writes random LoRA adapters of given shapes, for figures that depend on shapes only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Matrices = Mapping[tuple[int, str, str], "Tensor"]
 
 
 def random_matrices(shape: Mapping[str, Any], rank: int) -> Matrices:
-    """Draw a random adapter of all linear layers: each one's A and B, in bfloat16."""
+    """Draw a random adapter: the bfloat16 matrices A and B of each linear layer."""
     import torch
 
     torch.manual_seed(rank)

@@ -1,4 +1,4 @@
-"""One run of a measurement: prints and saves results, and lists broken promises."""
+"""Run: prints, saves and judges the results of one run of a measurement."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from benchmarks.page.rows import Measurement
 from benchmarks.runner.environment import RESULTS, record_environment, write_results
 
 if TYPE_CHECKING:
-    from rich.console import Console  # may be missing on a GPU machine
+    from rich.console import Console  # rich may be missing on a GPU machine
 
-Document = Mapping[str, Any]  # converted to JSON
+Document = Mapping[str, Any]  # results that can be converted to JSON
 _MOST_COLUMNS, _MOST_CHARS = 10, 500
 
 
@@ -22,9 +22,9 @@ class Run:
     """Prints, records and judges the results of one measurement.
 
     Attributes:
-        environment: machine and software, recorded before the measurement.
-        problems: broken promises; any problem makes the exit code 1.
-        saves: whether results are written.
+        environment: description of machine and software, recorded before the measurement.
+        problems: a line per broken promise; with any problem, the exit code is 1.
+        saves: whether results are written to files (`--save`).
     """
 
     def __init__(self, measurement: Measurement, words: Sequence[str], *, saves: bool) -> None:
@@ -53,7 +53,7 @@ class Run:
         return document
 
     def show(self, title: str, rows: object) -> None:
-        """Print a mapping or list of rows as a table, and anything else plainly."""
+        """Print a mapping or a list of rows as a table, and any other value as it is."""
         if (
             isinstance(rows, Mapping)
             and rows
@@ -74,7 +74,7 @@ class Run:
         self.console.print(table)
 
     def judge(self, document: Document, name: str = "") -> None:
-        """Print the page's rows for these results, and then results without a row."""
+        """Print the page's rows with their verdicts for these results; then all other results."""
         rows = [
             {
                 "what": one.row.what,
@@ -94,7 +94,7 @@ class Run:
                 self.show(key, part)
 
     def finish(self, document: Document | None) -> int:
-        """Judge and save a document; return the exit code, which missed targets do not change."""
+        """Judge and save a document; return the exit code, which ignores missed targets."""
         if document is not None:
             self.judge(document)
             self.save(document)
@@ -108,7 +108,7 @@ def _are_rows(values: Iterable[object]) -> bool:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with the medians of its summaries, without other mappings and lists."""
+    """Return a row of plain values: the medians of summaries, without other mappings or lists."""
     values = {
         name: value.get("median") if isinstance(value, Mapping) else value
         for name, value in row.items()

@@ -1,7 +1,7 @@
-"""Run the measurements that fit in ten minutes on two cores, then write the page.
+"""Runs the measurements that fit in ten minutes on two cores, and then writes the page.
 
-A failing measurement does not stop the others; the last line names those that failed or had no
-time. The most needed measurements come first, and the last one gets the time that is left.
+A measurement that fails does not stop the others; the last line names the measurements that failed
+or had no time. The most important measurements come first, and the last gets the time that is left.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.runner.environment import ROOT
 from benchmarks.runner.own_process import end_group, own_environment
 
 PEERS = ROOT / "build" / "engine_cpu" / "peers"
-LEAST_S = 5.0  # with less time left no measurement starts
+LEAST_S = 5.0  # with fewer seconds left, no measurement is started
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A measurement, and options that make it short."""
+    """A measurement, with options that make it short."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -67,7 +67,8 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
         [sys.executable, *program, *options_of(part)],
         env=own_environment(),
         cwd=ROOT,
-        start_new_session=True,  # so that its child processes end with it
+        # A session of its own, so that its child processes can be ended with it
+        start_new_session=True,
     )
     try:
         returned = child.wait(limit_s)
@@ -81,7 +82,7 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
 def run_all(
     parts: Sequence[Part], budget_s: float, console: Console, folder: Path | None = None
 ) -> list[str]:
-    """Run the parts within ``budget_s`` seconds; print their times; return failures."""
+    """Run the parts within ``budget_s`` seconds, and print their times; return all failures."""
     started = time.monotonic()
     table = Table("benchmark", "seconds", "ended")
     failed = []

@@ -1,12 +1,12 @@
 """Attack the transfer of KV with forged, replayed, altered or late messages and writes.
 
-The attacker also reflects and truncates messages, and writes into blocks before their check or
-after a cancel.
+The attacker also reflects and shortens messages, and writes into blocks before their check or after
+a cancel.
 
-Real nodes and engines run in one process per scene; with NIXL the attacker has agents under the
-names of both nodes. A scene counts messages that a node accepted although its peer had not sent
-them (or less often), requests with wrong tokens, and whether the process ended. Controls with the
-checks off show that the attacks work.
+In each scene, real nodes and engines run in one process; with NIXL the attacker has agents under
+the names of both nodes. A scene counts the messages that a node accepted more often than its peer
+had sent them, the requests with wrong tokens, and I/O threads that ended. Controls without the
+checks show that the attacks work.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=Tr
 
 
 class Tap:
-    """Transport whose messages the attacker can read, hold back and deliver late."""
+    """A transport whose messages the attacker can read, hold back and deliver late."""
 
     def __init__(self, transport: KVTransport, scene: Scene) -> None:
         self._transport = transport
@@ -100,7 +100,7 @@ class Tap:
 
 
 class Attacker:
-    """Attacker without keys, who can send messages under any name and write into any block."""
+    """An attacker without keys, who can send messages under any name and write to any block."""
 
     def say(self, name: str, target: str, payload: bytes) -> None:
         raise NotImplementedError
@@ -110,7 +110,7 @@ class Attacker:
 
 
 class MemoryAttacker(Attacker):
-    """Attacker inside the nodes' process, who can write anything anywhere."""
+    """An attacker in the nodes' process, who writes directly to the nodes' memory."""
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
@@ -124,7 +124,7 @@ class MemoryAttacker(Attacker):
 
 
 class NixlAttacker(Attacker):
-    """Attacker with NIXL agents, two of them under the nodes' names."""
+    """An attacker with NIXL agents, two of which have the nodes' names."""
 
     def __init__(self, infos: dict[str, PeerInfo], kv_cache: torch.Tensor) -> None:
         self._num_layers = kv_cache.shape[1]
@@ -164,7 +164,7 @@ class NixlAttacker(Attacker):
 
 @dataclass
 class Open:
-    """An open request at the scene's router."""
+    """A request that the scene's router has placed, and that has not ended."""
 
     prompt: int
     tokens: dict[int, int] = field(default_factory=dict)
@@ -172,12 +172,12 @@ class Open:
 
 
 class Scene:
-    """Two nodes, the router's part of their protocol, and the attacker.
+    """Two nodes, the attacker, and a stand-in that sends the router's messages to the nodes.
 
     Args:
-        connector: KV connector between the nodes.
-        has_digests: whether blocks are checked.
-        too_late: whether the attacker writes only into blocks after their check.
+        connector: name of the KV connector between the nodes.
+        has_digests: whether blocks are checked against digests.
+        too_late: whether the attacker writes into blocks only after their check.
         seed: seed of all random choices.
     """
 
@@ -228,7 +228,7 @@ class Scene:
         self._until(lambda: sum(report.connected for report in self.reports) == 2)
 
     def _listen(self, name: str, end: Sender | Receiver) -> None:
-        """Count messages that this end's I/O thread accepts as its peer's."""
+        """Start an end's I/O thread; count the messages that it accepts as sent by its peer."""
         machine: StateMachine = end.machine
         if isinstance(end, Receiver) and end.verifier is not None:
             machine = end.verifier
@@ -299,12 +299,12 @@ class Scene:
     # ------------------------------------------------------------------ the attack
 
     def before_it_is_heard(self, payload: bytes) -> None:
-        """Attack on the decode node's I/O thread, before it handles arrived bytes."""
+        """Attack from the decode node's I/O thread, before it handles an arrived message."""
         if not self.is_attacking or len(payload) < HEADER_BYTES:
             return
         try:
             message = peek(payload)
-        except Exception:  # the attacker sent this message
+        except Exception:  # not decodable, because the attacker sent this message
             return
         if isinstance(message, messages.Digests | messages.Commit) and message.engine_id == P:
             self._spoil(message)
@@ -321,7 +321,7 @@ class Scene:
         if isinstance(message, Digests):
             first = num_prompt_blocks(self.d.engine) - len(reservation.block_ids)
             indices = [i - first for i in message.indices if i >= first]
-            layers = message.layers or layers  # other layers may have been checked already
+            layers = message.layers or layers  # the other layers may be checked already
         elif self.receiver.verifier is not None:
             return
         for index in self.draw.sample(list(indices), min(WRITES_PER_DIGESTS, len(indices))):
@@ -329,7 +329,7 @@ class Scene:
             self.attacks["write before it is checked"] += 1
 
     def _write_too_late(self) -> None:
-        """Write into blocks after their check, just before decoding reads them."""
+        """Write into blocks after their check, right before decode steps read them."""
         commit = self.d.engine.commit
 
         def write_and_commit(request_id: str, token_id: int) -> None:
@@ -369,7 +369,7 @@ class Scene:
         self.attacks[kind] += 1
 
     def _lie(self, source: str) -> Message:
-        """Make the message that would do most harm if a node accepted it."""
+        """Make a message that would do great harm if a node accepted it."""
         request_id = self.draw.choice([*self.open, "r0"])
         about: dict[str, Any] = {"engine_id": source, "request_id": request_id, "epoch": 1}
         if source == D:
@@ -398,7 +398,7 @@ class Scene:
         return self.draw.choice(lies)
 
     def _other_life(self, source: str, target: str) -> Channel:
-        """Return a channel whose keys are valid for another start of the process."""
+        """Return a channel with the keys of another start of the process ``source``."""
         channels = Channels(source)
         infos = {P: self.sender.peer_info, D: self.receiver.peer_info}
         channels.learn(infos[target])
@@ -419,7 +419,7 @@ class Scene:
                 self.attacks["write after a cancel"] += 1
 
     def run(self, num_attacks: int) -> dict[str, Any]:
-        """Serve requests under attack and then without, and check what is left."""
+        """Serve requests under attack, and then without; return what has gone wrong."""
         self.is_attacking = True
         if self._too_late:
             self._write_too_late()
@@ -470,7 +470,7 @@ class Scene:
 
 
 def num_prompt_blocks(engine: Engine) -> int:
-    """Return the number of blocks of a prompt."""
+    """Return the number of a prompt's blocks."""
     return -(-PROMPT_TOKENS // engine.kv_memory.spec.block_size)
 
 
@@ -479,7 +479,7 @@ def _nothing() -> None:
 
 
 def open_unchecked(channel: Channel, payload: bytes) -> bytes:
-    """Open a payload without a check: the planted mistake, which the attack must find."""
+    """Open a message without checking its MAC; a mistake that the attack must find."""
     return payload[HEADER_BYTES:]
 
 
@@ -505,7 +505,7 @@ def run_scene(name: str, num_attacks: int) -> dict[str, Any]:
 
 
 def attack_in(name: str, num_attacks: str) -> None:
-    """Attack one scene in this process; print the results as JSON."""
+    """Run one scene in this process; print its results as JSON."""
     connector, checks = SCENES[name]
     opened = Channel.open if checks != "digests" else open_unchecked
     with mock.patch.object(Channel, "open", opened):
@@ -513,14 +513,14 @@ def attack_in(name: str, num_attacks: str) -> None:
             connector, has_digests=checks != "seals", too_late=checks == "too late", seed=1
         )
         print(json.dumps(scene.run(int(num_attacks))), flush=True)
-    os._exit(0)  # skips the agents' shutdown
+    os._exit(0)  # ends the process without shutting down the NIXL agents
 
 
 def run(run: Run, attacks: int = 10_000) -> Document:
     """Attack every scene, each in its own process.
 
     Args:
-        attacks: number per scene; controls get a tenth.
+        attacks: number of attacks per scene; controls get a tenth.
     """
     results = {}
     for name in SCENES:

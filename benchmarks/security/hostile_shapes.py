@@ -1,12 +1,13 @@
-"""Send more than 300 shapes of hostile requests to a real split system, one by one.
+"""Send more than 300 kinds of hostile requests (shapes) to a real split system, one by one.
 
-While each request is served or refused, a probe asks /health and another client streams:
+While each request is served or refused, a probe asks for /health, and another client streams
+outputs.
 
     python -m benchmarks hostile_shapes [--only TEXT] [--timeout 20]
 
-Measured are the longest answer time of /health, the longest gap in the other client's stream, and
-the growth of memory of router, nodes and workers. `GOALS` has the limits; each shape that misses a
-goal is printed, and the exit code is then 1.
+The results are the longest answer time of /health, the longest gap in the other client's stream,
+and the growth of the memory of router, nodes and workers. `GOALS` has their limits; each shape that
+misses a goal is printed, and makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MEMORY_S = 0.1
 
 @dataclass
 class Held:
-    """The worst figures since this object was made."""
+    """The worst figures of a `Watch` since this object was made."""
 
     health_ms: float = 0.0
     gap_ms: float = 0.0
@@ -50,7 +51,7 @@ class Held:
 
 @dataclass
 class Outcome:
-    """Outcome of one shape."""
+    """The outcome of one shape."""
 
     name: str
     answer: str
@@ -67,7 +68,7 @@ class Outcome:
 
 
 class Watch:
-    """A probe, another client's stream, and a watch on memory, while requests are sent."""
+    """A probe, another client's stream, and a measurement of memory, while requests are sent."""
 
     def __init__(self, deployment: LocalDeployment, url: str) -> None:
         self.held = Held()
@@ -90,7 +91,7 @@ class Watch:
                 await asyncio.sleep(PROBE_S)
 
     async def stream(self) -> None:
-        """Stream long outputs one after the other; a gap is the time between two messages."""
+        """Stream long outputs, one after another; a gap is the time between two messages."""
         params = SamplingParams(max_tokens=1500, temperature=0.7, ignore_eos=True)
         async with AsyncClient(self.deployment.config.listen) as client:
             while True:
@@ -113,7 +114,7 @@ class Watch:
             await asyncio.sleep(MEMORY_S)
 
     def sizes(self) -> dict[str, float]:
-        """Return the MiB of each program, and of each program's largest worker process."""
+        """Return the memory (MiB) of each program, and of each program's largest worker process."""
         sizes: dict[str, float] = {}
         for child in self.deployment.children:
             with contextlib.suppress(psutil.Error):
@@ -127,13 +128,14 @@ class Watch:
 
     def begin(self) -> None:
         self._base = self.sizes()
-        for child in self.deployment.children:  # reference size for workers that start later
+        # Assumed size, in MiB, of workers that start later; growth is counted from this size
+        for child in self.deployment.children:
             self._base.setdefault(f"{child.name} worker", 60.0)
         self.held = Held()
 
 
 async def send(shape: Shape, url: str, address: str, timeout_s: float) -> str:
-    """Send a hostile request; return the outcome in a few words."""
+    """Send a hostile request; return in a few words how it was answered."""
     try:
         async with asyncio.timeout(timeout_s):
             if shape.method:
@@ -182,10 +184,10 @@ async def run_all(
 ) -> tuple[list[Outcome], Held]:
     outcomes = []
     async with watching(deployment, url) as watch:
-        await asyncio.sleep(3)  # waits for the other client's first output
+        await asyncio.sleep(3)  # wait for the other client's first output
         watch.begin()
         await asyncio.sleep(5)
-        quiet = watch.held  # figures without an attack
+        quiet = watch.held  # the figures without an attack
         for shape in shapes:
             watch.begin()
             began_at = time.perf_counter()
@@ -214,7 +216,7 @@ def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
 
     Args:
         only: part of the names of the shapes to send.
-        timeout: seconds after which a client leaves.
+        timeout: seconds after which the hostile client disconnects.
     """
     shapes = [shape for shape in all_shapes() if only in shape.name]
     with deployed(with_http=True, router_args=["--served-model-name", "demo"]) as deployment:
@@ -236,7 +238,7 @@ def run(run: Run, only: str = "", timeout: float = 20.0) -> Document:
 
 
 def worst_of(outcomes: Sequence[Any]) -> dict[str, float]:
-    """Return the largest figure for each goal."""
+    """Return the largest figure over all outcomes, for each goal."""
     return {
         goal: max(getattr(outcome, goal) for outcome in outcomes)
         for goal in ("health_ms", "gap_ms", "growth_mib")

@@ -1,4 +1,4 @@
-"""Table of hostile requests: grammars, texts, conversations, bodies, fields and messages."""
+"""A table of hostile requests: grammars, texts, conversations, bodies, fields and messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-M = 7_900_000  # bytes, close to the limit of a body or a message
+M = 7_900_000  # bytes, close to the maximum size of a body or a message
 USER = {"role": "user", "content": "x"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One request; ``method`` is the gRPC method, or empty for HTTP."""
+    """One hostile request; ``method`` is the gRPC method; empty: the request uses HTTP."""
 
     name: str
     body: bytes
@@ -290,7 +290,7 @@ def part(tag: int, content: bytes) -> bytes:
 
 
 def _messages() -> Iterator[Shape]:
-    from baton.v1 import inference_pb2  # its field numbers
+    from baton.v1 import inference_pb2  # field numbers of the message
 
     prompt = {f.name: f.number for f in inference_pb2.Prompt.DESCRIPTOR.fields}
     generate = {f.name: f.number for f in inference_pb2.GenerateRequest.DESCRIPTOR.fields}

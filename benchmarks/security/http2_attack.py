@@ -1,6 +1,6 @@
-"""Send one trick of `http2_tricks.py`, or all in turn, to one port.
+"""Sends one trick of `http2_tricks.py`, or all of them in turns, to one port.
 
-Prints the number of sent bytes and of connections, as JSON.
+The script prints the number of sent bytes and of connections as JSON.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from tests.fakes.network.http2_tricks import TRICKS
 from tests.fakes.network.raw_http2 import RawHttp2
 
 NUM_CONNECTIONS = 8
-# Limits are per address, so attackers with their own address do not use up other clients' limits.
+# The router's limits are per client address, so attackers with their own address do not use up
+# other clients' limits.
 SOURCE = "127.0.0.2" if sys.platform == "linux" else None
 
 
 async def attack(address: str, number: int | None, seconds: float) -> dict[str, int]:
-    """Send one trick, or all in turns, on all connections; replace closed connections."""
+    """Send a trick, or all in turns, on several connections; replace closed connections."""
     end_at = time.monotonic() + seconds
     sent = {"bytes": 0, "connections": 0}
 
@@ -54,7 +55,7 @@ async def attack(address: str, number: int | None, seconds: float) -> dict[str, 
 
 
 def _take_spare_cores_only() -> None:
-    """Lower the priority of this process, and of its session on kernels that share by session."""
+    """Lower the priority of this process, and of its session where the kernel shares by session."""
     os.nice(10)
     with contextlib.suppress(OSError):
         os.setsid()

@@ -1,14 +1,14 @@
-"""Attack a real system with hostile HTTP/2 frames: each trick of a table over 8 connections.
+"""Attack a real system with hostile HTTP/2 frames: each of the tricks over 8 connections.
 
     python -m benchmarks http2_tricks [--seconds 2] [--mixed 60] [--only TEXT]
 
 A router, a prefill node, a decode node and the attackers run in separate processes. Attackers have
 a low priority, because attackers on a network could not take cores from the system. Each trick goes
 to the router's gRPC port and to a decode node's port for some seconds; then all tricks run at once.
-Meanwhile a probe asks the router's /health and another client streams. The goals: those of
-`hostile_shapes.py`, and no lost link between router and node. Rows that miss a goal are
-printed, and the exit code is then 1. `starved_ms` is the time for which a program's main thread
-waited for a core; a machine without spare cores misses goals for this reason alone.
+Meanwhile a probe asks for the router's /health, and another client streams outputs. The goals are
+those of `hostile_shapes.py`; also, no link between router and node may be lost. Rows that miss a
+goal are printed, and make the exit code 1. `starved_ms` is the time for which a program's main
+thread waited for a core; on a machine without spare cores, this wait alone makes goals fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.security.http2_attack import NUM_CONNECTIONS
 from tests.fakes.network.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
-# A row still counts events of these seconds after the attackers have left.
+# A row also counts the events of these seconds after the attackers have left.
 SETTLE_S = 0.3
 _LOST = (" lost", "went away", "quarantine")
 
@@ -70,7 +70,7 @@ def start_attack(address: str, number: int | None, seconds: float) -> subprocess
 
 
 def lost_lines(folder: Path) -> list[str]:
-    """Return the log lines about a lost link or a quarantined request."""
+    """Return the programs' log lines about a lost link or a quarantined request."""
     logs = sorted(folder.glob("*.log"))
     lines = [f"{log.stem}: {one}" for log in logs for one in log.read_text("utf-8").splitlines()]
     return [line for line in lines if any(word in line for word in _LOST)]
@@ -81,7 +81,7 @@ def cpu_waits(deployment: LocalDeployment) -> dict[str, float]:
     waits = {"": 0.0}
     for child in deployment.children:
         pid = child.process.pid
-        with contextlib.suppress(OSError):  # not Linux, or the program has ended
+        with contextlib.suppress(OSError):  # no Linux, or the program has ended
             stat = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text("ascii")
             waits[child.name] = int(stat.split()[1]) / 1e9
     return waits
@@ -95,7 +95,7 @@ async def measure(
     number: int | None,
     seconds: float,
 ) -> Outcome:
-    """Attack these ports at once; return the worst figures."""
+    """Attack these ports at the same time; return the worst figures."""
     lost = set(lost_lines(folder))
     waited = cpu_waits(watch.deployment)
     watch.begin()
@@ -157,13 +157,13 @@ async def run_all(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Lengths of the attacks.
+    """Which tricks to send, and how long.
 
     Attributes:
-    seconds: seconds of each trick.
-    mixed: seconds of all tricks at once; 0: none.
-    only: part of the names of the tricks to send.
-    logs: folder for the programs' logs.
+        seconds: seconds of each trick.
+        mixed: seconds for which all tricks are sent at once; 0: they are not.
+        only: part of the names of the tricks to send.
+        logs: folder for the programs' logs.
     """
 
     seconds: float = 2.0

@@ -1,4 +1,4 @@
-"""Rows of the page about hostile clients, forged KV and other tenants."""
+"""Rows of docs/performance.md about hostile clients, forged KV and other tenants' prompts."""
 
 from __future__ import annotations
 

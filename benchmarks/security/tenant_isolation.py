@@ -1,16 +1,16 @@
-"""Attack a real system: learn another tenant's prompts from response times and cached tokens.
+"""Try to learn another tenant's prompts from a real system's times and cached tokens.
 
 Router, prefill node and decode node are separate processes; each tenant has a key. In each round
 the victim sends one of two new prompts, chosen at random. The attacker then sends the first of the
-two prompts: does the time to the first token of this request, or its `cached_tokens`, reveal
-whether the victim sent the same prompt? The area under the ROC curve is 0.5 for an attacker who can
-only guess, and 1 for an attacker who always knows.
+two prompts, and decides from this request's time to the first token, or from its `cached_tokens`,
+whether the victim has sent the same prompt. The area under the ROC curve is 0.5 for an attacker
+whose answers are random, and 1 for an attacker who always knows.
 
     python -m benchmarks tenant_isolation --save
 
-Two controls: the same attack within a sharing group, where times must reveal
-the victim's prompt (otherwise the attack proves nothing), and the hit rate of one tenant's own
-prompts, with keys and without.
+There are two controls. The first is the same attack between tenants that share their cache, where
+times must reveal the victim's prompt (otherwise the attack proves nothing). The second is the hit
+rate of one tenant's own prompts, with keys and without.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TENANTS = {"victim": "", "attacker": "", "member": "team", "spy": "team"}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One round as seen by the attacker; ``sent`` tells whether the victim sent the prompt."""
+    """One round of the attacker; ``sent``: whether the victim had sent this prompt."""
 
     sent: bool
     ttft_s: float
@@ -47,7 +47,7 @@ class Probe:
 
 @contextmanager
 def running(*, keys: bool) -> Iterator[dict[str, Client]]:
-    """Run a deployment; yield each tenant's client. Without keys all clients are one tenant."""
+    """Run a deployment; yield each tenant's client. Without keys, all are the same tenant."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         made = {name: draw_key() for name in TENANTS}
         path = Path(folder, "keys.toml")
@@ -56,7 +56,7 @@ def running(*, keys: bool) -> Iterator[dict[str, Client]]:
             for name, group in TENANTS.items()
         ]
         path.write_text("\n".join(tables), encoding="utf-8")
-        # Otherwise some prompts would be computed, and cached, only on the decode node.
+        # Without this option, some prompts would be computed, and cached, only on the decode node.
         router_args = ["--no-local-prefill", *(["--api-keys-file", str(path)] if keys else [])]
         with deployed(router_args=router_args) as site:
             clients = {
@@ -69,7 +69,7 @@ def running(*, keys: bool) -> Iterator[dict[str, Client]]:
 
 
 def ask(client: Client, prompt: list[int]) -> tuple[float, int]:
-    """Return the time to the first and only token, and the number of cached tokens."""
+    """Return the seconds to the first and only token, and the number of cached tokens."""
     began = time.perf_counter()
     completion = client.generate(prompt, PARAMS, timeout_s=60)
     took_s = time.perf_counter() - began
@@ -93,9 +93,10 @@ def attack(victim: Client, attacker: Client, num_probes: int, seed: int) -> list
 
 
 def auc(scores: Sequence[tuple[bool, float]]) -> float:
-    """Return the AUC of scores that tell "sent", by high or by low values, whichever tells more.
+    """Return the AUC of scores that show "sent" by high values, or by low ones if that is larger.
 
-    The AUC is the chance that a sent prompt has a higher score than another (Mann and Whitney).
+    The AUC is the probability that a sent prompt has a higher score than a prompt that was not sent
+    (Mann and Whitney).
     """
     ordered = sorted(score for _, score in scores)
     first = {score: index for index, score in reversed(list(enumerate(ordered)))}
@@ -121,7 +122,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def own_hit_rate(client: Client, num_sessions: int, seed: int) -> float:
-    """Return the share of cached tokens in prompts that grow turn by turn."""
+    """Return the share of cached tokens in a tenant's own prompts, which grow turn by turn."""
     draw = random.Random(seed)
     num_cached = num_tokens = 0
     for _ in range(num_sessions):
@@ -136,7 +137,7 @@ def own_hit_rate(client: Client, num_sessions: int, seed: int) -> float:
 def run(
     run: Run, probes: int = 2000, control_probes: int = 100, sessions: int = 10, seed: int = 1
 ) -> Document:
-    """Attack other tenants and a sharing group, and measure the hit rate within a tenant."""
+    """Attack other tenants, and tenants that share a cache; measure a tenant's own hit rate."""
     rates = {}
     for keys in (False, True):
         with running(keys=keys) as clients:

@@ -1,9 +1,10 @@
-"""Measure a fresh system: its start, and each kind's first request compared with its tenth.
+"""Measure a fresh system: its start, and the first request of a kind beside the tenth.
 
-For each kind of request `baton up` starts several times, split (one prefill and one decode node)
-and colocated. The first request is sent when `baton up` says "ready"; the others follow one by one.
-All prompts of a kind have equally many random words, so no prompt is in a prefix cache; every
-schema, tool and grammar is new. A ratio is the median of the starts' ratios.
+For each kind of request, `baton up` is started several times, split (one prefill and one decode
+node) and colocated. The first request is sent when `baton up` says "ready"; the other requests
+follow one by one. All prompts of a kind have the same number of random words, so no prefix cache
+has a prompt; every schema, tool and grammar is new. A reported ratio is the median of the ratios of
+all starts.
 
     python -m benchmarks first_use --save                     (both shapes, fifteen minutes)
     python -m benchmarks first_use --shapes split --kinds chat,regex --starts 1
@@ -43,11 +44,11 @@ NUM_WORDS = 200
 FEW_WORDS, MANY_WORDS = 8, 1500
 OUTPUT_TOKENS = 8
 NUM_REQUESTS = 12
-LATER = slice(7, 12)  # "the tenth" is the median of the 8th to the 12th request
+LATER = slice(7, 12)  # the time of "the tenth" is the median of the 8th to the 12th request
 MOST_RATIO = 1.3
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-# Each word is one token of most vocabularies, so that prompts are equally long.
+# Each word is one token in most vocabularies, so that prompts have equally many tokens.
 WORDS = (
     *("apple", "river", "stone", "light", "paper", "green", "music", "table", "water", "house"),
     *("garden", "summer", "winter", "morning", "evening", "market", "bridge", "letter", "window"),
@@ -62,7 +63,7 @@ class Request:
     """One request over HTTP.
 
     Attributes:
-        body: JSON body; asks for a stream if the path supports streams.
+        body: the JSON body, which asks for a stream if the path supports streams.
     """
 
     path: str
@@ -71,12 +72,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one request.
+    """The times of one request, in seconds.
 
     Attributes:
-        first_s, whole_s: until the first byte of the response's body, and until the last byte.
-        cpu_s: processor time of the whole system meanwhile; a busy machine changes this figure
-            least.
+        first_s, whole_s: seconds until the first byte of the response's body, and until the last
+            byte.
+        cpu_s: CPU seconds of the whole system during the request; other programs hardly change this
+            figure.
     """
 
     first_s: float
@@ -89,9 +91,9 @@ class Process:
     """A process of a fresh system, measured after the first answer.
 
     Attributes:
-        cpu_s: processor time since its start.
-        rss_mib, pss_mib, private_mib: its memory; its memory with shared pages divided between
-            their users; the memory that it alone has written.
+        cpu_s: CPU seconds since the process's start.
+        rss_mib, pss_mib, private_mib: all memory of the process; the same with shared pages divided
+            among the processes that share them; the memory that only this process has written.
     """
 
     name: str
@@ -103,11 +105,11 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Measurements of one fresh system.
+    """The measurements of one fresh system.
 
     Attributes:
-        ready_s: from the start of `baton up` until it says "ready".
-        cpu_s: processor time of all processes until the end of the first answer.
+        ready_s: seconds from the start of `baton up` until it says "ready".
+        cpu_s: CPU seconds of all processes until the end of the first answer.
     """
 
     ready_s: float
@@ -142,7 +144,7 @@ def words(chance: random.Random, num_words: int = NUM_WORDS) -> str:
 
 
 def chat(chance: random.Random, num_words: int = NUM_WORDS, **more: Any) -> Request:
-    """Return a chat whose system message, the start of the prompt in chat templates, is new."""
+    """Return a chat with a new system message, which chat templates put first in the prompt."""
     messages = [
         {"role": "system", "content": words(chance, 8)},
         {"role": "user", "content": words(chance, num_words)},
@@ -152,7 +154,7 @@ def chat(chance: random.Random, num_words: int = NUM_WORDS, **more: Any) -> Requ
 
 
 def text_request(chance: random.Random, path: str, field: str, **more: Any) -> Request:
-    """Return a streamed request of an API other than chat, with the text in a field."""
+    """Return a streamed request to an API other than chat, with a new text in ``field``."""
     return Request(path, {field: words(chance), "stream": True, **more})
 
 
@@ -240,7 +242,7 @@ KINDS: dict[str, Callable[[random.Random], Request]] = {
 
 @contextmanager
 def fresh_system(model: str, shape: str, log: Path) -> Iterator[tuple[int, str, float]]:
-    """Start `baton up` and wait until it says "ready"; yield its id, HTTP address and seconds.
+    """Start `baton up`; once it is ready, yield its process id, HTTP address and seconds.
 
     Raises RuntimeError with the log's end if `baton up` ends, or is not ready in time.
     """
@@ -279,7 +281,7 @@ def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
     """Send a request on a new connection; raise RuntimeError unless the answer is a success.
 
     Args:
-        pids: processes whose processor time is counted.
+        pids: processes whose CPU time is counted.
     """
     connection = http.client.HTTPConnection(address, timeout=60)
     body = json.dumps({"model": NAME, **request.body})
@@ -298,7 +300,7 @@ def ask(address: str, request: Request, pids: Sequence[int]) -> Timing:
 
 
 def measure(model: str, shape: str, kind: str, log: Path) -> Start:
-    """Start a system, and send requests of one kind, one after another."""
+    """Start a fresh system, and send it requests of one kind, one after another; measure both."""
     chance = random.Random(f"{kind} {time.time()}")
     requests = [KINDS[kind](chance) for _ in range(NUM_REQUESTS)]
     with fresh_system(model, shape, log) as (pid, address, ready_s):
@@ -314,7 +316,7 @@ def measure(model: str, shape: str, kind: str, log: Path) -> Start:
 
 
 def read_processes(names: Mapping[int, str]) -> Iterator[Process]:
-    """Yield the costs of each process that still runs."""
+    """Yield the CPU time and memory of each process that still runs."""
     for pid, name in names.items():
         with contextlib.suppress(psutil.Error):
             times = psutil.Process(pid).cpu_times()
@@ -336,7 +338,7 @@ def family(root: int) -> dict[int, str]:
 
 
 def _name(process: psutil.Process, parent: str) -> str:
-    """Return a program's name; a process that a program made is named after its parent."""
+    """Return the name of a process's program; other processes are named after their parent."""
     if parent.endswith(" template"):
         return f"{parent.removesuffix(' template')} worker"
     command = process.cmdline()
@@ -345,7 +347,7 @@ def _name(process: psutil.Process, parent: str) -> str:
 
 
 def _cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the processor time of the processes' living threads."""
+    """Return the CPU seconds of the processes' living threads."""
     nanoseconds = 0
     for pid in pids:
         for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -388,7 +390,7 @@ def _start_as_json(start: Start) -> dict[str, object]:
 
 
 def read_starts(kind: Mapping[str, Any]) -> list[Start]:
-    """Read the output of `as_json`; only the first start has processes."""
+    """Read starts from the JSON of `as_json`; only the first start's processes were measured."""
     return [
         Start(
             start["ready_s"],
@@ -403,7 +405,7 @@ def read_starts(kind: Mapping[str, Any]) -> list[Start]:
 def joined(
     before: Mapping[str, Mapping[str, list[Start]]], after: Mapping[str, Mapping[str, list[Start]]]
 ) -> dict[str, dict[str, list[Start]]]:
-    """Join the starts of two documents, by shape and kind."""
+    """Join the starts of two documents of results, by shape and kind."""
     return {
         shape: {
             kind: [*before.get(shape, {}).get(kind, []), *after.get(shape, {}).get(kind, [])]
@@ -424,10 +426,10 @@ def run(
     """Measure fresh systems, with shapes and kinds in turns.
 
     Args:
-    kinds: kinds of requests to measure.
-    starts: number of fresh systems per kind.
-    toy: use the model in examples/demo_model.
-    add: keep the starts in the file of results.
+        kinds: kinds of requests to measure.
+        starts: number of fresh systems per kind.
+        toy: whether to use the model in examples/demo_model.
+        add: whether to keep the starts that the file of results has already.
     """
     if unknown := set(kinds) - set(KINDS):
         raise SystemExit(f"kinds: must be of {', '.join(KINDS)}, got {', '.join(unknown)}")
@@ -435,7 +437,7 @@ def run(
     model = str(TOY) if toy else fetch_model(console, SMOLLM2)
     if model is None:
         raise SystemExit("the model cannot be had")
-    # Without a handler, child processes would outlive this one.
+    # Without a handler, child processes would outlive this process.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     found: dict[str, dict[str, list[Start]]] = {
         shape: {kind: [] for kind in kinds} for shape in shapes

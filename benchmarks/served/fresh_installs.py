@@ -3,10 +3,10 @@
     python -m benchmarks fresh_installs --wheels dist --torch-wheels FOLDER [--only NAME] [--save]
 
 Each system is a folder with Debian's files, which mmdebstrap makes. The quickstart's commands
-install the wheel there, with what it requires. `baton up` then runs in namespaces of its own: no
+install the wheel and its requirements there. `baton up` then runs in namespaces of its own: no
 network but loopback, no other processes. Needs root, `apt install mmdebstrap qemu-user-static`, and
-uv's programs in PATH. The benchmark measures seconds and bytes on disk. The seconds are a rough
-guide, because other programs may run on the machine. A system is removed after its run.
+uv's programs in PATH. The benchmark measures seconds and bytes on disk. The seconds are only a
+rough guide, because other programs may run on the machine. Each system is removed after its run.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ BEGIN, END = "<!-- written by benchmarks/served/fresh_installs.py -->", "<!-- en
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Wheels and systems.
+    """Which wheels to install in which systems.
 
     Attributes:
         wheels: folder of Baton's wheels.
-        torch_wheels: folder of torch's wheels for CPUs, which a stand-in for PyTorch's index
-            serves.
-        python: interpreters to copy, as 3.12=FOLDER.
-        only: names of systems.
-        folder: folder in which systems and uv's cache are made; both are kept if given.
+        torch_wheels: folder of torch's wheels for CPUs, which `torch_index.py` serves in place of
+            PyTorch's index.
+        python: Python interpreters to copy into systems, as 3.12=FOLDER.
+        only: names of the systems to measure; empty: all.
+        folder: folder for systems and uv's cache, which keeps both; None: a temporary folder.
     """
 
     wheels: Path = ROOT / "dist"
@@ -50,7 +50,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> None:
-    """Install in all systems that are asked for; save each, and write docs/releases.md."""
+    """Install in all chosen systems; save each system's results, and write docs/releases.md."""
     pythons = {name: Path(folder) for name, folder in (one.split("=", 1) for one in options.python)}
     rows: dict[str, object] = {}
     for system in SYSTEMS:
@@ -72,7 +72,7 @@ def run(run: Run, options: Options) -> None:
             except (subprocess.SubprocessError, FileNotFoundError) as error:
                 output = getattr(error, "stderr", None) or error
                 row = {"failed": str(output).strip().splitlines()[-1][-300:]}
-        # The file keeps rows of earlier runs.
+        # The file of results keeps the rows of other systems.
         row["measured"] = {name: run.environment[name] for name in ("date", "git_revision", "cpu")}
         rows[system.name] = row
         print(f"{system.name}: {json.dumps(row)}", flush=True)
@@ -87,7 +87,7 @@ def run(run: Run, options: Options) -> None:
 
 
 def what_is_missing(system: System, given: Options, pythons: Mapping[str, Path]) -> str:
-    """Return what a system needs and was not given; empty: nothing."""
+    """Return which option a system needs but has not got; empty: none."""
     if system.torch == CPU_BUILD and given.torch_wheels is None:
         return "needs --torch-wheels"
     if system.is_copied and system.python not in pythons:
@@ -121,7 +121,7 @@ def wheels_table(wheels: Mapping[str, Any]) -> str:
 
 
 def table(systems: Mapping[str, Any]) -> str:
-    """Return the rows as a table in Markdown."""
+    """Return the systems' results as a table in Markdown."""
     lines = [
         "| system | Python | installed by | torch | install, s | installed, MB | ready, s"
         " | answer, s | memory, MiB | kernels |",

@@ -1,7 +1,8 @@
-"""Measure the disk space of an installation: the project's requirements, extra by extra.
+"""Measure the disk space of an installation: the requirements of one extra after another.
 
-Counts the files of all distributions that an extra adds to the extras before. Nothing is installed
-or downloaded; torch counts as the build in this environment.
+The size of an extra is that of all distributions that the extra adds to the earlier extras. Their
+files are counted as they are installed in this environment, torch's too. Nothing is installed or
+downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NUM_LARGEST = 3
 
 
 def run(run: Run) -> Document:
-    """Measure the disk space that each extra adds to the extras before."""
+    """Measure the disk space that each extra adds to the earlier extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {"core": project["dependencies"], **project["optional-dependencies"]}
     held: set[str] = set()
@@ -42,7 +43,7 @@ def run(run: Run) -> Document:
 
 
 def closure(texts: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
-    """Yield the name of each distribution that requirements install here, and the distribution."""
+    """Yield the name and the distribution of all that these requirements install here."""
     open_ends = list(asked_for(texts, ""))
     seen: set[tuple[str, str]] = set()
     while open_ends:
@@ -59,7 +60,7 @@ def closure(texts: Iterable[str]) -> Iterator[tuple[str, Distribution]]:
 
 
 def asked_for(texts: Iterable[str], extra: str) -> Iterator[tuple[str, str]]:
-    """Yield the names that requirements ask for on this machine, each with an extra or none."""
+    """Yield the distributions that requirements name for this machine, each with its extra."""
     for requirement in map(Requirement, texts):
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             name = canonicalize_name(requirement.name)
@@ -69,6 +70,6 @@ def asked_for(texts: Iterable[str], extra: str) -> Iterator[tuple[str, str]]:
 
 
 def num_bytes(found: Distribution) -> int:
-    """Add up the bytes of a distribution's existing files."""
+    """Return the bytes of all files of a distribution that exist."""
     paths = (Path(str(file.locate())) for file in found.files or ())
     return sum(path.stat().st_size for path in paths if path.is_file())

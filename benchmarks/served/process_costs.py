@@ -12,12 +12,12 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Costs of a process and its descendants.
+    """The CPU time and memory of a process and its descendants.
 
     Attributes:
-    cpu_s: CPU seconds since the first process started, including ended descendants.
-    rss_mib: memory in MiB; each process counts all its shared pages.
-    pss_mib: memory in MiB; each process counts its part of shared pages.
+        cpu_s: CPU seconds since the process started, including descendants that have ended.
+        rss_mib: memory in MiB; shared pages count once per process that uses them.
+        pss_mib: memory in MiB; shared pages count once, divided among the processes that use them.
     """
 
     cpu_s: float
@@ -26,7 +26,7 @@ class Cost:
 
 
 def cost_of(pid: int) -> Cost:
-    """Add up the process and its living descendants; raises psutil.NoSuchProcess."""
+    """Return the cost of a process and its living descendants; raises psutil.NoSuchProcess."""
     root = psutil.Process(pid)
     cpu_s = rss = pss = 0.0
     for process in (root, *root.children(recursive=True)):

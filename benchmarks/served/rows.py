@@ -1,4 +1,4 @@
-"""Rows of the page about serving over HTTP, compared with other servers, and first requests."""
+"""Rows of docs/performance.md about serving over HTTP, other servers, and first requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LARGER_IS_BETTER = {"output_tokens_per_s"}
 
 
 def over_best_peer(servers: Json, shape: str, column: str) -> float:
-    """Divide a shape's median by the best peer's; raises one of `NOT_THERE`."""
+    """Divide a Baton shape's median by the best peer's median; raises one of `NOT_THERE`."""
     of_peers = [
         number(row, column) for name, row in servers.items() if not name.startswith("baton")
     ]
@@ -68,12 +68,12 @@ def over_best_peer(servers: Json, shape: str, column: str) -> float:
 
 
 def is_better(column: str, ratio: float) -> bool:
-    """Judge whether a ratio to a peer is a gain."""
+    """Return whether a ratio to a peer means that Baton is better."""
     return ratio > 1 if column in _LARGER_IS_BETTER else ratio < 1
 
 
 def best_shape(servers: Json) -> str:
-    """Return the shape of Baton that beats the peers in most columns; of several, the fastest."""
+    """Return the shape of Baton that beats the peers in most columns; if several, the fastest."""
 
     def rank(shape: str) -> tuple[int, float]:
         gains = sum(is_better(key, over_best_peer(servers, shape, key)) for key in _COLUMNS)

@@ -1,8 +1,8 @@
 """Compare serving over HTTP with vLLM and llama.cpp, using vLLM's load generator.
 
-Each server in turn gets the same two cores. `vllm bench serve` (from vLLM's environment under
-build/, see engine_cpu.py) sends new prompts of random tokens, as Poisson arrivals; it runs on other
-cores if there are any. Medians of the rounds are compared.
+Servers take turns on the same two cores. `vllm bench serve` (in vLLM's environment under build/,
+see engine_cpu.py) sends new prompts of random tokens as Poisson arrivals; it runs on other cores if
+there are any. The medians of the rounds are compared.
 
     python -m benchmarks served --save            (three rounds of two minutes a server)
     python -m benchmarks served --servers "baton split,vllm" --rates 4 --num-prompts 10 --rounds 1
@@ -42,7 +42,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 NUM_CORES = 2
 NUM_WARMUPS = 4
 RUN_LIMIT_S = 600.0
-# vLLM's name of a number -> the name in our results.
+# vLLM's name of a figure -> its name in our results.
 KEYS = {
     "output_throughput": "output_tokens_per_s",
     "median_ttft_ms": "ttft_p50_ms",
@@ -56,7 +56,7 @@ KEYS = {
 SHOWN = tuple(KEYS.values())[:5]
 
 Numbers = dict[str, float]
-Runs = dict[str, dict[str, list[Numbers]]]  # server -> rate -> numbers of each run
+Runs = dict[str, dict[str, list[Numbers]]]  # server -> rate -> figures of each run
 
 
 def bench_command(
@@ -77,25 +77,25 @@ def bench_command(
 
 
 def read_result(document: Mapping[str, Any]) -> Numbers:
-    """Return the numbers to keep from the generator's file; raise KeyError naming a missing one."""
+    """Return the figures to keep from the generator's file; raise KeyError for a missing one."""
     return {ours: round(float(document[theirs]), 2) for theirs, ours in KEYS.items()}
 
 
 def median_of(runs: Sequence[Numbers]) -> Numbers:
-    """Return the median of each number, and the sum of failures, because each failure counts."""
+    """Return the median of each figure over the runs, but the sum of their failures."""
     medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in SHOWN}
     return {**medians, "num_failed": sum(run["num_failed"] for run in runs), "rounds": len(runs)}
 
 
 def seed_of(round_number: int, rate: float) -> int:
-    """Return the seed of a round and rate: equal for all servers, otherwise unique."""
+    """Return the seed of a round and a rate, which is equal for all servers."""
     return 1000 * round_number + round(rate * 10)
 
 
 def measure_once(
     server: Server, job: Job, options: Options, earlier: Mapping[str, list[Numbers]]
 ) -> dict[str, Numbers]:
-    """Start one server and measure each rate; raise RuntimeError or CalledProcessError.
+    """Start a server and measure each rate; raise RuntimeError or CalledProcessError.
 
     Args:
         earlier: the server's runs so far, by rate.
@@ -120,13 +120,13 @@ def measure_once(
 
 
 def generator_cores(taken: Sequence[int]) -> list[int]:
-    """Return the cores that the server does not use, or all if there are none."""
+    """Return the cores that the server does not use; if there are none, all cores."""
     every = os.sched_getaffinity(0)
     return sorted(every - set(taken)) or sorted(every)
 
 
 def play(command: list[str], cores: list[int], log: Path) -> None:
-    """Run the generator; raise RuntimeError with its last words if it fails."""
+    """Run the load generator; raise RuntimeError with its last output if it fails."""
     with log.open("wb") as output:
         done = subprocess.run(
             command,
@@ -151,7 +151,7 @@ def measure(
     console: Console,
     save: Callable[[], None],
 ) -> None:
-    """Add rounds, with servers in turns, to the runs; note missing servers; save after each."""
+    """Measure rounds of all servers, and add them to ``runs``; save after each measurement."""
     for number in range(options.rounds):
         turn = number % len(options.servers)
         for name in (*options.servers[turn:], *options.servers[:turn]):
@@ -171,7 +171,7 @@ def measure(
 
 
 def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
-    """Return medians by rate, then by server."""
+    """Return the medians of the runs, by rate and then by server."""
     found: dict[str, dict[str, Numbers]] = {}
     for name, rates in runs.items():
         for rate, own in rates.items():
@@ -181,12 +181,12 @@ def summarize(runs: Runs) -> dict[str, dict[str, Numbers]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Servers and their load.
+    """Which servers to measure, under which load.
 
     Attributes:
         shape: name of the checkpoint, 125M or 0.6B.
-        rates: requests per second.
-        append: add to the saved runs of this shape.
+        rates: the rates to measure, in requests per second.
+        append: whether to keep the saved runs of this shape, and add to them.
     """
 
     shape: Literal["125M", "0.6B"] = "125M"
@@ -197,7 +197,7 @@ class Options:
     append: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse unknown servers and rates that are not above 0."""
+        """Raise SystemExit for unknown servers, and for rates that are not above 0."""
         if unknown := [name for name in self.servers if name not in SERVERS]:
             raise SystemExit(f"servers: must be of {', '.join(SERVERS)}, got {unknown[0]!r}")
         if min(self.rates) <= 0:
@@ -205,7 +205,7 @@ class Options:
 
 
 def run(run: Run, options: Options) -> None:
-    """Measure the servers in turns; save after each."""
+    """Measure the servers in turns; save the results after each measurement."""
     shapes = run.saved().get("shapes", {})
     runs: Runs = shapes.get(options.shape, {}).get("runs", {}) if options.append else {}
     missing: dict[str, str] = {}
@@ -229,7 +229,7 @@ def run(run: Run, options: Options) -> None:
         }
         run.save({"settings": settings, "shapes": shapes})
 
-    # Without a handler, child processes would outlive this one.
+    # Without a handler, child processes would outlive this process.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     measure(job, options, runs, missing, run.console, save)
     save()

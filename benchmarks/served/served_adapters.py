@@ -1,12 +1,14 @@
 """Serve LoRA adapters over HTTP, and time requests whose adapters have to be loaded first.
 
-`measure_cold`: users decode with the base model without pause, while requests for adapters come.
-Adapters are in memory in one phase and on disk alone in the next, so only loads differ.
+`measure_cold`: users decode with the base model without pause, while requests for adapters arrive.
+The adapters are in memory in one phase, and only on disk in the next phase, so the phases differ
+only in the loads of adapters.
 
 `measure_routing`: 1,000 adapters are on disk; requests ask for 64 of them by Zipf's law, on two
-prefill and two decode nodes with 16 slots each. Policies that do not see adapters are compared.
+prefill and two decode nodes with 16 slots each. The cost policy is compared with policies that
+ignore adapters.
 
-Refuses to know: how fast adapters are computed, see engine_cpu/adapters.py.
+Refuses to know: how fast adapters are computed (engine_cpu/adapters.py measures this).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from loadtest.targets.openai_http import OpenAITarget
 
 BASE = "base"
 RANK = 16
-# Cold adapters: users of the base model, and requests for adapters.
+# `measure_cold`: users of the base model with their requests, and requests for adapters.
 NUM_USERS, BASE_PROMPT, BASE_OUTPUT = 4, 64, 96
 COLD_PROMPT, COLD_OUTPUT = 256, 4
 EVERY_S = 2.0
@@ -49,7 +51,7 @@ WARM, COLD = "warm", "cold"
 NUM_ON_DISK, NUM_IN_USE, SLOTS = 1000, 64, 16
 POLICIES = ("cost", "least_tokens", "round_robin")
 ROUTED_PROMPT, ROUTED_OUTPUT, NUM_ASKING = 64, 8, 8
-UNMEASURED = 0.25  # share of requests, the first ones, that fill the slots
+UNMEASURED = 0.25  # this share of the requests comes first, fills the slots, and is not counted
 
 _LOADED = re.compile(r"loaded adapter ([0-9a-f]+) in ([\d.e+-]+) s")
 Numbers = dict[str, float]
@@ -58,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request's outcome; times in seconds, on the clock of `time.perf_counter`."""
+    """The outcome of one request; times are in seconds, on the clock `time.perf_counter`."""
 
     name: str
     sent_at: float
@@ -67,17 +69,17 @@ class Asked:
 
     @property
     def ttft_s(self) -> float:
-        """Return the time to the first token."""
+        """Return the seconds to the first token."""
         return self.times[0] - self.sent_at
 
 
 @dataclass(slots=True)
 class Phase:
-    """Outcomes of one phase with requests for adapters.
+    """The outcomes of one phase with requests for adapters.
 
     Attributes:
-        gaps_s: times between two tokens of a request of the base model.
-        asked: the requests for adapters.
+        gaps_s: seconds between two tokens of requests for the base model.
+        asked: the outcomes of the requests for adapters.
     """
 
     gaps_s: list[float] = field(default_factory=list)
@@ -85,7 +87,7 @@ class Phase:
 
 
 class Site:
-    """A deployment with adapters, and a client of it."""
+    """A deployment with adapters, and a client for it."""
 
     def __init__(self, deployment: LocalDeployment, session: aiohttp.ClientSession) -> None:
         self._deployment, self._session = deployment, session
@@ -112,7 +114,7 @@ class Site:
         return Asked(name, sent_at, tuple(times), receipt)
 
     def loads_s(self, role: str) -> list[tuple[str, float]]:
-        """Return the loads of all nodes of a role: the adapter's short digest, and seconds."""
+        """Return all loads on nodes of a role: the adapter's short digest, and the seconds."""
         found: list[tuple[str, float]] = []
         for path in sorted(self._deployment.log_folder.glob(f"{role}[0-9].log")):
             matches = _LOADED.findall(path.read_text(errors="replace"))
@@ -122,7 +124,7 @@ class Site:
 
 @contextmanager
 def adapters_on_disk(shape: Mapping[str, Any], count: int) -> Iterator[Path]:
-    """Write adapters that differ in two numbers; yield their root. Folder names are numbers."""
+    """Write ``count`` adapters that differ in two values; yield the folder that holds them."""
     matrices = random_matrices(shape, RANK)
     first = next(iter(matrices.values()))
     with tempfile.TemporaryDirectory(prefix="baton-adapters-") as root:
@@ -141,11 +143,11 @@ def run_site(
     router_args: Sequence[str] = (),
     **options: Any,
 ) -> T:
-    """Serve a model and all adapters of a folder, named as their folders; return the result.
+    """Serve a model and all adapters of a folder; return the result of ``work``.
 
     Args:
-        slots: adapters in each node's memory.
-        options: more fields of `LocalDeploymentConfig`.
+        slots: number of adapters that fit in each node's memory.
+        options: further fields of `LocalDeploymentConfig`.
     """
     names = sorted(path.name for path in root.iterdir())
     of_names = [word for name in names for word in ("--adapter", f"{name}={name}")]
@@ -164,7 +166,7 @@ def run_site(
             *("--no-local-prefill", "--served-model-name", BASE),
             *(*where, *of_names, *router_args),
         ),
-        # A node does not keep any numbers of adapters that have left, so a miss reads files.
+        # Nodes keep no weights of adapters that have left their slots, so each load reads files.
         node_args=(*where, "--max-adapters", str(slots), "--adapter-cache", "1"),
         **options,
     ) as deployment:
@@ -175,7 +177,7 @@ def run_site(
 
 
 async def play_phase(site: Site, names: Sequence[str]) -> Phase:
-    """Ask for one adapter after the other, at even times, while users decode with the base."""
+    """Ask for one adapter after another, at even times, while users use the base model."""
     phase, is_over = Phase(), False
     began_at = ended_at = time.perf_counter()
 
@@ -202,7 +204,7 @@ async def play_phase(site: Site, names: Sequence[str]) -> Phase:
 
 
 async def play_cold(site: Site, num_cold: int, rounds: int) -> dict[str, list[Phase]]:
-    """Play phases with adapters in memory and phases with adapters on disk alone, in turns."""
+    """Play phases with adapters in memory and phases with adapters only on disk, in turns."""
     found: dict[str, list[Phase]] = {WARM: [], COLD: []}
     numbers = itertools.count(NUM_WARM)
     for turn in range(rounds):
@@ -211,7 +213,7 @@ async def play_cold(site: Site, num_cold: int, rounds: int) -> dict[str, list[Ph
             if kind == COLD:
                 names = [str(next(numbers)) for _ in range(num_cold)]
             for name in dict.fromkeys(names) if kind == WARM else ():
-                await site.ask(name, COLD_PROMPT, COLD_OUTPUT)  # brings the adapter into memory
+                await site.ask(name, COLD_PROMPT, COLD_OUTPUT)  # makes the nodes load the adapter
             found[kind].append(await play_phase(site, names))
     return found
 
@@ -219,11 +221,11 @@ async def play_cold(site: Site, num_cold: int, rounds: int) -> dict[str, list[Ph
 def summarize_cold(
     found: Mapping[str, Sequence[Phase]], loads_s: Mapping[str, Mapping[str, float]]
 ) -> Numbers:
-    """Return the figures of all phases, times in milliseconds.
+    """Return the figures of all phases; times are in milliseconds.
 
     Args:
-        loads_s: seconds of each load, by role and the adapter's name. Token 1 waits for the
-            prefill node's alone.
+        loads_s: seconds of each load, by role and adapter. Token 1 waits only for the load on the
+            prefill node.
     """
     gaps = {kind: [gap for one in phases for gap in one.gaps_s] for kind, phases in found.items()}
     asked = {
@@ -235,7 +237,7 @@ def summarize_cold(
         assert prefill is not None
         load_s = loads_s["p"][one.name]
         over_parts.append(one.ttft_s / max(load_s, prefill.queue_s + prefill.prefill_s))
-        queue_s = max(prefill.queue_s - load_s, 0.0)  # without the wait for the load
+        queue_s = max(prefill.queue_s - load_s, 0.0)  # TTFT without the time of the load
         over_overlapped.append(one.ttft_s / max(load_s, queue_s + prefill.prefill_s))
     numbers: Numbers = {"num_loads": len(asked[COLD])}
     for kind in (WARM, COLD):
@@ -265,8 +267,8 @@ def measure_cold(model: Path, shape: Mapping[str, Any], num_cold: int, rounds: i
     """Measure requests for cold adapters, and the base model's requests meanwhile.
 
     Args:
-        num_cold: adapters of a phase.
-        rounds: pairs of phases.
+        num_cold: number of adapters per phase.
+        rounds: number of pairs of phases.
     """
 
     async def work(site: Site) -> Numbers:
@@ -279,7 +281,7 @@ def measure_cold(model: Path, shape: Mapping[str, Any], num_cold: int, rounds: i
 
 
 def loads_of_names(site: Site, root: Path) -> dict[str, dict[str, float]]:
-    """Return the seconds of each adapter's last load, by role and the adapter's name."""
+    """Return the seconds of each adapter's last load, by role and by name of the adapter."""
     names = {shorten_digest(adapter_digest(path)): path.name for path in root.iterdir()}
     return {
         role: {names[digest]: seconds for digest, seconds in site.loads_s(role)} for role in "pd"
@@ -290,7 +292,7 @@ def loads_of_names(site: Site, root: Path) -> dict[str, dict[str, float]]:
 
 
 def draw_names(num_requests: int, seed: int) -> list[str]:
-    """Draw names of adapters by Zipf's law: the n-th of 64 is asked for 1 / n times as often."""
+    """Draw adapters by Zipf's law: the n-th of 64 is drawn 1 / n times as often as the first."""
     draw = random.Random(seed)
     in_use = [str(number) for number in draw.sample(range(NUM_ON_DISK), NUM_IN_USE)]
     weights = [1 / place for place in range(1, NUM_IN_USE + 1)]
@@ -298,7 +300,7 @@ def draw_names(num_requests: int, seed: int) -> list[str]:
 
 
 async def play_routed(site: Site, names: Sequence[str]) -> Numbers:
-    """Send requests, some at a time, and count how many found their adapter in memory."""
+    """Send requests, several at a time; count those whose adapter was in memory."""
     left = iter(enumerate(names))
     num_unmeasured = round(UNMEASURED * len(names))
     asked: list[tuple[int, Asked]] = []
@@ -326,7 +328,7 @@ async def play_routed(site: Site, names: Sequence[str]) -> Numbers:
 
 
 def measure_routing(num_requests: int, seed: int = 1) -> dict[str, Numbers]:
-    """Measure hit rate and TTFT under each policy, on the same requests."""
+    """Measure the hit rate and the TTFT with each policy, for the same requests."""
     shape: dict[str, Any] = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
     names = draw_names(num_requests, seed)
     found: dict[str, Numbers] = {}

@@ -1,4 +1,4 @@
-"""Find the model file, start servers on it, and play loads against them.
+"""Finds a model file, starts servers that serve it, and plays loads against them.
 
 Refuses to know: which loads are compared, and what is reported.
 """
@@ -36,24 +36,24 @@ from benchmarks.served.served_servers import NAME, SERVERS, Job, as_gguf, make_s
 from examples.demo import fetch_model
 
 ROOT = Path(__file__).resolve().parents[2]
-# Sent before each load: ten requests, one after the other.
+# The load that is played before each load: ten requests, one after another.
 WARM_UP = Load(prompt_tokens=128, output_tokens=8, num_streams=1, num_requests=10)
-SPARE_TOKENS = 64  # per slot, for the chat template and rounding
+SPARE_TOKENS = 64  # additional tokens per slot, for the chat template and rounding
 
 
 def tokens_of(load: Load) -> int:
-    """Return the tokens of a request's prompt and output, or of a whole chat."""
+    """Return the number of tokens of a request's prompt and output, or of a whole chat."""
     turns = max(1, load.turns)
     return turns * (load.prompt_tokens + load.output_tokens + SPARE_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Model file to serve.
+    """A model file to serve.
 
     Attributes:
         folder: folder in Hugging Face layout: configuration, tokenizer, and possibly weights.
-        dtype: value of the servers' option --dtype, for servers with that option.
+        dtype: value of the option --dtype, for servers that have this option.
         has_chat: whether the file has a chat template.
     """
 
@@ -65,7 +65,7 @@ class Model:
     has_chat: bool
 
     def lacks(self, load: Load) -> str:
-        """Return what the model lacks for a load; "": nothing."""
+        """Return why a load cannot be played with the model; "": it can."""
         if load.turns and not self.has_chat:
             return "the model has no chat template"
         fits = tokens_of(load) <= self.max_model_len
@@ -73,12 +73,12 @@ class Model:
 
 
 def find_model(console: Console, word: str) -> Model:
-    """Find the model file by its name or path.
+    """Find a model file by its name or path; make it if necessary.
 
     Raises:
-    SystemExit: SmolLM2 is not available.
-    ModelLoadError: the file is no model.
-    subprocess.CalledProcessError: converting a checkpoint to GGUF fails.
+        SystemExit: SmolLM2 is not available.
+        ModelLoadError: the file is no model.
+        subprocess.CalledProcessError: converting a checkpoint to GGUF fails.
     """
     dtype = "auto"
     if word in WORKS:
@@ -97,7 +97,7 @@ def find_model(console: Console, word: str) -> Model:
 
 
 class Bench:
-    """Measures servers with one file.
+    """Measures servers that serve one model file.
 
     Args:
         cores: all cores that a server may use.
@@ -113,7 +113,7 @@ class Bench:
         os.sched_setaffinity(0, client_cores)
 
     def job(self, load: Load) -> Job:
-        """Return how to start a server for a load."""
+        """Return the `Job` with which a server is started for a load."""
         job = Job(self.model.folder, self.model.dtype, free_address(), self._cores)
         return replace(
             job,
@@ -124,7 +124,7 @@ class Bench:
         )
 
     def play(self, url: str, load: Load, seed: int, seconds: float) -> Played:
-        """Play a load against a server."""
+        """Play a load against the server at ``url``, with prompts drawn by ``seed``."""
         prompts = Prompts(self.tokenizer, self.token_ids, seed)
         return asyncio.run(Player(url, NAME, load, prompts, seconds).play())
 
@@ -133,7 +133,7 @@ class Bench:
     ) -> tuple[Numbers, Numbers, str]:
         """Start a server and play one load.
 
-        Returns the load's numbers, the start's numbers, and the first error.
+        Returns the load's figures, the start's figures, and the first error.
 
         Raises:
             RuntimeError: the server does not start, or fails during its first prompts.

@@ -1,6 +1,7 @@
-"""Check the client of served_rows.py against guidellm, with two loads of one server.
+"""Checks the client of served_rows.py against guidellm, with two loads on one server.
 
-Both send equally long texts at the same times, in turns; medians of the rounds are compared.
+The two programs take turns, and send texts of equal length at equal times; the medians of the
+rounds are compared.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ ROUNDS = 5
 
 
 def check(bench: Bench, console: Console) -> bool:
-    """Compare and print; return whether all numbers agree.
+    """Run both programs, and print their figures; return whether all figures agree.
 
     Raises:
         subprocess.CalledProcessError: guidellm cannot be installed.
         RuntimeError: the server does not start, or a request fails.
     """
-    interpreter("guidellm")  # before a server uses the cores
+    interpreter("guidellm")  # install guidellm before a server uses the cores
     agree = True
     for name, load in LOADS.items():
         ours, theirs = list[Numbers](), list[Numbers]()
@@ -75,7 +76,7 @@ def check(bench: Bench, console: Console) -> bool:
 def compare(
     ours: Sequence[Numbers], theirs: Sequence[Numbers]
 ) -> Mapping[str, tuple[float, float, float]]:
-    """Return the medians of both, and by how much the larger exceeds the smaller."""
+    """Return both programs' medians, and by how much the larger exceeds the smaller."""
     found = {}
     for key, other_key in COMPARED.items():
         own = statistics.median(one[key] for one in ours)

@@ -1,7 +1,7 @@
 """Send streamed requests to an OpenAI-compatible server, and time each received piece of text.
 
-A seed gives every server the same prompts. Lines of a stream are kept with their times, and parsed
-after the stream's end. Refuses to know: which server answers, and how it was started.
+A seed gives every server the same prompts. Lines of a stream are stored with their times, and
+parsed only after the stream's end. Refuses to know: which server answers, and how it was started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 
 from baton.text.tokenizer import Tokenizer
 
-ALONE_AT_LEAST = 3  # fewest requests or chats of a single user, however long they take
+ALONE_AT_LEAST = 3  # minimum number of requests or chats of a single user, however long they take
 REQUEST_LIMIT_S = 240.0
 _MAX_ERROR_CHARS = 200
 
@@ -30,19 +30,20 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Arrivals of requests, and their sizes.
+    """A load: when requests arrive, and how long they are.
 
     Attributes:
-    prompt_tokens: tokens of each prompt, or of each user message of a chat.
-    output_tokens: tokens of each output.
-    num_streams: number of users, each with one open request at a time; 0: requests come at
-        ``rate``.
-    rate: requests per second.
-    turns: number of user messages of a chat, which sends its whole history at each turn; 0:
-        completions.
-    num_requests: number of requests in all; 0: as many as the given seconds allow. even: whether
-    arrivals are evenly spaced; otherwise they are a Poisson process. as_text: whether prompts are
-    text, with slightly varying lengths, rather than token ids.
+        prompt_tokens: number of tokens of each prompt, or of each user message in a chat.
+        output_tokens: number of tokens of each output.
+        num_streams: number of users, each with one open request at a time; 0: requests arrive at
+            ``rate``.
+        rate: requests per second, if there are no users.
+        turns: number of user messages of a chat, which sends its whole history at each turn; 0:
+            completions.
+        num_requests: number of requests; 0: as many as arrive in the given seconds.
+        even: whether arrivals are evenly spaced; false: they are a Poisson process.
+        as_text: whether prompts are sent as text, whose number of tokens varies slightly; false:
+            prompts are token ids.
     """
 
     prompt_tokens: int
@@ -57,13 +58,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed output.
+    """The answer to one streamed request.
 
     Attributes:
-    turn: turn of the chat, from 1; 0: a completion.
-    times: arrival time of each piece of text, on the clock of ``sent_at``.
-    num_tokens: tokens of the output, by the server's count.
-    error: text of the error; "": no error.
+        turn: number of the chat's turn, from 1; 0: the request is a completion.
+        times: arrival time of each piece of text, on the clock of ``sent_at``.
+        num_tokens: number of output tokens by the server's count.
+        error: text of the error; "": no error.
     """
 
     turn: int
@@ -76,11 +77,11 @@ class Answer:
 
 @dataclass(slots=True)
 class Played:
-    """Result of a load.
+    """The answers to one load.
 
     Attributes:
         began_at: time of the first request.
-        ended_at: time until which every user was active.
+        ended_at: time at which the first user ended; until then, all users were active.
     """
 
     began_at: float
@@ -89,10 +90,10 @@ class Played:
 
 
 class Prompts:
-    """New prompts, cut from random places of one text.
+    """Makes new prompts, which are cut from random places of one text.
 
     Args:
-        token_ids: tokens of the text.
+        token_ids: the text's tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int], seed: int) -> None:
@@ -107,7 +108,7 @@ class Prompts:
         return list(text)
 
     def draw_text(self, num_tokens: int) -> str:
-        """Return a prompt as text of about ``num_tokens`` tokens."""
+        """Return a prompt as a text of about ``num_tokens`` tokens."""
         return self._tokenizer.decode(self.draw_ids(num_tokens))
 
 
@@ -115,7 +116,7 @@ class Prompts:
 
 
 def parse(pieces: Sequence[tuple[float, bytes]], turn: int, sent_at: float) -> Answer:
-    """Parse the lines of a stream."""
+    """Parse the stored lines of a stream; return the answer."""
     times, texts, num_tokens, error = list[float](), list[str](), 0, ""
     for at, line in pieces:
         try:
@@ -137,7 +138,7 @@ def parse(pieces: Sequence[tuple[float, bytes]], turn: int, sent_at: float) -> A
 async def send(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], turn: int = 0
 ) -> Answer:
-    """Send one request, and read its stream to the end."""
+    """Send one request, read its stream to the end, and return the answer."""
     pieces = list[tuple[float, bytes]]()
     data = json.dumps(body).encode()
     sent_at = time.perf_counter()
@@ -158,9 +159,9 @@ class Player:
     """Plays one load against one server.
 
     Args:
-    url: URL of the server, without a path.
-    model: the server's name of the model.
-    seconds: duration of arrivals, unless the load has a number of requests.
+        url: URL of the server, without a path.
+        model: the server's name of the model.
+        seconds: for how long requests arrive, unless the load has a number of requests.
     """
 
     def __init__(self, url: str, model: str, load: Load, prompts: Prompts, seconds: float) -> None:
@@ -192,7 +193,7 @@ class Player:
         return played
 
     async def _use(self, session: aiohttp.ClientSession, played: Played) -> None:
-        """Send requests or chats one by one; the first user to end ends the measured time."""
+        """Act as one user: send requests or chats one by one, and note when the user ends."""
         at_least = ALONE_AT_LEAST if self._load.num_streams == 1 else 1
         for number in itertools.count():
             now = time.perf_counter()
@@ -207,7 +208,7 @@ class Player:
                 played.answers.append(await self._complete(session))
 
     async def _arrive(self, session: aiohttp.ClientSession, played: Played) -> None:
-        """Send requests at their times, whether earlier ones have ended or not."""
+        """Send requests at their arrival times, whether earlier requests have ended or not."""
         tasks = list[asyncio.Task[Answer]]()
         for after_s in self.draw_arrivals():
             await asyncio.sleep(max(0.0, played.began_at + after_s - time.perf_counter()))
@@ -216,7 +217,7 @@ class Player:
         played.ended_at = time.perf_counter()
 
     def draw_arrivals(self) -> list[float]:
-        """Draw the arrival times of requests, in seconds; the first is 0."""
+        """Draw the arrival times of the requests, in seconds; the first time is 0."""
         drawn = random.Random(round(1000 * self._load.rate))
         times = [0.0]
         while True:
@@ -261,10 +262,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(played: Played, load: Load, reported_turn: int) -> Numbers:
-    """Return a load's numbers, times in milliseconds; an output of a wrong length is an error.
+    """Return a load's figures, with times in ms; an output of wrong length is an error.
 
-    Times that no answer has are missing. ``itl`` is the gap between two pieces of text, ``tpot``
-    the mean time per token after an answer's first token.
+    A figure that no answer has is left out. ``itl`` is the gap between two pieces of text, and
+    ``tpot`` the mean time per token after the first token of an answer.
     """
     good = [one for one in played.answers if not one.error and one.num_tokens == load.output_tokens]
     numbers: Numbers = {
@@ -291,7 +292,10 @@ def summarize(played: Played, load: Load, reported_turn: int) -> Numbers:
 
 
 def _tokens_until_end(played: Played, answers: Sequence[Answer]) -> float:
-    """Count tokens before the first user's end; an answer's pieces share its tokens equally."""
+    """Count the tokens that arrived before the first user ended.
+
+    All pieces of an answer count as equally many tokens.
+    """
     return sum(
         one.num_tokens * sum(at <= played.ended_at for at in one.times) / len(one.times)
         for one in answers

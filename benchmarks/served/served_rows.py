@@ -1,4 +1,4 @@
-"""Serve one file with Baton and its peers under many loads, and judge Baton by the best peer.
+"""Serve a file with Baton and other servers under many loads; compare with the best server.
 
     python -m benchmarks served_rows --quick            (some 10 minutes)
     python -m benchmarks served_rows --save             (hours: three rounds of all loads)
@@ -9,11 +9,11 @@ A row is a load. ``16@512``: 16 users with prompts of 512 tokens, each with one 
 time. ``4/s@512``: 4 requests/s as Poisson arrivals. ``chat``: one user with chats of 8 turns, which
 send the history again at each turn. Outputs have 64 tokens.
 
-Every measurement starts its server anew. Servers take turns in each row of each round, on the same
-cores, and get the same prompts; medians of the rounds count. Baton and llama.cpp read one GGUF
-file; llama.cpp gets as many slots as the row has users. vLLM reads the file's weights dequantized
-to bfloat16. OpenVINO's server is missing, because no package that pip installs contains it. The
-client runs on other cores if there are any. Exit code 1: a goal is missed.
+Every measurement starts its server anew. In each row of each round, all servers take turns on the
+same cores, and get the same prompts; the medians of the rounds count. Baton and llama.cpp read one
+GGUF file; llama.cpp gets as many slots as the row has users. vLLM reads the file's weights
+dequantized to bfloat16. OpenVINO's server is missing, because no package that pip installs contains
+it. The client runs on other cores if there are any. The exit code is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ MISSING = {"openvino": "its server is in no package that pip installs"}
 
 @dataclass(slots=True)
 class Found:
-    """Measurements so far.
+    """The measurements of one file so far.
 
     Attributes:
-    runs: results of each round, by row, then by server.
-    starts: results of each start, by server.
-    missing: reason why a server was left out, by server.
-    errors: first error, by row and server.
+        runs: figures of each round, by row, then by server.
+        starts: figures of each start, by server.
+        missing: by server, why the server was left out.
+        errors: the first error of each server in each row.
     """
 
     runs: dict[str, dict[str, list[Numbers]]] = field(default_factory=dict)
@@ -92,14 +92,14 @@ class Found:
     errors: dict[str, str] = field(default_factory=dict)
 
     def medians(self) -> dict[str, dict[str, Numbers]]:
-        """Return the medians of the rounds."""
+        """Return the figures' medians over the rounds, by row and server."""
         return {
             row: {name: median_of(runs) for name, runs in servers.items()}
             for row, servers in self.runs.items()
         }
 
     def start_medians(self) -> dict[str, Numbers]:
-        """Return the medians of the starts."""
+        """Return the figures' medians over the starts, by server."""
         return {name: median_of(starts) for name, starts in self.starts.items()}
 
     def verdicts(self) -> list[Verdict]:
@@ -108,7 +108,7 @@ class Found:
 
 
 def measure(bench: Bench, options: Options, found: Found, console: Console) -> None:
-    """Add the rounds to the measurements."""
+    """Measure all rounds, and add them to ``found``."""
     lacking = {row: bench.model.lacks(LOADS[row]) for row in options.rows}
     rows = [row for row in options.rows if not lacking[row]]
     for row, why in lacking.items():
@@ -126,9 +126,9 @@ def measure(bench: Bench, options: Options, found: Found, console: Console) -> N
 def measure_turn(
     bench: Bench, seconds: float, found: Found, name: str, row: str, number: int
 ) -> str:
-    """Measure one server under one load, and store the result; return it as a line of text.
+    """Measure one server under one load; store the result, and return a line about it.
 
-    A server that fails before its first measurement is left out from then on.
+    A server that fails before it has any result is left out from then on.
     """
     seed = 2 * (1 + number * len(LOADS) + list(LOADS).index(row))
     try:
@@ -181,7 +181,7 @@ def show(console: Console, name: str, found: Found) -> None:
 
 
 def form(value: float | None) -> str:
-    """Format with three digits, or with all digits of the integer part."""
+    """Format a number with three digits, or with all digits of a longer integer part."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -203,7 +203,7 @@ def document_of(found: Found) -> Mapping[str, object]:
 
 
 def some_of(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names; raise SystemExit for an unknown one."""
+    """Return the names if all are among ``known``; raise SystemExit for an unknown name."""
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"must be of {', '.join(known)}, got {unknown[0]!r}")
     return list(names)
@@ -211,15 +211,16 @@ def some_of(known: Sequence[str], names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Files, servers and loads.
+    """Which files, servers and loads to measure.
 
     Attributes:
-    files: smollm2, 125M, 0.6B, or paths of GGUF files.
-    rows: loads; all: every load.
-    seconds: duration of arrivals.
-    cores: number of cores of a server.
-    quick: one round of a few short rows.
-    check_with: compare this client with another one, without other servers.
+        files: smollm2, 125M, 0.6B, or paths of GGUF files.
+        rows: the loads to play, by row; all: every row.
+        seconds: for how long requests arrive in each measurement.
+        cores: number of cores of a server.
+        quick: whether to measure only one round of a few short rows.
+        check_with: another client with which this client is compared, in place of measuring
+            servers.
     """
 
     files: Sequence[str] = ("smollm2",)
@@ -232,7 +233,7 @@ class Options:
     check_with: Literal["", "guidellm"] = ""
 
     def complete(self) -> Options:
-        """Return the options with defaults (of a quick run, if it is one) for missing values."""
+        """Return the options with defaults for missing values, which differ for a quick run."""
         usual = (QUICK, QUICK_SERVERS, 1, 8.0) if self.quick else (USUAL, list(SERVERS), 3, 30.0)
         rows, servers, rounds, seconds = usual
         given = list(LOADS) if list(self.rows) == ["all"] else self.rows
@@ -259,7 +260,7 @@ def run(run: Run, options: Options) -> None:
         "rounds": options.rounds,
         "kv_cache_gib": KV_GIB,
     }
-    # SIGTERM counts as an interrupt: servers stop, then results are printed and kept.
+    # SIGTERM acts like Ctrl-C: servers stop, and then the results are printed and saved.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     files: dict[str, Mapping[str, object]] = {}
     for word in options.files:

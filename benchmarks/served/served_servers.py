@@ -1,6 +1,6 @@
-"""Start the servers to compare over HTTP, and make the checkpoints that they serve.
+"""Starts the servers to compare over HTTP, and makes the checkpoints that they serve.
 
-Refuses to know: the load, and what is measured.
+Refuses to know: the load, what is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from benchmarks.runner.checkpoints import ids_of, tokenizer_document
 from benchmarks.runner.own_process import own_environment
 
 NAME = "served"  # the model's name on each server
-SPECIALS = ("<pad>", "<s>", "</s>")  # ids 0, 1 and 2, as in the checkpoints' configs
+# Special tokens with the ids 0, 1 and 2, as in the checkpoints' configs
+SPECIALS = ("<pad>", "<s>", "</s>")
 MAX_MODEL_LEN = 2048
 KV_GIB = 2
 NUM_SLOTS = 32
@@ -54,9 +55,9 @@ class Job:
         cores: all cores that the server may use.
         gguf: the GGUF file to serve; None: the checkpoint in ``folder``.
         max_model_len: maximum number of tokens of a prompt and its output.
-        num_slots: maximum number of requests at a time, for servers that must be told.
-        slot_tokens: maximum number of tokens of a prompt and its output, for servers with memory
-            per slot.
+        num_slots: maximum number of requests at a time, for servers that need this number.
+        slot_tokens: maximum number of tokens of a prompt and its output in a row, for servers that
+            reserve memory per slot.
     """
 
     folder: Path
@@ -75,7 +76,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server: its command, which raises FileNotFoundError if missing, and its variables."""
+    """A server: functions that return its command and its environment variables.
+
+    The command's function raises FileNotFoundError if the server is not installed.
+    """
 
     command: Callable[[Job], list[str]]
     environment: Callable[[Job], dict[str, str]]
@@ -83,10 +87,10 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A server that answers.
+    """A running server that answers requests.
 
     Attributes:
-        pid: process id of the started process.
+        pid: process id of the server's first process.
         start_s: seconds from the start of the process to the first token.
     """
 
@@ -109,8 +113,8 @@ def words() -> Iterator[str]:
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a BPE tokenizer of ``vocab_size`` tokens: bytes, and words after a space.
 
-    Each merge adds one letter to a shorter word, so each word of a text is read as one token.
-    Generators that draw tokens and send their text therefore count as the server does.
+    Each merge adds one letter to a shorter word, so each word of a text is read as one token. So a
+    load generator that draws tokens, and sends them as text, counts as many tokens as the server.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -136,7 +140,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def make_served(shape: str) -> Path:
-    """Make engine_cpu.py's checkpoint once, with a tokenizer for its whole vocabulary."""
+    """Make engine_cpu.py's checkpoint with a tokenizer for its whole vocabulary, once."""
     work = WORKS[shape]
     source = make_checkpoint(work)
     folder = BUILD.parent / "served" / work.folder
@@ -153,7 +157,7 @@ def make_served(shape: str) -> Path:
 
 
 def as_gguf(job: Job) -> Path:
-    """Return the GGUF file to serve; convert the checkpoint if there is none.
+    """Return the GGUF file to serve; convert the checkpoint if the job has no such file.
 
     Raises:
         subprocess.CalledProcessError: the conversion fails.
@@ -175,9 +179,9 @@ def as_gguf(job: Job) -> Path:
 
 
 def as_safetensors(job: Job) -> Path:
-    """Return a folder with the model's weights in safetensors; convert a GGUF file once.
+    """Return a folder with weights in safetensors; convert the GGUF file if necessary.
 
-    ``transformers`` dequantizes a GGUF file's weights to bfloat16.
+    ``transformers`` converts the file, and dequantizes its weights to bfloat16.
 
     Raises:
         subprocess.CalledProcessError: ``transformers`` cannot read the file.
@@ -235,7 +239,7 @@ def vllm(job: Job) -> list[str]:
 
 
 def vllm_environment(job: Job) -> dict[str, str]:
-    """Return variables that let vLLM compute on both cores; by default it keeps one for HTTP."""
+    """Return variables that let vLLM compute on all cores; by default, one is kept for HTTP."""
     return {
         **others_environment(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -245,9 +249,10 @@ def vllm_environment(job: Job) -> dict[str, str]:
 
 
 def others_environment() -> dict[str, str]:
-    """Return the environment without this repository's folders, with metadata for vLLM's command.
+    """Return environment variables for vLLM's command, without this repository's folders.
 
-    The CPU release is named vllm-cpu, but looks for a package vllm whose version says "cpu".
+    vLLM's CPU release is named vllm-cpu, but looks for the metadata of a package vllm whose version
+    contains "cpu". The variables point to such metadata.
     """
     folder = BUILD.parent / "served" / "vllm_name"
     known = folder / "vllm-0+cpu.dist-info"
@@ -304,8 +309,8 @@ def llama_server() -> Path:
 def llamacpp(job: Job) -> list[str]:
     """Return the command of llama.cpp's server.
 
-    Each slot has a part of the context. Copies of old prompts' KV are switched off: no load here
-    uses them, and they cost time and up to 8 GiB.
+    The slots divide the context. The server's copies of old prompts' KV are switched off, because
+    no load here uses them, and they cost time and up to 8 GiB.
     """
     program = llama_server()
     threads = str(len(job.cores))
@@ -333,13 +338,13 @@ SERVERS = {
 def running(
     server: Server, job: Job, log: Path, is_ready: Callable[[str], bool] | None = None
 ) -> Iterator[Live]:
-    """Start the server, yield when it has answered a request, and stop it at the end.
+    """Run a server during the ``with`` block; yield once it has answered a request.
 
     Args:
-        is_ready: returns whether the server at a URL answers; None: a request for one token.
+        is_ready: returns whether the server at a URL answers; None: ask for one token (`answers`).
 
     Raises:
-        RuntimeError: the server ends or does not answer in time; the message is its log's end.
+        RuntimeError: the server ends or does not answer in time; the message is the end of its log.
     """
     command = server.command(job)
     started_at = time.monotonic()
@@ -367,7 +372,7 @@ def running(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children."""
+    """End a process and all its children."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""Judges served numbers: medians of rounds, Baton's ratios to the best peer, and the goals.
+"""Judges the figures of served_rows.py: medians, Baton's ratios to the best peer, goals.
 
-Refuses to know: how numbers are measured.
+Refuses to know: how figures are measured.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Numbers = dict[str, float]
-Rows = Mapping[str, Mapping[str, Numbers]]  # row -> server -> numbers
+Rows = Mapping[str, Mapping[str, Numbers]]  # row -> server -> figures by name
 
 COLOCATED, SPLIT, LLAMACPP = "baton colocated", "baton split", "llamacpp"
 SHAPES = (COLOCATED, SPLIT)
 CHAT_TURN = 4
 TURN_KEY = f"turn_{CHAT_TURN}_ttft_p50_ms"
-# Numbers compared with peers; larger is better only for the last.
+# Figures that are compared with peers; larger is better only for the last of them.
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", TURN_KEY, "tokens_per_s")
 MORE_IS_BETTER = {"tokens_per_s"}
 
@@ -31,10 +31,10 @@ _SHOWN_LOSSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A goal, and the measured figure.
+    """A goal, the measured figure, and whether the goal is met.
 
     Attributes:
-        holds: whether the goal is met; None: not measured.
+        holds: whether the goal is met; None: the figure was not measured.
     """
 
     goal: str
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def median_of(runs: Sequence[Numbers]) -> Numbers:
-    """Return each number's median over the rounds, and the sum of errors."""
+    """Return each figure's median over the rounds, but the sum of the errors."""
     keys = dict.fromkeys(key for run in runs for key in run)
     found = {key: statistics.median(run[key] for run in runs if key in run) for key in keys}
     if "num_errors" in found:
@@ -56,15 +56,15 @@ def median_of(runs: Sequence[Numbers]) -> Numbers:
 
 
 def gain(key: str, own: float, other: float) -> float:
-    """Return how many times better our number is: above 1 is better for every key."""
+    """Return how many times better Baton's figure is; above 1 means better for every key."""
     better, worse = (own, other) if key in MORE_IS_BETTER else (other, own)
     return round(better / worse, 3)
 
 
 def ratios(rows: Rows) -> dict[str, dict[str, Numbers]]:
-    """Compare each of Baton's shapes with the best peer, by row, shape and number.
+    """Compare each of Baton's shapes with the best peer; return ratios by row, shape and figure.
 
-    A server with errors in a row does not count as a peer there.
+    In a row in which a server has errors, the server is not compared with Baton.
     """
     found: dict[str, dict[str, Numbers]] = {}
     for row, servers in rows.items():
@@ -89,7 +89,7 @@ def judge(rows: Rows, starts: Mapping[str, Numbers], alone: Sequence[str]) -> li
     """Judge all goals.
 
     Args:
-        starts: medians of each server's starts.
+        starts: medians of the figures of each server's starts.
         alone: names of the rows with a single stream of completions.
     """
     return [
@@ -161,7 +161,7 @@ def _starts(starts: Mapping[str, Numbers]) -> Iterator[Verdict]:
 def _quotient(
     goal: str, servers: Mapping[str, Numbers], over: str, under: str, key: str, most: float
 ) -> Verdict:
-    """Judge one server's number divided by another's."""
+    """Judge a goal about the figure of one server divided by the figure of another."""
     one, other = servers.get(over, {}).get(key), servers.get(under, {}).get(key)
     if one is None or not other:
         return Verdict(goal, "-", None)

@@ -1,1 +1,1 @@
-"""Requests and their scheduling: scheduler, waiting room, block pool, KV manager. No tensors."""
+"""Requests and their scheduling: scheduler, waiting room, block pool, KV manager; no tensors."""

@@ -1,18 +1,18 @@
 """BlockPool: tracks free KV blocks, reference counts, and the prefix cache's contents.
 
 A block is free or referenced, never both. Free blocks form a doubly linked list between two
-sentinels, so that any of them can be taken out in O(1):
+sentinels, so that any free block can be unlinked in O(1):
 
     head <-> newest blank <-> ... <-> oldest cached <-> ... <-> newest cached <-> tail
 
 Blocks are allocated from the head on. Blank blocks have no cached content. The newest blank block
-goes first, because it is warmest in the CPU's caches. Never-used blocks join the list only when too
-few are blank, because new memory must be cleared first.
+goes first, because the CPU's caches most likely still hold its memory. Never-used blocks join the
+list only when too few are blank, because new memory must be cleared first.
 
 A free block keeps its content and its hash until it is allocated again, so that a later request
 with the same prefix can take it back (`touch`).
 
-For a hand-off, blocks are taken in extents: runs that follow each other in memory, so that a
+For a hand-off, blocks are taken in extents: runs of blocks that are adjacent in memory, so that a
 transfer copies few, long ranges.
 
     first free blocks    40 41 7 90 8 9 42 ...      wanted: 5
@@ -35,30 +35,31 @@ import numpy as np
 from baton.kv.block_hash import BlockHash
 from baton.kv.residency import BlockResidency
 
-# Extents are chosen among this many times the wanted number of free blocks. More candidates give
-# longer extents, but are taken further from the free list's order.
+# Extents are chosen among this many times the wanted number of blocks, the first in the free list.
+# More candidates give longer extents, but depart further from the free list's order.
 WINDOW_FACTOR = 8
-MAX_EXTRA = 2048  # enough for long runs when many blocks are wanted
-# Blank blocks are not used for extents if they form more than `FEW_EXTENTS` runs of fewer than
-# `SHORT_EXTENT` blocks on average, as never-used blocks then cost less.
+MAX_EXTRA = 2048  # maximum number of candidates beyond the wanted blocks
+# Never-used blocks are preferred to blank blocks for extents if the blank ones would form more than
+# `FEW_EXTENTS` runs with fewer than `SHORT_EXTENT` blocks on average: clearing new memory then
+# costs less than copying so many short ranges.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache now holds these contents; ``parent`` is the hash before the first."""
+    """Event: the prefix cache holds these contents; ``parent``: hash of the block before."""
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache no longer holds these contents."""
+    """Event: the prefix cache no longer holds these contents."""
 
     hashes: tuple[BlockHash, ...]
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, gc=False):
-    """The prefix cache holds nothing."""
+    """Event: the prefix cache is empty now."""
 
 
 KVCacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
@@ -90,7 +91,7 @@ class KVCacheBlock:
 
 
 class BlockPool:
-    """All blocks of one KV cache.
+    """All blocks of one KV cache, and the prefix cache over them.
 
     Args:
         num_blocks: number of blocks; their ids are ``0 .. num_blocks - 1``.
@@ -120,13 +121,13 @@ class BlockPool:
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.previous = self._tail, self._head
-        # Nearly always one block per hash; a dict only where several blocks hold the same content.
+        # By hash: one block, or a dict by block id if several blocks hold the content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
 
     @property
     def num_made(self) -> int:
-        """Return the number of blocks ever allocated; they have the lowest ids."""
+        """Return the number of blocks that were ever allocated; they have the lowest ids."""
         return len(self._blocks)
 
     # ------------------------------------------------------------------ references
@@ -134,8 +135,8 @@ class BlockPool:
     def allocate(self, num_blocks: int, *, extents: bool = False) -> list[int] | None:
         """Return ``num_blocks`` block ids with one reference each, or None if too few are free.
 
-        Blank blocks go first, then those that were freed longest ago, which are evicted from the
-        prefix cache.
+        Blank blocks are allocated first, then the cached blocks that were freed longest ago, which
+        are evicted from the prefix cache.
 
         Args:
             extents: prefer runs of consecutive ids, chosen among a few times ``num_blocks``
@@ -173,7 +174,7 @@ class BlockPool:
         self.least_free = min(self.least_free, self.num_free)
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference on each block; the last one frees it.
+        """Drop one reference on each block; a block without references becomes free.
 
         Callers pass a request's last blocks first: cached blocks are allocated again in the order
         of their release, blank ones in reverse order.
@@ -220,8 +221,8 @@ class BlockPool:
         """Enter full, committed blocks into the prefix cache; they are never written again.
 
         Args:
-            parent: hash of the block before the first; None: the first begins a sequence.
-            silent: record no events about these hashes, now or later.
+            parent: hash of the block before these; None: the first block begins a sequence.
+            silent: record no event when these contents are stored or removed.
             cache_class: cache class of contents not cached before; see top of file.
         """
         now = self._clock()
@@ -234,13 +235,13 @@ class BlockPool:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if self._index(block_id, block_hash, cache_class, now):
                 stored.append(block_hash)
-            else:  # already cached: this block is the parent of the blocks stored next
+            else:  # already cached: the blocks stored next have this one as parent
                 self._note_stored(stored, parent)
                 stored, parent = [], block_hash
         self._note_stored(stored, parent)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content; blocks in use stay in use."""
+        """Drop all contents from the prefix cache; blocks in use stay in use."""
         for block in self._blocks:
             block.block_hash, block.silent = None, False
         self._num_blank = sum(block.ref_count == 0 for block in self._blocks)
@@ -250,15 +251,15 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Return the number of different cached contents."""
+        """Return the number of different contents in the prefix cache."""
         return len(self._cached)
 
     def start_events(self) -> list[BlockHash]:
         """Record events from now on; drop events that `take_events` has not returned.
 
         Returns:
-            The cached contents that events report. A prefix's first blocks come before its last
-            ones, unless they were cached again later.
+            The contents that are cached now and that events report. The first blocks of a prefix
+            come before its last ones, unless the first ones were cached again later.
         """
         self._events = []
         return [
@@ -295,11 +296,11 @@ class BlockPool:
         assert all(sizes)
 
     def ref_counts(self) -> dict[int, int]:
-        """Return the reference count of each block in use, for the ledger."""
+        """Return the reference count of each block in use, by block id, to check invariants."""
         return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
 
     def num_references(self) -> int:
-        """Return the sum of all reference counts, to compare with the ledger's owners."""
+        """Return the sum of all reference counts, to compare with all owners' references."""
         return sum(self.ref_counts().values())
 
     def _free_blocks(self) -> Iterator[KVCacheBlock]:
@@ -324,24 +325,24 @@ class BlockPool:
                 previous.next, block.previous = block, previous
 
     def _take_first(self, num_blocks: int) -> list[int]:
-        """Unlink the first ``num_blocks`` blocks of the free list."""
+        """Unlink the first ``num_blocks`` blocks of the free list, and return their ids."""
         block_ids = []
         block, now = self._head.next, self._clock()
         for _ in range(num_blocks):
             self._give(block, now)
             block_ids.append(block.block_id)
             block = block.next
-        # `block` is the first block that stays in the free list, or the tail.
+        # Here `block` is the first block that stays in the free list, or the tail.
         self._head.next, block.previous = block, self._head
         return block_ids
 
     def _take_extents(self, num_blocks: int) -> list[int] | None:
-        """Unlink blocks with consecutive ids, found in the first half of the free list.
+        """Unlink runs of blocks with consecutive ids, preferably from the first half of the window.
 
-        While there are never-used blocks, only blank blocks are considered; returns None if they
-        are too few or too scattered.
+        While there are never-used blocks, only blank blocks are considered. Returns None if
+        never-used blocks are better, because blank ones are too few or too scattered.
         """
-        # Look into the second half only if the first is too small.
+        # Look into the second half of the window only if the first half has too few blocks.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
         have_all = len(self._blocks) == self.num_blocks
         if not have_all:
@@ -426,7 +427,7 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
     ordered = np.sort(np.array(candidates, dtype=np.int64))
     starts = np.concatenate(([0], np.flatnonzero(np.diff(ordered) != 1) + 1))
     lengths = np.diff(starts, append=len(ordered))
-    longest_first = np.argsort(-lengths, kind="stable")  # ties: lower ids first
+    longest_first = np.argsort(-lengths, kind="stable")  # of equally long runs, lower ids first
     lengths = lengths[longest_first]
     totals = np.cumsum(lengths)
     num_whole = int(np.searchsorted(totals, num_blocks))

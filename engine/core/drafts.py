@@ -1,9 +1,9 @@
 """Drafts: proposed tokens that the next step computes after a request's known tokens.
 
-The scheduling of speculative decoding: decides which requests the drafter reads, and how many
-drafts a step makes and verifies. Does nothing without a `DraftPolicy`.
+Schedules speculative decoding: decides which requests the drafter reads, and how many drafts a step
+makes and verifies. Does nothing without a `DraftPolicy`.
 
-A drafter with separate KV reads all tokens of a request, or none. Blocks with tokens that the
+A drafter with KV of its own reads all tokens of a request, or none. Blocks with tokens that the
 drafter has not read have class `UNREAD` in the prefix cache, so that requests with drafts do not
 reuse them. Refuses to know: how drafts are made, how good they are, rejection sampling.
 """
@@ -23,11 +23,11 @@ from engine.core.request import Request, RequestStatus
 
 ALL = sys.maxsize
 # Cache classes (`block_pool.py`). A block is READ if the drafter has read its tokens, else UNREAD.
-# A request is READ if the drafter drafts for it, else UNREAD. Without a drafter with KV, all are
-# READ.
+# A request is READ if the drafter drafts for it, else UNREAD. If the drafter has no KV of its own,
+# all blocks and requests are READ.
 READ, UNREAD = 0, 1
-# Maximum processor time per step for grammar masks after drafts, in seconds; all requests wait for
-# these masks.
+# Maximum processor time, in seconds per step, for the grammar masks of tokens after drafts; all
+# requests of the step wait for these masks.
 _MAX_MASKS_S = 0.01
 
 
@@ -35,8 +35,9 @@ class DraftPolicy(Protocol):
     """Decides how many drafts per step pay off; implemented in `engine.speculation`.
 
     Attributes:
-        in_steps: whether workers make drafts within steps.
-        drafter_reads: see `EngineConfig.drafter_reads`.
+        in_steps: whether the workers make the next drafts as a part of each step.
+        drafter_reads: whether the drafter has KV of its own, so that it must read all tokens of a
+            request.
     """
 
     in_steps: bool
@@ -55,11 +56,11 @@ class DraftPolicy(Protocol):
 
 
 class Drafts:
-    """Drafts of one scheduler's requests.
+    """The drafts of all requests of one scheduler.
 
     Args:
         long_prefill_token_threshold: maximum number of tokens of one request in a step.
-        policy: decides how many drafts pay; None: there are no drafts.
+        policy: decides how many drafts pay off; None: there are no drafts.
 
     Attributes:
         kept: drafts that the next step may compute, by request id.
@@ -82,7 +83,7 @@ class Drafts:
         self.has_policy = policy is not None
         self._drafter_reads = policy is not None and policy.drafter_reads
         self._num_to_draft = 0  # drafts after each sampled token of the step being scheduled
-        self._num_to_read = ALL  # new requests that the drafter must still read
+        self._num_to_read = ALL  # how many more new requests the drafter must read
         self._masks_left_s = _MAX_MASKS_S
 
     # ------------------------------------------------------------------ a step is chosen
@@ -102,8 +103,8 @@ class Drafts:
         self._num_to_read = self._policy.num_to_read()
 
     def start(self, request: Request) -> None:
-        """Decide whether the drafter reads a request that starts in this step."""
-        if request.pooling is not None:  # the only output token does not follow any draft
+        """Decide whether the drafter reads a request that starts here in this step."""
+        if request.pooling is not None:  # a pooled request has no output that drafts could propose
             request.cache_class = UNREAD
             return
         # A prefill node gives each request a limit of one token. The decode node makes drafts for
@@ -125,7 +126,7 @@ class Drafts:
     def add_to(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Add drafts to scheduled requests within the token budget; return the unused budget.
 
-        Call this last, after all requests that can run have got their tokens.
+        Call this after all requests that can run have got their other tokens of the step.
         """
         self._masks_left_s = _MAX_MASKS_S
         for index, item in enumerate(scheduled):
@@ -138,13 +139,13 @@ class Drafts:
         return budget
 
     def look_ahead(self, scheduled: Sequence[ScheduledRequest]) -> int:
-        """Give requests blocks for the drafts after this step's tokens, if enough blocks are free.
+        """Allocate blocks for the drafts that follow this step's tokens, if enough blocks are free.
 
-        Enough means that every request of the step can still get a block for its next token. No
-        block is needed after the last token of an output.
+        Enough blocks are free if every request of the step can still get a block for its next
+        token. A request that will sample its last token gets no blocks for drafts.
 
-        Returns the number of drafts per request; 0 if the drafter does not read any request of the
-        step.
+        Returns the number of drafts to make per request; 0 if no request of the step is drafted
+        for.
         """
         manager, num_drafts = self._manager, self._num_to_draft
         if not num_drafts or not any(is_drafted_for(item.request) for item in scheduled):
@@ -162,11 +163,11 @@ class Drafts:
         return num_drafts
 
     def _num_to_compute(self, item: ScheduledRequest, drafts: tuple[int, ...], budget: int) -> int:
-        """Return how many drafts a request can compute, after allocating blocks for them."""
+        """Return how many of a request's drafts the step can compute; allocate their blocks."""
         request, num_tokens = item.request, item.num_scheduled_tokens
         if not item.samples:
             return 0
-        # With n drafts, a step samples up to n + 1 tokens.
+        # Leave room for one more token, because with n drafts a step samples up to n + 1 tokens.
         room = min(
             budget,
             self._long_prefill_token_threshold - num_tokens,
@@ -185,9 +186,9 @@ class Drafts:
     # ------------------------------------------------------------------ a step has ended
 
     def cache_class(self, request: Request, num_tokens: int, scheduled: SchedulerOutput) -> int:
-        """Return the cache class of the blocks that a step of ``num_tokens`` tokens made full.
+        """Return the cache class of the blocks that ``num_tokens`` tokens of a request made full.
 
-        A drafter reads prompt chunks in every step, but single tokens only in steps that make
+        The drafter reads prompt chunks in every step, but single tokens only in steps that make
         drafts. Blocks filled by single tokens in other steps are UNREAD, even if the drafter reads
         them later.
         """
@@ -201,7 +202,7 @@ class Drafts:
     ) -> RequestStatus | None:
         """Add the tokens that a step with drafts sampled, up to the token that ends the output.
 
-        Accepted drafts count as computed, because their KV is in the cache.
+        Accepted drafts count as computed tokens, because the step wrote their KV.
 
         Returns the final status, if the output ends (see `Request.append`).
         """
@@ -209,7 +210,7 @@ class Drafts:
         for token_id in token_ids:
             ended = request.append(token_id)
             # `Request.append` replaced the token by the thought's closing mark, whose KV is not
-            # computed: drop the tokens after it.
+            # computed: drop the tokens after the mark.
             if ended is not None or request.token_ids[-1] != token_id:
                 break
         if ended is RequestStatus.FINISHED_ABORTED:
@@ -223,13 +224,13 @@ class Drafts:
         request.num_drafts += num_drafts
         request.num_accepted_drafts += num_accepted
         self._counters.note_drafts(num_drafts, num_accepted)
-        self._counters.output_tokens += num_taken - 1  # `Scheduler.update` counts one per request
+        self._counters.output_tokens += num_taken - 1  # `Scheduler.update` counts the first token
         return ended
 
     def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
-        """Keep the drafts made by the step that was updated last, for the next step to compute.
+        """Keep the drafts that the last ended step made, for the next step to compute.
 
-        Drops earlier drafts of these requests, which are out of date.
+        Drops earlier drafts of all requests in ``outputs``: they are out of date.
         """
         if not drafts and not self.kept:
             return

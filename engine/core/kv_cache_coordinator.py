@@ -4,8 +4,9 @@ A request's block ids are one flat list, interleaved by group. Block j of group 
 
     block_ids   [ j=0: g0 g1 g2 | j=1: g0 g1 g2 | ... ]        j * num_groups + g
 
-Each group keeps and finds blocks by its own attention pattern (`kv_retention.py`), with its own
-hashes, so that no group finds another's content. Refuses to know: requests, tensors.
+The attention pattern of a group decides which blocks the group keeps and finds (`kv_retention.py`).
+Each group has hashes of its own, so that no group finds another group's content. Refuses to know:
+requests, tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.core.kv_retention import NULL_BLOCK, Find, FullAttention, KVRetentio
 
 
 class KVCacheCoordinator:
-    """All groups of one KV cache.
+    """The blocks of all groups of one KV cache.
 
     Args:
         sliding_windows: window of each group, in tokens; None: full attention.
@@ -38,8 +39,8 @@ class KVCacheCoordinator:
         self.null_block: int | None = None
         self._pool = block_pool
         if any(window is not None for window in sliding_windows):
-            # In block tables, one block that is never written replaces all blocks that slid out of
-            # the window.
+            # Reserve one block that is never written; in block tables, it replaces all blocks that
+            # slid out of the window.
             self.null_block = NULL_BLOCK
             taken = block_pool.allocate(1)
             assert taken == [NULL_BLOCK]
@@ -55,13 +56,13 @@ class KVCacheCoordinator:
     # ------------------------------------------------------------------ prefix cache
 
     def longest_hit(self, hashes: Sequence[BlockHash], cache_class: int = 0) -> list[int]:
-        """Return block ids, interleaved over groups, of the longest prefix that all groups cache.
+        """Return block ids, interleaved over groups, of the longest prefix cached in all groups.
 
         Each group in turn shortens the prefix to its own longest hit, until no group shortens the
         prefix further.
 
         Args:
-            hashes: hashes of the request's leading logical blocks.
+            hashes: hashes of the leading logical blocks of a request.
             cache_class: highest class of blocks that may be used; see `block_pool.py`.
         """
         finds = self._finds
@@ -91,13 +92,13 @@ class KVCacheCoordinator:
     ) -> None:
         """Cache full, committed blocks in each group, except blocks that slid out of the window.
 
-        Only group 0's hashes go into the pool's events, because a router looks for whole prefixes.
+        The pool records events only for group 0, because routers compare whole prefixes of prompts.
 
         Args:
             block_ids: one request's blocks, interleaved over groups.
             hashes: hashes of the request's logical blocks.
-            first: first logical block to cache.
-            end: logical block to stop before.
+            first: index of the first logical block to cache.
+            end: index of the logical block to stop before.
             cache_class: class of the newly cached blocks; see `block_pool.py`.
         """
         stride = self.num_groups
@@ -117,7 +118,7 @@ class KVCacheCoordinator:
     # ------------------------------------------------------------------ blocks
 
     def free_slid_out(self, block_ids: list[int], num_computed_tokens: int) -> None:
-        """Free the blocks that no layer needs any more, and list the null block instead."""
+        """Free the blocks that no later token attends to, and put the null block in their place."""
         null_block, stride = self.null_block, self.num_groups
         if null_block is None:
             return
@@ -130,7 +131,7 @@ class KVCacheCoordinator:
                 index -= stride
 
     def kept_indices(self, num_tokens: int, num_blocks: int) -> list[int]:
-        """Return the indices in the flat block list still needed after ``num_tokens`` tokens."""
+        """Return the indices in the flat list of the blocks needed after ``num_tokens`` tokens."""
         stride = self.num_groups
         if self.null_block is None:
             return list(range(num_blocks * stride))
@@ -152,5 +153,5 @@ class KVCacheCoordinator:
 
 
 def _suffix(group: int) -> bytes:
-    """Return a suffix for a group's hashes, so that the hashes of two groups are never equal."""
+    """Return a suffix for a group's block hashes, so that hashes of two groups always differ."""
     return bytes((group,)) if group else b""

@@ -5,8 +5,9 @@
                            1:    s s                drops blocks that slid out
                            2:          s s          drops blocks that slid out
 
-Blocks of all groups have equal bytes, so that any free block serves any group; a group that needs
-fewer bytes pads its blocks. Attention layers decide the size, and state layers fill it:
+Blocks of all groups have the same size in bytes, so that any free block serves any group; a group
+that needs fewer bytes pads its blocks. The attention layers decide this size, and as many states as
+fit share a block:
 
     layers of a hybrid           m m m f m m m f    m: a state (Mamba2), f: full attention
     block of many tokens   0:          f       f    as many tokens as fill a block
@@ -25,12 +26,12 @@ from baton.api.errors import ConfigError
 from baton.kv.layers import LayerKV, PagedKV, StateKV
 
 DEFAULT_BLOCK_SIZE = 16
-# Each attention group costs a block table and an attention plan in every step; a group of states
-# costs only a block table.
+# Each attention group costs a block table and an attention plan in every step; a group of state
+# layers costs only a block table.
 MAX_GROUPS = 8
 MAX_GROUPS_WITH_STATES = 16
 
-# Computes the bytes that one layer stores in a block of the given number of tokens.
+# Type of functions that compute the bytes of one layer in a block of the given number of tokens.
 LayerBytes = Callable[[LayerKV, int], int]
 
 
@@ -51,18 +52,19 @@ class KVCacheGroup:
 def group_layers(
     kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...]:
-    """Divide a model's layers into groups, sorted by how many tokens they keep, most first.
+    """Divide a model's layers into groups; the groups whose layers keep most tokens come first.
 
-    A group with fewer layers than fit leaves a part of each block unused. The number of attention
-    layers per block minimizes this unused part, first for the layers that keep most tokens, then in
-    total, then the number of groups. If layers differ only in windows, and the unused part exceeds
-    the memory that windows save in a long sequence, all layers form one group of full attention. A
-    block holds as many states as fit.
+    A group with fewer layers than fit into a block leaves a part of each block unused. The number
+    of attention layers per block is chosen for the smallest unused part in the blocks of the layers
+    that keep most tokens; among equals, for the smallest unused part in all blocks, then for the
+    fewest groups. If layers differ only in their windows, and the unused part exceeds the memory
+    that windows save in a long sequence, all layers form one group of full attention. A block holds
+    the states of as many state layers as fit.
 
     Args:
         kv_layers: description of each layer's KV or states.
         block_size: tokens per block.
-        layer_bytes: computes the bytes of one layer in a block.
+        layer_bytes: computes the bytes that one layer stores in a block.
 
     Raises:
         ConfigError: a block of this many tokens is too small for the model's states.
@@ -78,10 +80,10 @@ def group_layers(
 
 
 def smallest_block_size(kv_layers: Sequence[LayerKV], layer_bytes: LayerBytes) -> int:
-    """Return the smallest multiple of 16 for which the states need no more groups than allowed.
+    """Return the smallest block size, a multiple of 16 tokens, that needs few enough state groups.
 
-    Small blocks waste less on short sequences and raise the prefix cache's hit rate. Without
-    states, the size is 16.
+    Small blocks waste less memory on short sequences and raise the prefix cache's hit rate. For a
+    model without state layers, the size is 16.
     """
     block_size = DEFAULT_BLOCK_SIZE
     while _cut(kv_layers, block_size, layer_bytes) is None:
@@ -95,7 +97,7 @@ _Kind = tuple[LayerKV, list[int]]
 def _cut(
     kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...] | None:
-    """Divide the layers into groups; None if the model's states would need too many groups."""
+    """Divide the layers into groups; None if the state layers would need too many groups."""
     by_kv: dict[LayerKV, list[int]] = {}
     for layer, kv in enumerate(kv_layers):
         by_kv.setdefault(kv, []).append(layer)
@@ -121,13 +123,13 @@ def _cut(
 
 
 def _keeps(kv: LayerKV) -> tuple[bool, bool, int]:
-    """Return a sort key: layers that keep most tokens come first, states last."""
+    """Return a key that sorts layers: those that keep most tokens first, states last."""
     retained = kv.retained_tokens
     return isinstance(kv, StateKV), retained is not None, -(retained or 0)
 
 
 def _joined(attention: Sequence[_Kind]) -> _Kind:
-    """Merge all kinds of attention layers into one kind with full attention."""
+    """Merge all kinds of attention layers into a single kind, with full attention."""
     widest = attention[0][0]
     assert isinstance(widest, PagedKV)
     layers = sorted(layer for _, layers in attention for layer in layers)
@@ -137,10 +139,10 @@ def _joined(attention: Sequence[_Kind]) -> _Kind:
 def _attention_block_bytes(
     attention: Sequence[_Kind], block_size: int, layer_bytes: LayerBytes
 ) -> int | None:
-    """Return the bytes of a block, or None if groups would waste more memory than they save.
+    """Return the bytes of a block; None if all layers should form one group to save memory.
 
     Args:
-        attention: layers by kind of attention; kinds that keep most tokens first.
+        attention: attention layers by kind; the kinds that keep most tokens come first.
     """
     kinds = [(layer_bytes(kv, block_size), len(layers)) for kv, layers in attention]
     if len(kinds) == 1:
@@ -151,7 +153,7 @@ def _attention_block_bytes(
     num_first = sum(kv.retained_tokens == retained for kv, _ in attention)
     total = sum(size * count for size, count in kinds)
     total_first = sum(size * count for size, count in kinds[:num_first])
-    # Choose the block size that leaves least memory unused: the last entry of `candidate`.
+    # Choose the block's bytes, the last entry of `candidate`, that leave least memory unused.
     best: tuple[int, int, int, int] | None = None
     smallest = max(size for size, _ in kinds)
     for block_bytes in sorted({size * n for size, count in kinds for n in range(1, count + 1)}):

@@ -1,8 +1,9 @@
 """KVCacheManager: the blocks of each request. Refuses to know: tensors.
 
 A logical block is the KV of ``block_size`` tokens in all groups of layers, hence ``num_groups``
-blocks of the pool; ``Request.block_ids`` lists these (`engine/core/kv_cache_coordinator.py`). The
-null block, which is never written, replaces blocks that slid out of a group's attention window.
+blocks of the pool; ``Request.block_ids`` lists these blocks
+(`engine/core/kv_cache_coordinator.py`). The null block, which is never written, replaces blocks
+that slid out of a group's attention window.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.api.images import ImageSpan
 from baton.kv.block_hash import BlockHash, BlockHasher
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_coordinator import KVCacheCoordinator
@@ -22,8 +24,7 @@ class GrantedBlocks:
     """The blocks that a remote node writes for a parked request.
 
     Attributes:
-        first_block: number of leading blocks of the hand-off (`KVCacheManager.handoff_indices`)
-            that are already cached here.
+        first_block: number of leading blocks of the hand-off that are already cached here.
         block_ids: ids of the hand-off's other blocks, in order, which the remote node writes.
         groups: KV cache group of each block in ``block_ids``; empty: there is only one group.
     """
@@ -65,21 +66,27 @@ class KVCacheManager:
         self._hasher = hasher
 
     def rename(self, namespace: bytes) -> None:
-        """Empty the prefix cache, and hash new blocks in another namespace.
+        """Empty the prefix cache, and compute later hashes in another namespace.
 
         Args:
-            namespace: see `cache_namespace`.
+            namespace: digest of what KV depends on, which later hashes include; see
+                `cache_namespace`.
         """
         self.block_pool.reset_prefix_cache()
         if self._hasher is not None:
             self._hasher = self._hasher.in_namespace(namespace)
 
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Return whether blocks are kept for later prompts with an equal beginning."""
+        return self._hasher is not None
+
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks, over all groups, that hold ``num_tokens`` tokens."""
+        """Return the number of blocks, over all groups, that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def num_tokens_held(self, request: Request) -> int:
-        """Return how many tokens fit into the request's blocks."""
+        """Return how many tokens the blocks of a request have room for."""
         return len(request.block_ids) // self.num_groups * self.block_size
 
     # ------------------------------------------------------------------ prefix cache
@@ -88,8 +95,8 @@ class KVCacheManager:
         """Return the blocks of a request's longest cached prefix, without taking references.
 
         The prefix never includes the last known token, which must be computed for its logits. The
-        prefix is empty for prompt logprobs and some poolings, which need hidden states of the whole
-        prompt.
+        prefix is empty if the request asks for prompt logprobs or for pooling that needs hidden
+        states of the whole prompt.
         """
         if request.needs_all_rows:
             return []
@@ -99,7 +106,8 @@ class KVCacheManager:
         """Return how many tokens of a new request would be found in the prefix cache now.
 
         The last token must be computed for its logits and is not counted, unlike in
-        `find_initial_prefix`. Layers with a window count little, because only one window is cached.
+        `find_initial_prefix`. Layers with a window add little to the count: only their last window
+        is cached.
         """
         return len(self.find_cached_blocks(request)) // self.num_groups * self.block_size
 
@@ -117,11 +125,10 @@ class KVCacheManager:
         """Give a request without blocks its cached prefix, and blocks for all other known tokens.
 
         Args:
-            num_reserved: blocks that must stay free afterwards.
+            num_reserved: number of blocks that must stay free afterwards.
 
         Returns:
-            The number of tokens in the prefix; None, with nothing changed, if too few blocks are
-                free.
+            Number of tokens in the prefix; None, with nothing changed, if too few blocks are free.
         """
         assert not request.block_ids
         cached = self.find_cached_blocks(request)
@@ -140,8 +147,7 @@ class KVCacheManager:
     def share_prompt(self, request: Request, sibling: Request) -> None:
         """Share the full blocks of a request's prompt with ``sibling``, which has no blocks.
 
-        The block with the prompt's last token is not shared: the sibling must compute this token
-        for its logits.
+        The block with the prompt's last token is not shared: the sibling needs its logits.
         """
         num_blocks = (request.num_prompt_tokens - 1) // self.block_size
         null_block = self._null_block
@@ -179,13 +185,12 @@ class KVCacheManager:
         )
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
-        """Find the cached prefix of a request's initial tokens, without taking references.
+        """Find the cached prefix of a parked request's initial tokens, without taking references.
 
         The last initial token may be part of the prefix.
 
         Returns:
-            The number of cached tokens, and the hashes of the full blocks after them; no hashes
-            without a prefix cache.
+            The number of cached tokens, and the hashes (if any) of the full blocks after them.
         """
         cached = self._longest_hit(request, request.num_initial_tokens)
         num_blocks = len(cached) // self.num_groups
@@ -193,14 +198,34 @@ class KVCacheManager:
         lacking = request.block_hashes[num_blocks:num_full]
         return num_blocks * self.block_size, lacking
 
+    def find_prefix(
+        self, token_ids: Sequence[int], extra_keys: Sequence[bytes], images: Sequence[ImageSpan]
+    ) -> tuple[list[int], BlockHash]:
+        """Find the longest cached prefix of a prompt that another node asks for.
+
+        Takes no references.
+
+        Args:
+            extra_keys: values from `extra_keys_of`.
+            images: the prompt's images, in order.
+
+        Returns:
+            The blocks, and the hash of the last one; no blocks and an empty hash without a prefix.
+        """
+        hashes: list[BlockHash] = []
+        if self._hasher is not None:
+            self._hasher.extend(hashes, token_ids, extra_keys, images)
+        block_ids = self._coordinator.longest_hit(hashes)
+        num_blocks = len(block_ids) // self.num_groups
+        return block_ids, hashes[num_blocks - 1] if num_blocks else b""
+
     # ------------------------------------------------------------------ blocks
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
         """Allocate blocks until the request has room for ``num_tokens`` tokens.
 
         Returns:
-            The ids of the added blocks (maybe none); None, with nothing changed, if too few blocks
-            are free.
+            The ids of added blocks, maybe none; None, with nothing changed, if too few are free.
         """
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
@@ -213,8 +238,7 @@ class KVCacheManager:
     def allocate_for_handoff(self, request: Request, num_tokens: int) -> bool:
         """Give a request without blocks its cached prefix, and blocks for the rest.
 
-        The prefix may include the last initial token, because the remote node samples the next
-        token.
+        The prefix may include the last initial token: the remote node samples the next one.
 
         Args:
             num_tokens: tokens to have room for, at least all initial tokens. Blocks that slide out
@@ -270,9 +294,9 @@ class KVCacheManager:
         return self.blocks_to_receive(request).block_ids
 
     def num_tokens_to_grant(self, request: Request) -> int:
-        """Return the number of tokens that a grant has room for: the prompt's blocks and one more.
+        """Return the number of tokens that fit into a grant: into the prompt's blocks and one more.
 
-        The extra block holds the first output tokens.
+        The additional block is for the first output tokens.
         """
         num_blocks = -(-request.num_initial_tokens // self.block_size) + 1
         room = min(num_blocks * self.block_size, request.max_num_tokens)
@@ -288,7 +312,7 @@ class KVCacheManager:
         return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
-        """Release each group's blocks that slid out of its window."""
+        """Release those of a request's blocks that slid out of their groups' windows."""
         self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:

@@ -3,7 +3,7 @@
     full attention     [ b0 b1 b2 b3 b4 b5 ]      all of them, for ever
     sliding window     [ -- -- -- b3 b4 b5 ]      blocks that slid out are freed
 
-One instance serves one group of layers with equal windows (`engine/core/kv_cache_groups.py`).
+Each group of layers with equal windows has one `KVRetention` (`engine/core/kv_cache_groups.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class SlidingWindow:
     def longest_hit(self, hashes: Sequence[BlockHash], find: Find) -> list[int]:
         """Search from the end: a prefix is a hit if the blocks in its last window are cached."""
         end = len(hashes)
-        if self.num_expired_blocks(end * self._block_size) >= end:  # a window of 1
+        # With a window of 1 token, the next token attends to no earlier block.
+        if self.num_expired_blocks(end * self._block_size) >= end:
             return [self._null_block] * end
         run: list[int] = []  # cached blocks up to `end`, the last one first
         for index in range(len(hashes) - 1, -1, -1):
@@ -77,6 +78,6 @@ class SlidingWindow:
         return []
 
     def num_expired_blocks(self, num_computed_tokens: int) -> int:
-        # The next token, at position num_computed_tokens, attends back to this position.
+        # The next token, at position num_computed_tokens, attends to no position before this one.
         oldest = num_computed_tokens - self._window + 1
         return max(oldest, 0) // self._block_size

@@ -1,7 +1,7 @@
 """EngineMetrics: an engine's metrics as plain numbers, and the counters they are computed from.
 
-Names follow Prometheus: values named ``_total`` only grow, others are current, times are in
-seconds. Refuses to know: how metrics are exported.
+Names follow Prometheus: values named ``_total`` only grow, all others are present values, and times
+are in seconds. Refuses to know: how metrics are exported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from engine.core.request import Request
 # Requests are counted by the sign of their priority, because there are too many priorities for
 # labels.
 PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
-# Upper bounds of the buckets of steps, by computed tokens; a last bucket counts larger steps.
+# Upper bounds, in computed tokens, of the buckets that count steps by size; one more bucket counts
+# larger steps.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -34,23 +35,25 @@ class EngineMetrics:
         prefix_lookups_total: requests that looked for their prompt in the prefix cache.
         prefix_lookup_tokens_total: prompt tokens of these requests; the denominator of the hit
             rate.
-        preemptions_total: times that a request lost its blocks to another.
+        preemptions_total: times that a request lost its blocks to another request.
         requests_finished_stop_total: requests ended by an end token or a stop token.
         requests_finished_length_total: requests ended by a length limit.
-        requests_finished_abort_total: requests aborted by the client, or ended by a stop string.
+        requests_finished_abort_total: requests that the client aborted, or that a stop string
+            ended.
         requests_started_by_priority: requests that began to run here, by the sign of their priority
             (`PRIORITY_SIGNS`).
         preemptions_by_priority: preemptions, by the sign of the preempted request's priority.
         requests_running: requests that the next step may compute.
         requests_waiting: requests that wait for their first step, or for blocks.
-        requests_parked: requests that wait for a remote node's KV, a sibling or a grammar.
+        requests_parked: requests that wait for a remote node's KV, for a sibling's prompt, for a
+            compiled grammar or for decoded images.
         blocks: blocks of the KV cache.
         blocks_free: free blocks, including those that keep a cached prefix.
         blocks_cached: different contents that the prefix cache can find.
         blocks_evicted_total: cached blocks that were evicted, to be allocated again.
         blocks_used_peak: maximum number of blocks in use at a time.
         kv_slots_held: tokens that the blocks of open requests have room for.
-        kv_slots_unfilled: token slots among these that do not hold any known token.
+        kv_slots_unfilled: those of ``kv_slots_held`` that hold no known token.
         residency: how long blocks kept their cached contents.
         received_prompt_tokens_total: prompt tokens whose KV a remote node wrote.
         step_tokens_total: tokens that steps computed, of prompts and outputs.
@@ -61,18 +64,20 @@ class EngineMetrics:
             estimated from the model's configuration.
         device_peak_flops, device_peak_bandwidth: floating-point operations and bytes per second
             that the devices could reach, as the options say; 0: unknown.
-        draft_steps_total: times that a step computed drafts for a request.
+        draft_steps_total: requests with drafts, summed over steps.
         drafts_total: drafts that were computed.
         accepted_drafts_total: computed drafts that became part of an output.
         accepted_drafts_by_place: accepted drafts by their place among a request's drafts of one
             step: first, second, and so on.
         images_encoded_total: images that steps encoded, counted again if the encoding was dropped.
-        encodings_received_total: images in prompts that an encode node encoded.
-        encoder_cache_hits_total: images in prompts whose encoding was cached.
+        encodings_received_total: images of prompts whose encoding came from an encode node.
+        encoder_cache_hits_total: images of prompts whose encoding was in the encoder cache.
         encoder_seconds_total: seconds in the image encoder; part of ``forward_seconds_total``.
+        expert_rows_busiest_rank_total, expert_rows_mean_rank_total: rows that experts computed on
+            the busiest rank, and on a mean rank; see `Executor.expert_loads`.
         forward_seconds_total: seconds in the model and the sampler.
         step_seconds_total: seconds in whole steps.
-        uptime_seconds: seconds since the engine was made.
+        uptime_seconds: seconds since the engine started.
     """
 
     steps_total: int
@@ -117,25 +122,27 @@ class EngineMetrics:
     encodings_received_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_seconds_total: float = 0.0
+    expert_rows_busiest_rank_total: float = 0.0
+    expert_rows_mean_rank_total: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return the mean number of tokens per request in a step with drafts; 1 without drafts."""
+        """Return the mean number of tokens per step of a request with drafts; 1 without drafts."""
         return 1 + self.accepted_drafts_total / max(self.draft_steps_total, 1)
 
 
 def sign_of(priority: int) -> int:
-    """Return -1, 0 or 1."""
+    """Return the sign of a priority: -1, 0 or 1."""
     return (priority > 0) - (priority < 0)
 
 
 def by_sign(counts: Mapping[int, int]) -> dict[str, int]:
-    """Return a dict of counts by sign of priority; the keys are `PRIORITY_SIGNS`."""
+    """Return counts of requests by sign of priority, with an entry for each of `PRIORITY_SIGNS`."""
     return {name: counts[sign] for sign, name in PRIORITY_SIGNS.items()}
 
 
 def attended_tokens(begin: int, end: int, window: int | None) -> int:
-    """Return the number of (token, attended token) pairs for positions ``begin`` up to ``end``."""
+    """Return how many (token, attended token) pairs positions ``begin`` to ``end - 1`` have."""
     full_from = end if window is None else min(max(begin, window), end)
     ramp = (full_from - begin) * (begin + full_from + 1) // 2
     return ramp + (end - full_from) * (window or 0)
@@ -146,11 +153,12 @@ class EngineCounters:
     """Counts that grow as an engine works; see `EngineMetrics`. Only the engine's thread writes.
 
     Attributes:
-        started, preempted: requests by the sign of their priority.
+        started, preempted: numbers of requests by the sign of their priority.
         experts_read: sum over steps of the fraction of all experts whose weights the step read.
         attended_layers: (window, number of layers) pairs; window None: full attention.
         attended: (token, attended token) pairs, summed over all layers.
-        kv_read: tokens whose KV was read, summed over layers; a prompt chunk reads earlier KV once.
+        kv_read: tokens whose KV was read, summed over steps and layers; a prompt chunk reads the KV
+            of earlier tokens once.
     """
 
     prompt_tokens_computed: int = 0
@@ -194,8 +202,8 @@ class EngineCounters:
         self.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def note_work(self, scheduled: SchedulerOutput) -> None:
-        """Count the attention work of a step; call before the step's requests are updated."""
-        ends = list[int]()  # for requests that compute one token: the position after it
+        """Count a step's attention pairs, and the KV that it reads; call before requests change."""
+        ends = list[int]()  # position after the token, for each request that computes one token
         for item in scheduled.scheduled:
             begin, num_tokens = item.request.num_computed_tokens, item.num_scheduled_tokens
             end = begin + num_tokens

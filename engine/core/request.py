@@ -1,6 +1,6 @@
 """Request: one prompt on its way through an engine. Only the scheduler writes to requests.
 
-A request has known tokens (prompt and output so far) and computed tokens (their KV is in cache).
+A request has known tokens (prompt and output so far) and computed tokens (their KV is cached).
 There are no phases: in each step, computed tokens catch up with known tokens.
 
     token_ids   [ prompt ................... | output ........ ]
@@ -18,17 +18,17 @@ from baton.api.outputs import FinishReason, TokenLogprobs
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHash, extra_keys_of
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.images.prompt_images import PromptImages
 
 
 class RequestStatus(Enum):
-    """A request's state in the engine.
+    """The state of a request in the engine.
 
     Attributes:
         finish_reason: why the request has ended; None: it has not ended.
-        is_finished: whether the request has ended. Both are read several times per token, so they
-            are plain attributes.
+        is_finished: whether the request has ended. Both attributes are read several times per
+            token.
     """
 
     finish_reason: FinishReason | None
@@ -46,6 +46,7 @@ class RequestStatus(Enum):
     WAITING_FOR_SHARED_KVS = "WAITING_FOR_SHARED_KVS"
     WAITING_FOR_GRAMMAR = "WAITING_FOR_GRAMMAR"
     WAITING_FOR_PIXELS = "WAITING_FOR_PIXELS"
+    WAITING_FOR_PREFIX = "WAITING_FOR_PREFIX"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
     FINISHED_STOPPED = "FINISHED_STOPPED", FinishReason.STOP
@@ -69,48 +70,51 @@ class Request:
         num_computed_tokens: leading tokens whose KV is in the cache.
 
         priority: the client's priority; smaller values run first. See ``scheduling_policy``.
-        rank: order of scheduling, set by the scheduler: smaller ranks run first and are preempted
-            last.
+        rank: order of scheduling, set by the scheduler; the smallest rank is preempted last.
         row: row of the worker's batch that holds the request; -1: none. Set by `StepPlanner`.
         num_planned_blocks: blocks that the worker has been told of. Set by `StepPlanner`.
-        num_tokens_in_flight: tokens computed by steps in flight: two at most, or as many as there
-            are pipeline stages.
+        num_tokens_in_flight: tokens that steps in flight compute (at most two, or one per stage).
         num_tokens_pending: tokens that steps in flight will sample, one per step. A step with
-            drafts may sample more, so it must end before the request's next step is scheduled.
-            With several pipeline stages, every step that samples must.
+            drafts may sample more, so it must end before the request's next step is scheduled. With
+            several pipeline stages, every step that samples for the request must end first.
 
         pooling: what to compute from the prompt's hidden states; None: sample tokens.
 
         adapter: digest of the adapter that computes the request; empty: the base model.
-        extra_keys: values that the KV depends on besides the tokens, such as the adapter.
+        extra_keys: values besides the tokens that the KV depends on, such as the adapter's digest.
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as computed.
-        num_cached_blocks: leading blocks that the prefix cache contains.
-        cache_class: highest class of cached blocks that the request may use (`block_pool.py`); set
-            by `Drafts`.
+        num_cached_blocks: number of leading blocks that are entered in the prefix cache.
+        cache_class: highest class of cached blocks that the request may use; set by `Drafts`.
+        awaits_prefix: whether another node sends a part of the prompt's KV to this node's prefix
+            cache, before this engine computes the rest.
 
         images: images of the prompt, shared with sibling requests; None: the prompt is only text.
 
         num_initial_tokens: tokens known at the start: the prompt, and output tokens of earlier
             attempts. A hand-off between nodes moves the KV of these tokens.
-        epoch: number of the router's attempt; copied into each output.
+        epoch: number of the router's attempt at the call; copied into each output.
 
-        changes_logits: see `SamplingParams.changes_logits`.
+        changes_logits: whether sampling changes logits by penalties, biases or bans; see
+            `SamplingParams.changes_logits`.
         grammar: state of the output's grammar and of the thought (reasoning) before the answer;
             None: unconstrained, or not compiled yet.
-        siblings: requests with the same prompt, which share its blocks once computed.
+        siblings: requests with the same prompt, which share the prompt's computed blocks.
         prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
 
         num_cached_tokens: tokens found in the prefix cache at admission or grant.
-        num_preemptions: times that the request lost its blocks to another.
+        num_preemptions: times that the request lost its blocks to another request.
         num_prompt_tokens_computed: prompt tokens that this engine computed, counted again after a
             preemption. Stays 0 if all of the prompt's KV came from a remote node.
-        num_forwards: steps that computed a part of this request.
+        num_forwards: number of steps that computed tokens of this request.
+        num_images_encoded: images that the engine encoded for this request.
+        num_encodings_cached: images whose encodings were in the encoder cache.
+        encoder_s: seconds in the image encoder during this request's steps, for any request.
         num_drafts: drafts that were computed for the request.
         num_accepted_drafts: computed drafts that became part of the output.
         started_at: when the request was first scheduled, in seconds of `time.monotonic`.
     """
 
-    # Fields of every request.
+    # Fields that every request needs.
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
@@ -121,7 +125,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    # The request's place among others, and its steps in flight.
+    # The request's rank among requests, and its tokens in flight.
     priority: int = 0
     rank: int = 0
     row: int = -1
@@ -135,20 +139,24 @@ class Request:
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_cached_blocks: int = 0
     cache_class: int = 0
+    awaits_prefix: bool = False
     images: PromptImages | None = None
     # Hand-offs and retries.
     num_initial_tokens: int
     epoch: int = 0
-    # Features that sampling parameters ask for.
+    # Features that sampling parameters ask for, such as a grammar.
     changes_logits: bool = False
     grammar: GrammarState | None = None
     siblings: list[Request] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # Figures for receipts and metrics.
+    # Counts and times for receipts and metrics.
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
+    num_images_encoded: int = 0
+    num_encodings_cached: int = 0
+    encoder_s: float = 0.0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     started_at: float | None = None
@@ -176,12 +184,11 @@ class Request:
         """Make a request from a user's prompt and parameters.
 
         Args:
-            max_tokens: maximum number of new tokens, if fewer than ``sampling_params`` allows; a
-                prefill node gives 1.
+            max_tokens: maximum number of new tokens, if fewer than ``sampling_params`` allows.
             output_token_ids: output tokens of earlier attempts, which the output continues.
-            extra_keys: values that the KV depends on besides tokens and adapter.
+            extra_keys: values besides tokens and adapter that the KV depends on.
             adapter: digest of a loaded adapter; empty: the base model.
-            grammar: the grammar's state, if compiled already.
+            grammar: the grammar's state, if the grammar is compiled already.
             images: the prompt's images; None: none.
             pooling: what to compute from the prompt's hidden states; None: sample tokens.
         """
@@ -219,7 +226,7 @@ class Request:
         return () if self.images is None else self.images.spans
 
     def can_compute_from(self, num_cached_tokens: int) -> bool:
-        """Return whether this engine can compute the tokens after a cached prefix."""
+        """Return whether this engine has all inputs to compute the tokens after a cached prefix."""
         return self.images is None or self.images.may_compute_from(num_cached_tokens)
 
     @property
@@ -248,29 +255,23 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether prompt logprobs are asked for and were not returned with an output yet."""
+        """Return whether the client asked for prompt logprobs and no output had them yet."""
         asks = self.sampling_params.prompt_logprobs is not None
         return asks and self.num_output_tokens == 0
 
-    def add_in_flight(self, num_tokens: int) -> None:
-        """Count ``num_tokens`` tokens as in flight: a step that computes them was submitted."""
-        self.num_tokens_in_flight += num_tokens
-        end = self.num_computed_tokens + self.num_tokens_in_flight
-        self.num_tokens_pending += end >= self.num_tokens + self.num_tokens_pending
-
     def keep_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Store a chunk's prompt logprobs, replacing those computed before a preemption."""
+        """Store a chunk's prompt logprobs; replace those that were computed before a preemption."""
         self.prompt_logprobs[first_position - 1 :] = logprobs
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """Return logprobs per prompt token (None for the first); empty if not asked for."""
+        """Return the logprobs of each prompt token (None: the first); empty if not asked for."""
         if not self.wants_prompt_logprobs:
             return ()
         taken, self.prompt_logprobs = self.prompt_logprobs, []
         return None, *taken
 
     def take_siblings(self) -> list[Request]:
-        """Return the siblings that have not ended, and forget all siblings."""
+        """Remove all siblings from this request; return those that have not ended."""
         siblings, self.siblings = self.siblings, []
         return [sibling for sibling in siblings if not sibling.status.is_finished]
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from baton.api.errors import BatonError, DamagedModelError
 from baton.api.outputs import RequestDelta
 from engine.core.drafts import ALL, DraftPolicy, Drafts
-from engine.core.grammar import GrammarState, MaskMaker
-from engine.core.grammar_steps import GrammarSteps
-from engine.core.images.image_steps import ImageSteps
+from engine.core.grammars.grammar import GrammarState, MaskMaker
+from engine.core.grammars.grammar_steps import GrammarSteps
+from engine.core.images.image_steps import NO_IMAGES, ImageLimits, ImageSteps
 from engine.core.kv_cache_manager import GrantedBlocks, KVCacheManager
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import (
@@ -36,12 +36,18 @@ from engine.core.outputs import (
 )
 from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
+from engine.core.steps_in_flight import StepsInFlight, is_decoding
 from engine.core.waiting_room import WaitingRoom
 
 # Fraction of all blocks to keep free when a waiting request is admitted. Running requests soon need
-# these blocks; a preempted request would have to compute everything again.
+# these blocks; without them, a request would be preempted and computed again.
 WATERMARK = 0.01
 
+_RESUMABLE = (
+    RequestStatus.WAITING_FOR_GRAMMAR,
+    RequestStatus.WAITING_FOR_PIXELS,
+    RequestStatus.WAITING_FOR_PREFIX,
+)
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
 
 
@@ -57,24 +63,18 @@ class Scheduler:
             or that runs while a parked request waits for a remote node's KV.
         preemption: ``recompute`` or ``hand-back``; see `EngineConfig`.
         by_priority: whether requests run in order of priority; otherwise in order of arrival.
-        drafting: decides how many drafts pay; None: there are no drafts.
+        drafting: decides how many drafts pay off; None: there are no drafts.
         masks: computes grammar masks between steps; None: each mask is computed when it is needed.
-        encoder_cache_tokens: maximum number of tokens of all image encodings that the workers
-            cache.
-        max_num_encoder_input_tokens: maximum number of tokens of the images that one step encodes.
-        num_stages: pipeline stages, and so most steps in flight. With several, running requests
-            are divided into as many micro-batches (ADR 0107).
-        keeps_images_whole: whether one step computes all tokens of an image, as these see each
-            other.
+        images: limits of the images in a step.
+        num_stages: number of pipeline stages; see `StepsInFlight`.
 
     Attributes:
-        num_stages: the argument, unchanged.
+        in_flight: the launched steps that have not ended.
         num_preemptions: number of preemptions since the start.
         counters: counts of all work since the start.
         failures: (request id, reason) of requests that cannot continue. The reader of this list
-            aborts those still open, then empties the list.
-        handed_back: requests that ended because another node must compute them; the reader empties
-            the list.
+            aborts the requests that are still open, then empties the list.
+        handed_back: ended requests that another node must compute; the reader empties the list.
         drafts: drafts for later steps.
         grammars: lets requests with grammars sample once their masks are ready.
         images: chooses the images that each step encodes.
@@ -92,13 +92,11 @@ class Scheduler:
         by_priority: bool = False,
         drafting: DraftPolicy | None = None,
         masks: MaskMaker | None = None,
-        encoder_cache_tokens: int = 0,
-        max_num_encoder_input_tokens: int = 0,
+        images: ImageLimits = NO_IMAGES,
         num_stages: int = 1,
-        keeps_images_whole: bool = False,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
-        self.num_stages = num_stages
+        self.in_flight = StepsInFlight(num_stages)
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.counters = EngineCounters()
@@ -111,7 +109,6 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = ALL  # prompt tokens left for this step
-        self._num_decodes_left = ALL  # decodes left for this step
         self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
         self._room = WaitingRoom(by_priority=by_priority)
         in_steps = drafting is not None and drafting.in_steps
@@ -124,19 +121,13 @@ class Scheduler:
             policy=drafting,
         )
         self.grammars = GrammarSteps(masks)
-        self.images = ImageSteps(
-            encoder_cache_tokens,
-            max_num_encoder_input_tokens,
-            self.counters,
-            keeps_whole=keeps_images_whole,
-        )
-        self._num_steps_in_flight = 0
+        self.images = ImageSteps(images, self.counters)
         self._num_adapted = 0  # open requests with an adapter
 
     # ------------------------------------------------------------------ requests come
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that this engine prefills; siblings wait until the prompt is computed."""
+        """Queue a request whose prompt this engine computes; its siblings wait for the prompt."""
         self._register(request)
         self._room.queue(request)
         for sibling in request.siblings:
@@ -152,9 +143,9 @@ class Scheduler:
     def grant(self, request_id: str) -> GrantedBlocks | None:
         """Give a parked request its cached blocks, new blocks for the prompt, and one decode block.
 
-        Leaves free the blocks that waiting requests need (with priorities: waiting requests of
-        better rank). Requests that wait only for a place in a step reserve no blocks. Returns None
-        if too few blocks are free.
+        Leaves the blocks free that waiting requests need (with priorities: only waiting requests of
+        better rank). Requests that have blocks, and wait only for a place in a step, need none.
+        Returns None if too few blocks are free.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -216,14 +207,20 @@ class Scheduler:
         self._accept(request, request.output_token_ids[grammar.num_accepted :])
 
     def resume(self, request: Request) -> None:
-        """Put a request in line if it waited for its grammar or pixels, and both are ready."""
-        if request.status in (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_PIXELS):
+        """Put a request in line if all that it waited for is ready."""
+        if request.status in _RESUMABLE:
             self._room.queue(request)
+
+    def end_fetch(self, request: Request) -> None:
+        """Let a request go on with the prefix cache as it is; ignored if the request has ended."""
+        request.awaits_prefix = False
+        if self.requests.get(request.request_id) is request:
+            self.resume(request)
 
     def fail(self, request: Request, error: BatonError) -> None:
         """Record a failure; end the request unless a peer may still write its blocks.
 
-        A step in flight then keeps nothing of the request, as `update` comes later.
+        A step in flight may still compute the request; `update` ignores that result.
         """
         self.failures.append((request.request_id, error))
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -232,8 +229,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request now and drop its blocks; return the request, or None if the id is unknown.
 
-        If a remote node may still write a parked request's blocks, the caller must hold these
-        blocks first.
+        If a remote node may still write a parked request's blocks, first take references on them.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -250,7 +246,7 @@ class Scheduler:
         return request
 
     def fail_all(self, without_numbers: Iterable[str]) -> None:
-        """End the requests whose logits are NaN or infinite.
+        """End the requests in ``without_numbers``, whose logits are NaN or infinite.
 
         Call before `update`, which then ignores these requests' results.
         """
@@ -263,7 +259,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Return whether a step could compute anything now."""
-        return bool(self._running or self._room or self._num_steps_in_flight)
+        return bool(self._running or self._room or self.in_flight)
 
     @property
     def num_running(self) -> int:
@@ -271,7 +267,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of requests that wait for a step; parked ones are not counted."""
+        """Return the number of requests that wait for a step, without parked requests."""
         return len(self._room)
 
     @property
@@ -281,41 +277,37 @@ class Scheduler:
 
     @property
     def num_competing(self) -> int:
-        """Return the number of requests that may be in the next step."""
+        """Return the number of requests that compete for a place in the next step."""
         num_requests = min(len(self._running) + len(self._room), self._max_num_requests)
-        return -(-num_requests // self.num_stages)
+        return self.in_flight.share(num_requests)
 
     def schedule(self, num_beside_decodes: int = ALL) -> SchedulerOutput:
         """Choose what the next step computes, and allocate blocks for it.
 
-        May be called while steps run (between `begin_step` and `update`). With one stage, each
-        request that samples in the running step then counts one token more. With several stages,
-        such a request is left for a later step, so that a plan contains all its tokens, and a step
-        decodes at most its share of the requests that decode. Requests that compute drafts in a
-        running step, or get drafts from it, are left for a later step. No request is preempted, as
-        running steps write into its blocks: if memory is short, nothing is scheduled.
+        May be called while steps run (between `begin_step` and `update`); see `StepsInFlight`.
+        Requests that compute drafts in a running step, or get drafts from it, are left for a later
+        step. No request is preempted, as running steps write its blocks; if memory is short,
+        nothing is scheduled.
 
         Args:
-            num_beside_decodes: maximum number of prompt tokens if a request decodes, in addition to
-                the scheduler's own limit.
+            num_beside_decodes: maximum number of prompt tokens if a request decodes; the
+                scheduler's own limit applies, too.
         """
         scheduled: list[ScheduledRequest] = []
         num_preemptions = self.num_preemptions
         if self.drafts.has_policy:
             self.drafts.plan_step(self.num_competing, self._running)
-        may_wait = self.num_stages > 1 or not self._num_steps_in_flight
-        self.grammars.begin_step(may_wait=may_wait)
+        self.grammars.begin_step(may_wait=self.in_flight.may_wait)
         self.images.begin_step()
-        is_mixed = self._room.num_arrived > 0 or any(map(_is_decoding, self._running))
+        is_mixed = self._room.num_arrived > 0 or any(map(is_decoding, self._running))
         num_allowed = ALL
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
         elif self._room.num_remote:
-            # Keep the step short: a request whose remote KV arrives meanwhile must wait for the
-            # step's end.
+            # Keep the step short: a request whose KV arrives meanwhile waits for the step's end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
-        self._num_decodes_left = ALL if self.num_stages == 1 else self._decodes_per_step()
+        self.in_flight.limit_decodes(self._running, self._room.num_arrived)
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
             return SchedulerOutput((), 0)
@@ -327,10 +319,10 @@ class Scheduler:
         if has_drafts:
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
-        if self._num_adapted:  # the worker expects adjacent tokens per adapter
+        if self._num_adapted:  # the worker needs an adapter's tokens adjacent
             scheduled.sort(key=lambda item: item.request.adapter)
         num_tokens = self._max_num_batched_tokens - budget
-        if not scheduled and self._running and not self._num_steps_in_flight:
+        if not scheduled and self._running and not self.in_flight:
             self.grammars.wait_for_any()  # no request can run before its grammar mask is ready
         num_prompt_tokens = num_allowed - self._num_prefill_tokens_left
         return SchedulerOutput(
@@ -338,11 +330,10 @@ class Scheduler:
         )
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Return a step scheduled ahead, without requests whose grammar masks are not ready.
+        """Take requests whose masks are not ready out of a step that was scheduled ahead.
 
-        The previous step has ended since the scheduling, and its sampled tokens need new masks.
-        Prompt chunks stay in the step, because hooks that push their blocks after each layer may
-        already exist.
+        The previous step has sampled tokens since this step was scheduled, so grammars need new
+        masks. Prompt chunks stay in the step: hooks that send their blocks may already exist.
         """
         self.grammars.masks.wait()
         return scheduled.without(self.grammars.lacks_mask)
@@ -350,37 +341,23 @@ class Scheduler:
     def plan(
         self, scheduled: SchedulerOutput, after_layer: Callable[[int], None] | None = None
     ) -> tuple[StepPlan, StepHooks]:
-        """Return the plan of a step for the workers, and the step's hooks.
+        """Return the plan of a step for the workers, and the hooks of this step.
 
-        Call right before `begin_step`.
+        Call right before `StepsInFlight.begin_step`.
         """
         plan = self._planner.plan(scheduled.scheduled, scheduled.num_drafts)
         plan = self.images.add_to(plan, scheduled.scheduled)
         return plan, self.grammars.hooks(plan, scheduled.scheduled, after_layer)
 
-    def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Count a step's tokens as in flight, because the step is about to be launched.
-
-        At most two steps are in flight, or as many as there are stages; each ends with `update`.
-        """
-        assert self._num_steps_in_flight < max(self.num_stages, 2)
-        self._num_steps_in_flight += 1
-        for item in scheduled.scheduled:
-            item.request.add_in_flight(item.num_scheduled_tokens)
-
     def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
-        """Write the oldest step's result into its requests and end those that are done."""
+        """Write the result of the oldest step into its requests; end the requests that are done."""
         outputs, finished = list[RequestDelta](), list[Request]()
         token_ids, logprobs = output.sampled_token_ids, output.logprobs
         manager, block_size = self.kv_cache_manager, self.kv_cache_manager.block_size
         slides, has_drafts = manager.slides, scheduled.has_drafts
-        in_flight = self._num_steps_in_flight > 0
-        self._num_steps_in_flight -= in_flight
+        self.in_flight.end_step(scheduled)
         for item in scheduled.scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
-            if in_flight:
-                request.num_tokens_pending -= item.samples
-                request.num_tokens_in_flight -= num_tokens
             if request.status.is_finished:  # the request has ended since the step was scheduled
                 self._free_when_idle(request)
                 continue
@@ -463,30 +440,31 @@ class Scheduler:
     def _schedule_running(self, scheduled: list[ScheduledRequest], budget: int) -> int | None:
         """Schedule running requests, in order of rank.
 
-        Returns the unused budget, or None if a request must be preempted first.
+        Returns the unused budget, or None if blocks are lacking while a step is in flight.
         """
         block_size, num_groups = self.kv_cache_manager.block_size, self.kv_cache_manager.num_groups
         for request in self._running:  # preemption shortens the list after this request
             if budget <= 0:
                 break
             num_tokens = self._num_tokens_next(request, budget)
-            if num_tokens <= 0:  # waits for a step in flight, a later step, or the prompt budget
+            if num_tokens <= 0:  # the request must wait for a later step
                 continue
             if request.grammar is not None and not self.grammars.may_run(request, num_tokens):
                 continue
             target = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
-            fits = target * num_groups <= len(request.block_ids) * block_size  # usually true
+            # Usually the request's blocks suffice, and no allocation is needed.
+            fits = target * num_groups <= len(request.block_ids) * block_size
             if not fits and not self._allocate_or_preempt(request, target):
-                if self._num_steps_in_flight:
+                if self.in_flight:
                     return None
                 break  # the request had the last rank, so it was preempted itself
             budget -= self._add(request, num_tokens, scheduled)
         return budget
 
     def _admit_arrived(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Start requests whose prompt KV has arrived.
+        """Start arrived requests, whose prompt KV is in their blocks.
 
-        They come first, because they already hold blocks.
+        Arrived requests start before waiting ones, because they already hold blocks.
         """
         while budget > 0 and len(self._running) < self._max_num_requests:
             request = self._room.peek_arrived()
@@ -499,15 +477,14 @@ class Scheduler:
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
                     break
-                # No request runs, and requests whose KV arrived hold all blocks without being able
-                # to start.
+                # No request runs, and no arrived request can start: preempt the last arrived one.
                 self._preempt(self._room.pop_last_arrived())
                 continue
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)
         return budget
 
     def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Start waiting requests, each after its cached prefix."""
+        """Start waiting requests, each at the end of its cached prefix."""
         max_num_running = self._max_num_requests
         while (
             min(budget, self._num_prefill_tokens_left) > 0 and len(self._running) < max_num_running
@@ -526,7 +503,7 @@ class Scheduler:
             self._room.pop()
             request.num_computed_tokens = num_cached
             if not request.can_compute_from(num_cached):
-                # The cached blocks of its images have left since it came without files.
+                # The request has no image files, and cached blocks of its images are gone.
                 self._hand_back(request)
                 continue
             if request.num_preemptions == 0:
@@ -553,7 +530,7 @@ class Scheduler:
         if num_tokens > 1:
             self._num_prefill_tokens_left -= num_tokens
         else:
-            self._num_decodes_left -= 1
+            self.in_flight.num_decodes_left -= 1
         return num_tokens
 
     # ------------------------------------------------------------------ inside
@@ -574,15 +551,13 @@ class Scheduler:
     def _num_tokens_next(self, request: Request, budget: int) -> int:
         missing = len(request.token_ids) - request.num_computed_tokens
         if request.num_tokens_in_flight:
-            if self.num_stages > 1 and _awaits_result(request):
+            if self.in_flight.holds_back(request):
                 return 0
             missing += request.num_tokens_pending - request.num_tokens_in_flight
-            if request.num_tokens_pending and request.num_tokens + 1 >= request.max_num_tokens:
-                return 0
-            if request.request_id in self.drafts.kept:  # the request's drafts are out of date
+            if request.request_id in self.drafts.kept:  # the step in flight replaces its drafts
                 return 0
         if missing == 1:
-            if self._num_decodes_left <= 0:  # left for the next micro-batch
+            if self.in_flight.num_decodes_left <= 0:  # left for a later micro-batch
                 return 0
             return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left
@@ -592,23 +567,13 @@ class Scheduler:
             self._num_prefill_tokens_left -= 1
         return size
 
-    def _decodes_per_step(self) -> int:
-        """Return how many requests decode in the next step, if all stages are to have equal work.
-
-        Requests in flight count, too. A request that is left out goes first in one of the next
-        steps: as long as requests are left out, all steps in flight have their full share, so the
-        last of them takes the rest.
-        """
-        num_decodes = sum(map(_is_decoding, self._running)) + self._room.num_arrived
-        return max(-(-num_decodes // self.num_stages), 1)
-
     def _allocate_or_preempt(self, request: Request, target: int) -> bool:
         """Give a running request blocks for ``target`` tokens; preempt the last request if needed.
 
         Returns False if that failed: the request itself was preempted, or a step is in flight.
         """
         while self.kv_cache_manager.allocate(request, target) is None:
-            if self._num_steps_in_flight:
+            if self.in_flight:
                 return False
             last = self._running.pop()
             self._preempt(last)
@@ -652,8 +617,7 @@ class Scheduler:
         if num_tokens >= prompt_left:
             for sibling in request.take_siblings():
                 self.kv_cache_manager.share_prompt(request, sibling)
-                # Each computed position predicts the next prompt token, except the prompt's last
-                # position.
+                # Each computed position but the prompt's last predicts the next prompt token.
                 sibling.prompt_logprobs = request.prompt_logprobs[: sibling.num_computed_tokens]
                 self._room.queue(sibling)
 
@@ -673,20 +637,6 @@ class Scheduler:
         self.drafts.kept.pop(request.request_id, None)
 
     def _free_when_idle(self, request: Request) -> None:
-        # else `update` frees the blocks once no step writes them
+        # Otherwise, `update` frees the blocks once no step in flight uses them.
         if not request.num_tokens_in_flight:
             self.kv_cache_manager.free(request)
-
-
-def _awaits_result(request: Request) -> bool:
-    """Return whether a request's next tokens, or their sampling, depend on the steps in flight."""
-    wants_logprobs = request.sampling_params.prompt_logprobs is not None
-    return bool(request.num_tokens_pending or request.changes_logits or wants_logprobs)
-
-
-def _is_decoding(request: Request) -> bool:
-    """Return whether a request computes one token in its next step."""
-    num_known = request.num_tokens + request.num_tokens_pending
-    if num_known >= request.max_num_tokens:  # the step in flight samples the last token
-        return False
-    return num_known - request.num_computed_tokens - request.num_tokens_in_flight <= 1

@@ -27,18 +27,17 @@ from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 
 UNKNOWN_TOKEN = -1  # placeholder for a token that the step in flight samples
-SHARE = 4  # length of one request's entry in `StepPlan.shares`
+SHARE = 4  # numbers per request in `StepPlan.shares`
 
 
 class NewRow(msgspec.Struct, frozen=True, gc=False):
-    """Assign a row to a new request; the row then has no blocks.
+    """Tells the worker to assign a row to a new request; the row then has no blocks.
 
     Attributes:
-        token_ids: all known tokens, if sampling depends on them; else empty. The worker appends
-            later tokens.
-        is_drafted_for: see `engine.core.drafts.is_drafted_for`.
+        token_ids: all known tokens, if sampling depends on them; the worker appends later ones.
+        is_drafted_for: whether the drafter reads the request and makes drafts for it.
         adapter: digest of the adapter that computes the request; empty: the base model.
-        images: the prompt's images, which determine three-axis position ids.
+        images: the prompt's images, which determine position ids if there are three axes.
         pooling: what to compute from the request's hidden states; None: sample tokens.
     """
 
@@ -56,7 +55,7 @@ class NewRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Append blocks to a row; block ids are interleaved over groups."""
+    """Tells the worker to append blocks to a row; block ids are interleaved over groups."""
 
     row: int
     block_ids: list[int]
@@ -68,7 +67,7 @@ class StepPlan:
 
     Attributes:
         new_rows: rows to assign first.
-        new_blocks: blocks to append to rows after that.
+        new_blocks: blocks to append to rows after ``new_rows`` are assigned.
         shares: four numbers per request: its row, the position of its first computed token, the
             number of computed tokens, and the number of known tokens, including those that the step
             in flight samples. If the last known token is computed, the next token is sampled.
@@ -77,10 +76,10 @@ class StepPlan:
             prompt's length plus one. Requests of one adapter are adjacent.
         token_ids: the computed tokens of all requests; `UNKNOWN_TOKEN` where the step in flight
             samples a token.
-        constrained: ids of requests whose sampling is masked by a grammar, or by the end of a
-            thought (`StepHooks.allowed_bits`).
+        constrained: ids of requests whose sampling needs a mask of a grammar or of a thought
+            (`StepHooks.allowed_bits`).
         num_drafts: number of drafts to make after each request's last sampled token.
-        next_token_ids: for the drafter, each request's token after the computed ones;
+        next_token_ids: for the drafter, the token of each request that follows the computed tokens;
             `UNKNOWN_TOKEN` if this step samples the token. Empty without a drafter.
         images: images to encode and to place; None: the step has no images.
     """
@@ -104,10 +103,11 @@ class StepHooks:
     """Functions that are called while a step is computed, on the computing thread.
 
     Attributes:
-        after_layer: called with each layer's number once the layer is computed (GPU: launched).
+        after_layer: called with a layer's index once the layer is computed (on a GPU: once its
+            computation is launched).
         allowed_bits: returns the grammar masks by request id, one per sampled token
-            (`GrammarState.allowed_bits`). Called after the logits' computation is launched, while
-            the host is idle.
+            (`GrammarState.allowed_bits`). Called after the computation of the logits is launched,
+            when the host would be idle.
     """
 
     after_layer: Callable[[int], None] | None = None
@@ -115,7 +115,7 @@ class StepHooks:
 
 
 class StepPlanner:
-    """Assigns rows to requests, and plans a step as changes since each row's last step.
+    """Assigns rows to requests, and writes each step's plan as changes since the rows' last steps.
 
     Args:
         max_num_requests: number of rows.
@@ -127,7 +127,7 @@ class StepPlanner:
         self._has_next_tokens = has_next_tokens
 
     def plan(self, scheduled: Sequence[ScheduledRequest], num_drafts: int = 0) -> StepPlan:
-        """Make a step's plan; call after the previous step has been planned and begun.
+        """Make the plan of a step; call after the previous step was planned and begun.
 
         This is the only loop over requests that runs in every step, once per output token.
         """
@@ -172,7 +172,7 @@ class StepPlanner:
         )
 
     def leave(self, request: Request) -> None:
-        """Free a request's row, if any; if the request runs again, it gets a new row."""
+        """Free the row of a request, if it has one; a request that runs again gets a new row."""
         if request.row >= 0:
             self._free_rows.append(request.row)
             request.row, request.num_planned_blocks = -1, 0

@@ -8,6 +8,7 @@
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
                  WAITING_FOR_GRAMMAR       their grammar is being compiled
                  WAITING_FOR_PIXELS        their images are being decoded
+                 WAITING_FOR_PREFIX        another node sends a cached part of their prompt's KV
 
 Refuses to know: steps, budgets, blocks.
 """
@@ -26,27 +27,29 @@ PARKED = (
     RequestStatus.WAITING_FOR_SHARED_KVS,
     RequestStatus.WAITING_FOR_GRAMMAR,
     RequestStatus.WAITING_FOR_PIXELS,
+    RequestStatus.WAITING_FOR_PREFIX,
 )
 
 
-# Ranks of two priorities differ by more than the number of requests that an engine ever has.
+# Distance between the ranks of two adjacent priorities: more than the number of requests that an
+# engine ever has.
 _RANKS_PER_PRIORITY = 2**48
 
 
 class WaitingQueue:
     """Waiting requests in the order of arrival, with preempted ones at the front.
 
-    An ended request stays in the queue until it reaches the front or the back, which avoids a
-    search.
+    An ended request is removed only when it reaches the front or the back of the queue, so that no
+    search is needed.
     """
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
     def add_new(self, request: Request) -> None:
-        """Queue a request that has not run yet, by its time of arrival."""
-        # Usually the newest request comes last, but a request that waited for a grammar precedes
-        # later ones.
+        """Insert a request that has not run yet at its place by time of arrival."""
+        # Usually the request is the newest one and goes last, but a request that waited for its
+        # grammar goes before requests that arrived later.
         index = len(self._requests)
         while index and self._requests[index - 1].rank > request.rank:
             index -= 1
@@ -78,7 +81,7 @@ class WaitingQueue:
         return self._requests.pop()
 
     def leave(self, request: Request) -> None:
-        """Note that a queued request has ended."""
+        """Do nothing yet: an ended request is removed at the front or the back of the queue."""
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over the requests that wait, in queue order."""
@@ -86,10 +89,11 @@ class WaitingQueue:
 
 
 class RankedQueue(WaitingQueue):
-    """Waiting requests in order of rank; an ended request is removed at once, wherever it is."""
+    """Waiting requests in order of rank; an ended request is removed at once from any place."""
 
     def __init__(self) -> None:
-        self._ranked: list[Request] = []  # by falling rank: removing the front request is cheap
+        # Sorted by falling rank, so that removing the next request, the last one here, is cheap.
+        self._ranked: list[Request] = []
 
     def add_new(self, request: Request) -> None:
         bisect.insort(self._ranked, request, key=_falling_rank)
@@ -122,12 +126,13 @@ class WaitingRoom:
     """Requests that are not running, in the order in which they will run.
 
     Args:
-        by_priority: whether requests go by priority, then arrival; otherwise only by arrival.
+        by_priority: whether requests are ordered by priority, then by arrival; otherwise only by
+            arrival.
 
     Attributes:
         num_arrived: requests in line with blocks.
         num_without_blocks: requests in line without blocks.
-        num_remote: parked requests whose prompts' KV a remote node computes or writes.
+        num_remote: parked requests whose prompt KV a remote node computes or writes.
     """
 
     def __init__(self, *, by_priority: bool = False) -> None:
@@ -146,7 +151,7 @@ class WaitingRoom:
     # ------------------------------------------------------------------ in and out
 
     def give_rank(self, request: Request) -> None:
-        """Give a request its permanent rank: by priority if enabled, then by arrival."""
+        """Give a request its permanent rank: by priority if ``by_priority``, then by arrival."""
         request.rank = self._num_ranks
         if self._by_priority:
             request.rank += request.priority * _RANKS_PER_PRIORITY
@@ -159,12 +164,15 @@ class WaitingRoom:
         request.status = status
 
     def queue(self, request: Request) -> None:
-        """Put a request in line, or park it if its grammar or its images are not ready."""
+        """Put a request in line; park it if its grammar, images or fetched prefix are not ready."""
         if request.awaits_grammar:
             self.park(request, RequestStatus.WAITING_FOR_GRAMMAR)
             return
         if request.awaits_pixels:
             self.park(request, RequestStatus.WAITING_FOR_PIXELS)
+            return
+        if request.awaits_prefix:
+            self.park(request, RequestStatus.WAITING_FOR_PREFIX)
             return
         self._count_remote(request, RequestStatus.WAITING)
         request.status = RequestStatus.WAITING
@@ -186,7 +194,7 @@ class WaitingRoom:
         self.num_without_blocks += 1
 
     def leave(self, request: Request) -> None:
-        """Stop counting an ending request; call before its status or blocks change."""
+        """Remove an ending request from the room; call before its status or blocks change."""
         if request.status not in IN_LINE:
             self._count_remote(request, None)
             return
@@ -198,9 +206,9 @@ class WaitingRoom:
             self.num_without_blocks -= 1
 
     def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
-        """Update the count of remote requests for a status change to ``status``.
+        """Update ``num_remote`` for a request whose status changes to ``status``.
 
-        ``status`` is None for a request that ends.
+        ``status`` is None if the request ends.
         """
         self.num_remote -= request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         self.num_remote += status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -249,6 +257,7 @@ class WaitingRoom:
                 in_line.append(request)
                 assert not request.awaits_grammar
                 assert not request.awaits_pixels
+                assert not request.awaits_prefix
             if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
                 assert request.awaits_grammar
         num_arrived = sum(bool(request.block_ids) for request in in_line)

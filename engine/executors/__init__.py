@@ -1,6 +1,6 @@
-"""Executors: each runs the workers in another place. To add one, add a file and a line here.
+"""Executors: each kind runs workers elsewhere. To add a kind, add a file and a line here.
 
-An executor is imported only when it is used.
+The module of an executor is imported only when the executor is used.
 """
 
 from baton.registry import Registry

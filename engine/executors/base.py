@@ -17,37 +17,38 @@ from engine.core.outputs import ModelRunnerOutput
 from engine.core.step_plan import StepHooks, StepPlan
 from models.config import ModelConfig
 
-if TYPE_CHECKING:  # the engine itself needs no torch
+if TYPE_CHECKING:  # avoids importing torch here
     from engine.worker.kv_cache import KVMemory
 
 
 class PendingStep(Protocol):
-    """A submitted step."""
+    """A step that was submitted to an executor."""
 
     def wait(self) -> ModelRunnerOutput:
         """Wait until the step's KV and tokens are computed.
 
-        Return the result or raise the step's error.
+        Return the step's result, or raise the error that ended the step.
         """
 
 
 class Executor(Protocol):
-    """A group of workers, each with KV memory and the model or a part of it.
+    """A group of workers, each of which has KV memory and the model, or a part of the model.
 
     Owned by the engine's thread.
 
     Attributes:
-        config: the options, resolved for the workers' devices.
+        config: the engine's options; ``auto`` values are replaced by values for the workers'
+            devices.
         model_config: configuration of the loaded model.
         dtype: name of the weights' dtype.
         linear_weights: description of the linear layers' weights; engines with equal descriptions
             compute equal results.
         max_model_len: maximum number of tokens of one request.
         kv_memory: KV memory of the worker in this process.
-        runs_ahead: whether a step may be submitted before the previous one has ended; `submit`
-            then returns at once. With one pipeline stage, the new step may compute tokens that the
-            previous one samples (`UNKNOWN_TOKEN`). With several, as many steps may be in flight,
-            and all their tokens are known.
+        runs_ahead: whether a step may be submitted before the previous one has ended; `submit` then
+            returns at once. With one pipeline stage, the new step may compute tokens that the
+            previous one samples (`UNKNOWN_TOKEN`). With several stages, one step per stage
+            may be in flight, and all tokens that the steps compute are known.
     """
 
     config: EngineConfig
@@ -62,49 +63,56 @@ class Executor(Protocol):
         """Start the workers and load the model; raises ModelLoadError or ConfigError."""
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
-        """Submit a step, to run after all submitted ones."""
+        """Submit a step, which runs after all steps that were submitted before."""
 
     def check_adapter(self, files: AdapterFiles) -> None:
         """Raise AdapterError unless an adapter fits the model; safe from any thread."""
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        """Pack an adapter ahead of ``load_adapter``; return its packed bytes; safe from any thread.
+        """Pack an adapter ahead of ``load_adapter``; return its packed size; safe from any thread.
 
         Returns 0 if the workers pack the adapter only while they load it. Raises AdapterError.
         """
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Let no other node use this process's cores inside this context; safe from any thread."""
+        """Keep other nodes off this process's cores inside this context; safe from any thread."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None
     ) -> list[Any]:
         """Call a method of every worker between steps; return the results by rank.
 
-        Raises TimeoutError if a worker has not answered within ``timeout_s``. For a worker in this
-        process, the error is raised after the call has returned. Raises AdapterError if a worker
-        raised one, after all other workers have run the method.
+        Raises TimeoutError if a worker has not answered within ``timeout_s``; a call in this
+        process is not interrupted, so the error comes after the call has returned. Raises the
+        AdapterError of a worker after all workers have run the method.
         """
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
-        """Run a function in each other worker, on a separate thread beside its steps.
+        """Run a function beside the steps, on a thread of each worker that is in another process.
 
         Args:
             entry: ``"package.module:function"``, called with a connection to this process, the
                 worker's KV memory and the argument.
 
         Returns:
-            The connections, by rank. Call this only once.
+            The connections to these functions, by rank. Call `attach` only once.
         """
 
     def rest(self) -> None:
-        """Announce that no step can be submitted now, so other nodes may use this node's cores."""
+        """Announce that no step can be submitted now, so that other nodes may use these cores."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Do a little deferrable work, such as populating KV memory; return whether more is left.
+        """Do a little work that can wait, such as touching KV memory; return whether more is left.
 
         Args:
             num_used_blocks: number of KV blocks that were ever allocated.
+        """
+
+    def expert_loads(self) -> tuple[float, float]:
+        """Return how many rows experts had so far: those of the busiest rank, and of a mean rank.
+
+        A row is a pair of a token and one of its experts. The busiest rank is found anew in each
+        layer and step. Safe from any thread. Returns zeros unless ranks divide the experts.
         """
 
     def check_health(self) -> None:

@@ -1,4 +1,4 @@
-"""Devices of ranks: chooses the device that a rank computes on, by options and launcher.
+"""Devices of ranks: chooses a rank's device from the options and the launcher's variables.
 
     multiproc            rank 2 takes the third GPU of --devices, or the third visible GPU
     ray                  each actor takes the GPU that Ray made visible to the actor
@@ -18,7 +18,8 @@ from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig, parse_devices
 from engine.worker.device_choice import choose_device
 
-# Variables with a process's number on its machine, by launcher: torchrun, SLURM, Open MPI.
+# Environment variables with a process's number on its machine, one per launcher: torchrun, SLURM,
+# Open MPI.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
@@ -30,7 +31,7 @@ def device_of_rank(
     Args:
         config: options of all ranks.
         rank: number of the rank.
-        environment: variables that a launcher set; None: variables of this process.
+        environment: environment variables that a launcher set; None: those of this process.
 
     Raises:
         ConfigError: the machine has too few GPUs for its ranks, or lacks a GPU of ``devices``.
@@ -47,7 +48,7 @@ def device_of_rank(
     elif config.executor_name == "multiproc":
         place = rank
         _check_number(gpus, config.num_ranks)
-    else:  # one rank, or a rank to which Ray shows only the rank's own GPU
+    else:  # a single rank, or a rank of Ray, which sees only its own GPU
         place = 0
     return choose_device(f"cuda:{gpus[place]}")
 
@@ -70,11 +71,11 @@ def _check_number(gpus: Sequence[int], num_ranks: int) -> None:
 
 
 def _place_on_machine(gpus: Sequence[int], environment: Mapping[str, str]) -> int:
-    """Return which of the GPUs a process takes that a launcher started."""
+    """Return the index in ``gpus`` of the GPU for a process that a launcher started."""
     name = next((name for name in _LOCAL_RANKS if environment.get(name)), None)
-    # Without a variable, the process has the machine for itself: a pod of a Kubernetes job. With
-    # one visible GPU, SLURM gave each process a GPU of its own; `connect` finds a GPU with two
-    # ranks.
+    # If no variable is set, the process is alone on its machine, such as a pod of a Kubernetes job.
+    # If only one GPU is visible, SLURM gave each process a GPU of its own; `connect` raises an
+    # error if two ranks have the same GPU.
     if name is None or torch.cuda.device_count() == 1:
         return 0
     if not environment[name].isdecimal():

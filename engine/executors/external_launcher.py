@@ -1,7 +1,7 @@
 """ExternalLauncherExecutor: a launcher (torchrun, SLURM, MPI, Kubernetes) starts all ranks alike.
 
 In the leader's process, the constructor returns an engine's executor. In all other processes, the
-constructor serves as a rank until the engine ends.
+constructor does not return: the process serves as a rank until the engine ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from engine.executors.ranks import START_TIMEOUT_S, OtherRanks, RanksExecutor
 from models.parallel.torch_group import launchers_store, own_address
 
 _INVITATION = "baton/invitation"
-# Variables of rank and size by launcher (torchrun, SLURM, Open MPI); the first pair set is used.
+# Environment variables with the rank and the number of ranks, one pair per launcher (torchrun,
+# SLURM, Open MPI); the first pair that is set is used.
 _NAMES = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
@@ -47,7 +48,7 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
-        """Read the place from the environment; raises ConfigError naming missing variables."""
+        """Read the place from a launcher's variables; raises ConfigError if they are wrong."""
         names = next((both for both in _NAMES if all(environment.get(n) for n in both)), None)
         if names is None:
             known = ", ".join(" and ".join(both) for both in _NAMES)
@@ -80,17 +81,18 @@ class ExternalLauncherExecutor(RanksExecutor):
                 f"tensor_parallel_size: with pipeline_parallel_size it makes {config.num_ranks} "
                 f"ranks, but the launcher has started {place.size}"
             )
-        # before any rank waits for another, so that a lack of GPUs ends the job at once
+        # Choose the device before any rank waits for another, so that a lack of GPUs ends the job
+        # at once.
         device = device_of_rank(config, place.rank)
         store = launchers_store(place.rank, place.size, place.host, place.port)
         if place.rank != config.leader:
             attend(Invitation.decode(store.get(_INVITATION)), place.rank, model_folder)
             raise SystemExit
-        # Ranks know no other host than that of rank 0, so the engine must run there.
+        # Ranks know only the host of rank 0, so the engine must run there.
         host = place.host if place.rank == 0 else own_address(place.host, place.port)
         meeting = Meeting(host, [rank for rank in range(place.size) if rank != place.rank])
         store.set(_INVITATION, meeting.invitation.encode())
-        # kept open, because other ranks use both sockets while this rank lives
+        # Keep both sockets open, because other ranks use them while this rank lives.
         self._stores = meeting, store
         ranks = meeting.wait(START_TIMEOUT_S, lambda: None)
         others = OtherRanks(ranks, lambda: None)

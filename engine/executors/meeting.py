@@ -3,8 +3,8 @@
     rank 0 ── messages, life line, an extra link ──> the engine's process ──> plans
     rank 1 ── messages, life line, an extra link ──>
 
-A rank first sends the secret key it was started with; nothing is unpickled before the key is
-checked. Refuses to know: how ranks are started.
+A rank first sends the secret key that it was started with; the engine's process checks the key
+before it decodes anything else. Refuses to know: how ranks are started.
 """
 
 from __future__ import annotations
@@ -35,28 +35,27 @@ from models.parallel.torch_group import host_store
 logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
-_HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, rank, kind of link
+_HELLO = struct.Struct(f"<{_KEY_BYTES}sIB")  # key, number of the rank, kind of link
 _MESSAGES, _LIFE_LINE, _BESIDE = _LINKS = range(3)
 _HELLO_TIMEOUT_S = 10.0
-# Maximum number of connections that have not sent a key yet, because each needs a thread
+# Maximum number of open connections that have not sent a key yet; each of them needs a thread.
 _MAX_UNKNOWN = 128
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM)
 _BEAT_S = 0.2
 # A connection is given up after this many seconds without a message. A busy machine is never silent
 # for so long. `rank_watch` reports a stopped rank earlier.
 _SILENCE_S = 5.0
-# Keep-alive probes are needed: a lost machine does not close any connection, its kernel only stops
-# answering.
+# TCP keep-alive probes detect a lost machine, which does not close its connections.
 _USER_TIMEOUT_MS = 10_000
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """Where and how a rank joins the meeting.
+    """The addresses and the key with which a rank joins the meeting.
 
     Attributes:
         host: host of the engine's process.
         port: port of the engine's process.
-        store_port: port of the store where groups of ranks meet.
+        store_port: port of the rendezvous store through which the ranks connect to each other.
         key: secret that a rank must send.
     """
 
@@ -66,7 +65,7 @@ class Invitation(msgspec.Struct, frozen=True):
     key: bytes
 
     def encode(self) -> bytes:
-        """Encode the invitation as bytes for `decode`."""
+        """Encode the invitation as bytes, which `decode` reads."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -76,7 +75,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class RemoteRank:
-    """A rank that has connected; see `engine.executors.ranks.OtherRank`."""
+    """The engine process's handle of a connected rank; see `engine.executors.ranks.OtherRank`."""
 
     def __init__(
         self, rank: int, messages: Connection, life_line: Connection, beside: Connection
@@ -105,7 +104,7 @@ class RemoteRank:
 
 
 class Meeting:
-    """The engine process's listener, to which all ranks connect.
+    """The listener of the engine's process, to which all other ranks connect.
 
     Args:
         host: name or address of this machine that the ranks can reach.
@@ -120,7 +119,7 @@ class Meeting:
         port = self._listener.getsockname()[1]
         self.invitation = Invitation(host, port, store_port, secrets.token_bytes(_KEY_BYTES))
         self._lock = threading.Lock()
-        self._unknown: dict[socket.socket, None] = {}  # in order of connection
+        self._unknown: dict[socket.socket, None] = {}  # connections without a key, oldest first
         self._arrived: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
@@ -158,12 +157,12 @@ class Meeting:
         ]
 
     def _accept(self) -> None:
-        """Accept connections; if too many have not sent a key, close the oldest of these."""
+        """Accept connections; if too many have not sent a key yet, close the oldest of them."""
         while True:
             try:
                 link, _ = self._listener.accept()
             except OSError as error:
-                if error.errno not in _TRANSIENT:  # closed, because all ranks have connected
+                if error.errno not in _TRANSIENT:  # the listener is closed: all ranks are here
                     return
                 time.sleep(_BEAT_S)
                 continue
@@ -172,7 +171,7 @@ class Meeting:
                 is_full = len(self._unknown) > _MAX_UNKNOWN
                 if is_full:
                     oldest = next(iter(self._unknown))
-                    del self._unknown[oldest]  # removed, so that the connection is closed only once
+                    del self._unknown[oldest]  # so that no other thread closes it again
             if is_full:
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
@@ -202,7 +201,7 @@ class Meeting:
 def start_all(
     ranks: Collection[RemoteRank], meeting: Meeting, model_folder: Path, config: EngineConfig
 ) -> None:
-    """Send each rank its rank number and its options."""
+    """Send the first message to each rank: its number and its options."""
     level = logging.getLogger().getEffectiveLevel()
     for rank in ranks:
         start = Start(str(model_folder), config, rank.rank, meeting.address, level)
@@ -210,7 +209,7 @@ def start_all(
 
 
 def attend(invitation: Invitation, rank: int, model_folder: Path | None = None) -> None:
-    """Serve as a rank in this process until the engine's process is gone.
+    """Join a meeting, and serve as a rank in this process until the engine's process is gone.
 
     Args:
         model_folder: path of the model on this machine; None: the engine process's path.

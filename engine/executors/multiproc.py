@@ -26,7 +26,7 @@ from engine.executors.ranks import OtherRanks, RanksExecutor
 from engine.worker.host.cores import cores_of_rank, on_cores
 from models.parallel.shared_group import open_shared
 
-# name prefix of the temporary folders where an engine's ranks rendezvous
+# Prefix of the names of temporary folders, each of which is the rendezvous of one engine's ranks.
 RANKS_PREFIX = "baton-ranks-"
 
 
@@ -34,7 +34,8 @@ class RankProcess:
     """The engine process's handle of one rank's process.
 
     Args:
-        start: the rank's first message; the rank inherits the shared memory that it names.
+        start: the first message to the rank; the rank inherits the descriptor of shared memory in
+            this message.
     """
 
     def __init__(self, start: Start) -> None:
@@ -90,13 +91,13 @@ class MultiprocExecutor(RanksExecutor):
             if rank != config.leader
         ]
         others = OtherRanks(ranks, folder.close)
-        # The calling thread moves to the rank's cores only while it computes; if steps run ahead,
-        # a thread of its own computes, and stays on these cores.
+        # The calling thread moves to the leading rank's cores only while it computes. If steps run
+        # ahead, another thread computes, and stays on these cores.
         self._cores = cores_of_rank(config, config.leader)
         with on_cores(self._cores):
             super().__init__(model_folder, config, others, device, meeting, shared)
         if shared is not None:
-            os.close(shared)  # no longer needed once the memory is mapped
+            os.close(shared)  # not needed any more: the workers have mapped the memory
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         with on_cores(frozenset() if self.runs_ahead else self._cores):

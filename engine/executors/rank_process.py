@@ -42,51 +42,51 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-# checks in a row in which the engine must look stopped, as both processes may just have been
-# continued
+# Number of checks in a row that must find the engine stopped: if all processes were stopped and are
+# now continued, the first check may come before the engine is continued.
 _MOST_LOOKS = 3
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a rank: its number and its options."""
+    """The first message to a rank: the rank's number and its options."""
 
     model_folder: str
     config: EngineConfig
     rank: int
     meeting: str
     log_level: int
-    shared: int | None = None  # descriptor of shared memory of all ranks
+    shared: int | None = None  # descriptor of memory that all ranks share
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Compute a step after all earlier ones."""
+    """Tells a rank to compute a step after all earlier steps."""
 
     plan: StepPlan
     eager: bool
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Call a method of the worker and answer with the result."""
+    """Tells a rank to call a method of its worker and to answer with the result."""
 
     method: str
     args: list[Adapter | str | bool]
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
-    """Run ``"package.module:function"`` beside the steps; see `Executor.attach`."""
+    """Tells a rank to run ``"package.module:function"`` beside its steps; see `Executor.attach`."""
 
     entry: str
     argument: bytes
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The result of a call, or the message that the rank has started."""
+    """A rank's answer: the result of a call, or, as its first answer, that the rank has started."""
 
     value: Any = None
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):
-    """The exception that a call, or the start, raised."""
+    """A rank's answer: the exception that a call, or the rank's start, raised."""
 
     kind: str
     message: str
@@ -118,8 +118,8 @@ def serve(
     Args:
         messages: connection to the engine's process.
         beside: connection for the attached function.
-        until_over: returns when the engine's process is gone; called on a separate thread.
-        model_folder: the model on this machine; None: the path in the first message.
+        until_over: blocks until the engine's process is gone; called on a separate thread.
+        model_folder: path of the model on this machine; None: use the path in the first message.
     """
     start = TO_RANK.decode(messages.recv_bytes())
     assert isinstance(start, Start)
@@ -164,7 +164,7 @@ def serve(
 def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> None:
     if isinstance(message, Step):
         prepared = worker.runner.prepare(message.plan, eager=message.eager)
-        # Replay a captured graph only where the leader replays one, too.
+        # Replay a captured CUDA graph only for steps for which the leader replays one, too.
         worker.launch(prepared, StepHooks(after_layer=_ignore if message.eager else None))
         return
     assert isinstance(message, Call)
@@ -177,11 +177,11 @@ def _do(worker: Worker, messages: Connection, message: Start | Step | Call) -> N
 
 
 def _ignore(layer: int) -> None:
-    """Do nothing after a layer."""
+    """Do nothing; a step with a hook after its layers is computed without a CUDA graph."""
 
 
 def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozenset[int]) -> None:
-    """Run a function on a new thread; an exception ends this process, and with it all ranks.
+    """Run a function on a new thread; its exception ends this process, and so all ranks.
 
     Args:
         cores: cores of all ranks, where the thread may run, because the leader's thread may occupy
@@ -192,7 +192,7 @@ def _attach(message: Attach, beside: Connection, worker: Worker, cores: frozense
 
     def run() -> None:
         bind(cores)
-        make_current(worker.device)  # libraries bind to the current device of the calling thread
+        make_current(worker.device)  # libraries use the thread's current device
         try:
             function(beside, worker.kv_memory, message.argument)
         except BaseException:
@@ -215,7 +215,7 @@ def _end_with(until_over: Callable[[], object], done: threading.Event, meeting: 
     until_over()
     if meeting.is_dir():
         shutil.rmtree(meeting, ignore_errors=True)
-    if not done.wait(_ABORT_GRACE_S):  # the process may be exiting already
+    if not done.wait(_ABORT_GRACE_S):  # give the process time to exit by itself
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""RanksExecutor: one rank in this process, the other ranks in processes started elsewhere.
+"""RanksExecutor: runs one rank in this process, and the others in processes started elsewhere.
 
     engine ── plan ──> rank 2 (here: the first of the last stage, which samples)
                   ├──> rank 0   a connection and a life line to each
@@ -53,8 +53,8 @@ class OtherRank(Protocol):
 
     Attributes:
         rank: the rank's number.
-        messages: connection for plans, calls and answers.
-        beside: connection for the attached function.
+        messages: connection for step plans, calls of methods, and answers.
+        beside: connection for the function that `Executor.attach` runs in the rank.
     """
 
     rank: int
@@ -65,11 +65,11 @@ class OtherRank(Protocol):
         """Return why the rank is gone, or None while it runs; called by one thread every 0.2 s."""
 
     def end_rank(self) -> None:
-        """End the rank."""
+        """End the rank's process, or close the connections that keep it alive."""
 
 
 class OtherRanks:
-    """All ranks but the leader. When one of these ranks is gone, all are ended.
+    """All ranks but the leader. A thread watches the ranks, and ends all when one is gone.
 
     Args:
         ranks: the ranks, in order.
@@ -82,7 +82,8 @@ class OtherRanks:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self.failure: EngineDeadError | None = None
-        self.on_end: Callable[[], None] | None = None  # makes the leader's rank stop waiting
+        # Makes the leader's computing thread stop waiting for other ranks.
+        self.on_end: Callable[[], None] | None = None
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def _watch(self) -> None:
@@ -95,13 +96,13 @@ class OtherRanks:
                 return
 
     def send(self, message: Step | Call | Attach) -> None:
-        """Send a message to all ranks."""
+        """Send a message to all these ranks."""
         content = ENCODER.encode(message)
         for rank in self.ranks:
             rank.messages.send_bytes(content)
 
     def answers(self, deadline: float) -> list[Any]:
-        """Return the next answer of each rank; raise the exception of a rank, or TimeoutError.
+        """Return the next answer of each rank; raise a rank's exception, or TimeoutError.
 
         An AdapterError is raised after all ranks have answered, because all ranks continue after
         this error.
@@ -118,13 +119,13 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def failing_as_one(self) -> Iterator[None]:
-        """End the other ranks if the block raises; they would wait for this rank forever."""
+        """End the other ranks if the block raises: they would wait for the leader forever."""
         try:
             yield
         except (CollectiveError, OSError) as error:
             deadline = time.monotonic() + 3 * _LOOK_EVERY_S
             while self.failure is None and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY_S / 10)  # time for `_watch` to find the reason first
+                time.sleep(_LOOK_EVERY_S / 10)  # time for `_watch` to find out which rank is gone
             self.fail(f"ranks cannot be reached: {error}")
             raise cast("EngineDeadError", self.failure) from error
         except BaseException as error:
@@ -132,7 +133,7 @@ class OtherRanks:
             raise
 
     def fail(self, why: str) -> None:
-        """End all ranks for good; keep the first reason."""
+        """End all ranks for good; keep the reason of the first call."""
         self.failure = self.failure or EngineDeadError(why)
         self.end_all()
 
@@ -149,13 +150,13 @@ class OtherRanks:
 
 
 class _Pending:
-    """A step on all ranks; this process's rank returns the result."""
+    """A step that all ranks compute; the leader, in this process, returns the result."""
 
     def __init__(self, step: PendingStep, ranks: OtherRanks) -> None:
         self._step, self._ranks = step, ranks
 
     def wait(self) -> Any:
-        """Implement `PendingStep.wait`."""
+        """Wait for the leader's part of the step; see `PendingStep.wait`."""
         with self._ranks.failing_as_one():
             return self._step.wait()
 
@@ -179,9 +180,9 @@ class RanksExecutor:
     """Runs steps on several ranks; see `engine.executors.base.Executor` for the contract.
 
     Args:
-        others: the other ranks, which are starting and know their options.
+        others: the other ranks, which have got their first message and are starting.
         device: the leading rank's device, the current device of the calling thread.
-        meeting: rendezvous of all ranks, see ``TorchGroup``.
+        meeting: address of the rendezvous of all ranks, see ``TorchGroup``.
         shared: descriptor of memory that ranks of this machine share, see `connect`.
     """
 
@@ -205,7 +206,7 @@ class RanksExecutor:
             self._local = local = UniprocExecutor(model_folder, config, ranks, device)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
-            # wait for the error of the rank that caused this one
+            # Prefer the error of another rank, which may be the cause of this one.
             with contextlib.suppress(TimeoutError):
                 others.answers(min(deadline, time.monotonic() + 1.0))
             others.end_all()
@@ -245,7 +246,7 @@ class RanksExecutor:
             if isinstance(problem, TimeoutError):
                 raise problem
             values = self._others.answers(deadline)
-        except TimeoutError as error:  # a late answer would be taken for the next call's answer
+        except TimeoutError as error:  # else a late answer would be taken for the next call's
             self._others.fail(str(error))
             raise
         if problem is not None:
@@ -256,7 +257,7 @@ class RanksExecutor:
         self._local.check_adapter(files)
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        return 0  # packing uses collective sums, which must not mix with a step's sums
+        return 0  # packing sums over ranks, too, and its sums must not mix with a step's
 
     def keep_cores(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: ranks do not lend cores to other nodes."""
@@ -272,8 +273,11 @@ class RanksExecutor:
         """Do nothing: ranks do not lend cores to other nodes."""
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Return False, because ranks do not populate memory ahead."""
+        """Return False: several ranks never populate KV memory ahead of use."""
         return False
+
+    def expert_loads(self) -> tuple[float, float]:
+        return self._local.expert_loads()
 
     def check_health(self) -> None:
         if self._others.failure is not None:

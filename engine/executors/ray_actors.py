@@ -1,7 +1,7 @@
 """RayExecutor: the other ranks are actors that a Ray cluster places.
 
-Ray starts and ends the actors; step plans are sent over direct connections, as with other
-launchers.
+Ray only starts and ends the actors; each actor connects to the engine's process (`meeting.py`),
+which sends the step plans over this connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACEMENT_TIMEOUT_S = 120.0
 
 
 class RankActor:
-    """A rank as a Ray actor."""
+    """The Ray actor that runs one rank."""
 
     def serve(self, invitation: bytes, rank: int) -> None:
         """Serve as a rank until the engine has ended."""
@@ -39,14 +39,14 @@ class RayExecutor(RanksExecutor):
         ray = connect_ray(config.ray_address, log_to_driver=True)
         ranks = [rank for rank in range(config.num_ranks) if rank != config.leader]
         meeting = Meeting(ray.util.get_node_ip_address(), ranks)
-        self._meeting = meeting  # keeps the rendezvous store open, which other ranks use
-        # An actor sees only the GPUs that it claims.
+        self._meeting = meeting  # Keep the meeting, whose rendezvous store the other ranks use.
+        # Claim a GPU, because an actor sees only the GPUs that it claims.
         need = {"CPU": 1.0, "GPU": 1.0} if device.type == "cuda" else {"CPU": 1.0}
         group = ray.util.placement_group([need] * len(ranks), strategy="PACK")
         actors: list[Any] = []
 
         def end_all() -> None:
-            with contextlib.suppress(Exception):  # Ray itself may be gone
+            with contextlib.suppress(Exception):  # Ray itself may have ended already
                 for actor in actors:
                     ray.kill(actor)
                 ray.util.remove_placement_group(group)
@@ -72,7 +72,7 @@ class RayExecutor(RanksExecutor):
                 tasks.append(actors[-1].serve.remote(meeting.invitation.encode(), rank))
 
             def check() -> None:
-                for task in ray.wait(tasks, timeout=0)[0]:  # a rank ended although the engine runs
+                for task in ray.wait(tasks, timeout=0)[0]:  # a rank ended while the engine runs
                     try:
                         ray.get(task)
                     except Exception as error:

@@ -1,4 +1,4 @@
-"""UniprocExecutor: one worker in this process."""
+"""UniprocExecutor: runs one worker in this process, perhaps on a thread of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from models.parallel.group import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class SubmittedStep:
-    """A step that is launched, or waits to be launched."""
+    """A submitted step, which is launched or waits to be launched."""
 
     launched: Callable[[], LaunchedStep]
     note_failure: Callable[[Exception], None]
@@ -45,8 +45,8 @@ class UniprocExecutor:
     """One worker in this process; see `engine.executors.base.Executor` for the contract.
 
     Args:
-        ranks: the ranks that share the model.
-        device: the worker's device; None: the device of a single rank.
+        ranks: connection between the ranks that share the model; the default has a single rank.
+        device: the worker's device; None: choose the device as for a single rank.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class UniprocExecutor:
         self.runs_ahead = worker.runs_ahead
         self.thread = ThreadPoolExecutor(1, "model-runner") if worker.runs_ahead else None
         if self.thread is not None:
-            # started now, because the system may have no thread left later
+            # Start the thread now, because the system may have no thread left later.
             self.thread.submit(int).result()
         self._failure: str | None = None
 
@@ -112,11 +112,14 @@ class UniprocExecutor:
     def rest(self) -> None:
         if self.thread is None:
             self.worker.rest()
-        else:  # the step thread borrowed other nodes' cores, so the step thread must return them
+        else:  # the step thread has borrowed other nodes' cores, so it must return them
             self.thread.submit(self.worker.rest).result()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
         return self.worker.do_idle_work(num_used_blocks)
+
+    def expert_loads(self) -> tuple[float, float]:
+        return self.worker.expert_loads()
 
     def check_health(self) -> None:
         if self._failure is not None:

@@ -1,1 +1,1 @@
-"""Pixel values: separate processes, which may crash, decode image files before requests run."""
+"""Pixel values of images: separate processes, which may crash, decode the image files."""

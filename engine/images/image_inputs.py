@@ -1,4 +1,4 @@
-"""ImageInputs: has a prompt's image files decoded before its request is scheduled."""
+"""ImageInputs: checks the images of prompts, and has them decoded before requests are scheduled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from engine.core.images.prompt_images import PromptImages
-from engine.core.outputs import ModelRunnerOutput
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.images.pixel_maker import PixelMaker
 
@@ -15,15 +15,15 @@ _NO_IMAGES = "are not computed here: this model is text only"
 
 
 class ImageInputs:
-    """The images of one engine's prompts.
+    """The intake of images of one engine.
 
     Args:
         layout: the rule by which the model maps an image to tokens; None: the model takes no
             images.
         pixels: makes pixel values; None: the model takes no images.
-        most_tokens: maximum number of tokens of one image.
-        most_in_a_step: maximum number of tokens of an image that one step must compute; None: steps
-            may cut images.
+        most_tokens: maximum number of tokens that one image may have.
+        most_in_a_step: maximum number of tokens of one image if one step must compute the whole
+            image; None: several steps may compute an image.
 
     Attributes:
         layout: the argument, unchanged.
@@ -47,16 +47,17 @@ class ImageInputs:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether some request waits until its images are decoded."""
+        """Return whether some request waits for its images to be decoded."""
         return self._pixels is not None and self._pixels.is_busy
 
     def of_prompt(
         self, images: Sequence[PromptImage], token_ids: Sequence[int], *, need_files: bool = False
     ) -> PromptImages | None:
-        """Check a future request's images and return them; None: the prompt has none.
+        """Check the images of a prompt and return them; None: the prompt has no images.
 
         Args:
-            need_files: whether images without files are refused, because they are encoded here.
+            need_files: whether every image must have its file, because this engine encodes the
+                images.
 
         Raises InvalidRequestError.
         """
@@ -82,12 +83,12 @@ class ImageInputs:
             self._pixels.start()
 
     def submit(self, images: PromptImages) -> None:
-        """Start decoding images; a later `pass_on` lets their requests continue."""
+        """Start decoding the images of a prompt; a later `pass_on` lets its requests continue."""
         assert self._pixels is not None, "`of_prompt` refuses images"
         self._pixels.submit(images)
 
     def pass_on(self, scheduler: Scheduler) -> None:
-        """Pass decoded images to the scheduler; decode images again that it needs again."""
+        """Pass decoded images to the scheduler; decode again the images that it needs again."""
         if self._pixels is None:
             return
         for images, error in self._pixels.take_ready():
@@ -96,13 +97,18 @@ class ImageInputs:
         for images in wanted:
             self._pixels.submit(images)
 
-    def note_step(self, output: ModelRunnerOutput, scheduler: Scheduler) -> None:
-        """Count a step's encoding, and end requests whose images could not be encoded."""
-        scheduler.counters.encoder_s += output.encoding_s
+    def note_step(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, scheduler: Scheduler
+    ) -> None:
+        """End requests whose images a step could not encode; count the time of its encodings."""
+        if output.encoding_s:
+            scheduler.counters.encoder_s += output.encoding_s
+            for item in scheduled.scheduled:
+                item.request.encoder_s += output.encoding_s
         fail_images(scheduler, output.failed_images)
 
     def wait(self) -> None:
-        """Wait until some request's images may have been decoded."""
+        """Wait until some image is decoded, if any is being decoded."""
         if self._pixels is not None:
             self._pixels.wait()
 
@@ -112,13 +118,13 @@ class ImageInputs:
             self._pixels.on_ready = wake
 
     def close(self) -> None:
-        """End the decoding processes."""
+        """End the processes that decode images."""
         if self._pixels is not None:
             self._pixels.close()
 
 
 def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:
-    """Raise InvalidRequestError if an image does not fit into a step beside other requests."""
+    """Raise InvalidRequestError if an image has more tokens than a step can compute."""
     for index, span in enumerate(spans):
         if span.num_tokens > most:
             limit = "max_num_batched_tokens - max_num_requests + 1"
@@ -127,7 +133,7 @@ def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:
 
 
 def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | None = None) -> None:
-    """Let the requests that wait for pixel values go on, or end them with an error."""
+    """Let the requests that wait for these images go on, or end the requests with an error."""
     for request in list(scheduler.requests.values()):
         if request.images is not images:
             continue
@@ -138,12 +144,12 @@ def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | N
 
 
 def fail_images(scheduler: Scheduler, failed: Mapping[bytes, str]) -> None:
-    """End the requests that need images that could not be encoded.
+    """End the requests whose images the workers could not encode.
 
-    Call this before `Scheduler.update`, which then keeps nothing of their step.
+    Call this before `Scheduler.update`, which then ignores the step's results for these requests.
 
     Args:
-        failed: digests, and why.
+        failed: by digest of an image, why it could not be encoded.
     """
     for request, error in scheduler.images.failures(failed, list(scheduler.requests.values())):
         scheduler.fail(request, error)

@@ -34,7 +34,8 @@ def work_of(make_pixels: Callable[[bytes], Pixels]) -> Work:
     """Return the function that turns an image file into the bytes of its pixel values.
 
     Args:
-        make_pixels: raises InvalidRequestError for a file that cannot be decoded.
+        make_pixels: makes the pixel values of one image file; raises InvalidRequestError if the
+            file cannot be decoded.
     """
 
     def work(file: bytes) -> bytes:
@@ -45,7 +46,7 @@ def work_of(make_pixels: Callable[[bytes], Pixels]) -> Work:
 
 
 def read_answer(answer: bytes) -> tuple[PixelArray, ...]:
-    """Decode the bytes that a media process has answered into pixel values."""
+    """Decode the answer of a media process into pixel values."""
     return _DECODER.decode(answer)
 
 

@@ -3,10 +3,10 @@
     image file --> media process (decodes, scales, cuts tiles) --> pixel values --> the request
                    may die; bounded time and memory                                 gets in line
 
-Prompts are processed in order of arrival. Prompts with an equal image share its pixel values. Few
-prompts have pixel values at a time, because pixel values take many more bytes than the image's
-file. An image whose encoding another node has sent is not decoded. Refuses to know: queues of
-requests, steps, encoders.
+Prompts are processed in order of arrival. Prompts with an equal image share its pixel values. Only
+a few prompts have pixel values at a time, because pixel values take many more bytes than the
+image's file. An image whose encoding another node has sent is not decoded. Refuses to know: queues
+of requests, steps, encoders.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 # Limits of time and memory per image. A photograph of 50 megapixels takes some seconds; decoding
 # and type conversion need several copies of the image in memory.
 LIMITS = WorkLimits(cpu_s=20.0, wall_s=60.0, memory_bytes=3 * 2**30)
-# No further prompt begins while the pixel values of open prompts, including those being made, take
-# this many bytes.
+# While the pixel values of open prompts, including those being made, take this many bytes, no
+# further image is decoded.
 MAX_OPEN_BYTES = 2**30
-# Maximum number of bytes of pixel values kept for later prompts with an equal image.
+# Maximum number of bytes of pixel values that are kept for later prompts with the same image.
 MAX_KEPT_BYTES = 256 * 2**20
 PROCESSOR = "models.vision.preprocess:Preprocessor"
 _WORK = "engine.images.media_work:make_work"
@@ -41,7 +41,7 @@ Outcome = ImagePixels | BatonError
 
 
 class PixelMaker:
-    """Makes pixel values with a checkpoint's image processor.
+    """Makes pixel values of images with a checkpoint's image processor.
 
     Only the engine's thread calls the methods; media processes do the work.
 
@@ -51,7 +51,7 @@ class PixelMaker:
         limits: limits of the work on one image.
 
     Attributes:
-        on_ready: called, on any thread, when `take_ready` has something new.
+        on_ready: called, on any thread, when `take_ready` may return a new prompt.
     """
 
     def __init__(
@@ -62,13 +62,15 @@ class PixelMaker:
         self._workers = WorkerProcesses(_WORK, options, limits)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[PromptImages] = deque()
-        self._making: dict[bytes, list[PromptImages]] = {}  # waiting prompts, by digest
-        self._num_tokens: dict[bytes, int] = {}  # of the images in `_making`
-        # maximum number of bytes of pixel values per token of an image so far; 0: no image was made
-        # yet
+        # The prompts that wait for each image being made, by the image's digest.
+        self._making: dict[bytes, list[PromptImages]] = {}
+        self._num_tokens: dict[bytes, int] = {}  # number of tokens of each image in `_making`
+        # Largest number of bytes of pixel values per token that any image had so far; 0: no image
+        # was made yet.
         self._bytes_per_token = 0.0
         self._gathered: dict[PromptImages, dict[bytes, ImagePixels]] = {}
-        self._results: deque[tuple[bytes, Outcome]] = deque()  # written by the event loop's thread
+        # The event loop's thread appends results, and the engine's thread removes them.
+        self._results: deque[tuple[bytes, Outcome]] = deque()
         self._has_answered = threading.Event()
         self._ready: deque[tuple[PromptImages, BatonError | None]] = deque()
         self._alive: weakref.WeakValueDictionary[bytes, ImagePixels] = weakref.WeakValueDictionary()
@@ -89,7 +91,7 @@ class PixelMaker:
         self._begin_more()
 
     def take_ready(self) -> list[tuple[PromptImages, BatonError | None]]:
-        """Return the prompts completed since the last call: with pixel values, or with an error."""
+        """Return the prompts that got their pixel values, or an error, since the last call."""
         while self._results:
             self._share(*self._results.popleft())
         if self._waiting:
@@ -100,7 +102,7 @@ class PixelMaker:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a submitted prompt has not been returned yet."""
+        """Return whether `take_ready` has not yet returned all submitted prompts."""
         return bool(self._waiting or self._gathered or self._ready)
 
     def wait(self) -> None:
@@ -110,7 +112,7 @@ class PixelMaker:
         self._has_answered.clear()
 
     def close(self) -> None:
-        """End the media processes."""
+        """End the media processes; afterwards no image can be decoded."""
         self._workers.close()
 
     # ------------------------------------------------------------------ on the engine's thread
@@ -119,7 +121,7 @@ class PixelMaker:
         """Start processing the images of waiting prompts, as long as the memory limit allows."""
         while self._waiting and self._has_memory():
             images = self._waiting.popleft()
-            if not images.users:  # all requests of the prompt have ended
+            if not images.users:  # all requests with this prompt have ended
                 continue
             self._gathered[images] = {}
             num_tokens = {span.digest: span.num_tokens for span in images.spans}
@@ -147,7 +149,7 @@ class PixelMaker:
     def _has_memory(self) -> bool:
         """Return whether the memory limit allows another prompt to begin."""
         if self._making and not self._bytes_per_token:
-            return False  # the first image shows how many bytes pixel values take
+            return False  # make one image first: its bytes per token are needed
         expected = sum(self._num_tokens.values()) * self._bytes_per_token
         return self._open_bytes() + expected < MAX_OPEN_BYTES
 
@@ -181,7 +183,7 @@ class PixelMaker:
             self._ready.append((images, None))
 
     def _keep(self, digest: bytes, pixels: ImagePixels) -> None:
-        """Keep pixel values for later prompts; evict those used longest ago."""
+        """Keep pixel values for later prompts; evict the least recently used ones."""
         self._kept[digest] = pixels
         self._kept.move_to_end(digest)
         num_bytes = sum(one.num_bytes for one in self._kept.values())
@@ -206,7 +208,7 @@ class PixelMaker:
             outcome = error
         except (OSError, RuntimeError) as error:
             outcome = OverloadedError(f"images: {error}")
-        except Exception:  # otherwise prompts with this image would wait forever
+        except Exception:  # else prompts with this image would wait forever
             logger.exception("the pixel values of an image cannot be made")
             outcome = OverloadedError("images: a file could not be decoded here; try again")
         self._results.append((digest, outcome))
@@ -214,7 +216,7 @@ class PixelMaker:
         self.on_ready()
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
-        """Start the event loop's thread unless it runs; the thread ends with this object."""
+        """Start the event loop's thread unless it runs already; it ends with this object."""
         if self._loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="pixels", daemon=True)
@@ -225,7 +227,7 @@ class PixelMaker:
 
 
 def error_of(images: PromptImages, digest: bytes, error: BatonError) -> BatonError:
-    """Return a copy of an error, with the image's index in this prompt."""
+    """Return a copy of an image's error that names the image by its index in this prompt."""
     if not isinstance(error, InvalidRequestError):
         return error
     index = next(i for i, span in enumerate(images.spans) if span.digest == digest)

@@ -1,6 +1,6 @@
 """Answer: collects the output of one offline request.
 
-When the answer has ended, the caller must end the request in its engine. Refuses to know: engines.
+When an answer has ended, the caller must end its request in the engine. Refuses to know: engines.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.core.request import Request
 
 
 class Answer:
-    """The output of one request so far.
+    """The output that one request has so far.
 
     Args:
-        choice_index: index of the request among its prompt's outputs.
+        choice_index: index of this output among the outputs of its prompt (``SamplingParams.n``).
         streams: whether the caller reads the text piece by piece. If False, and there are no stop
             strings, the text is decoded once at the end, which is cheaper.
         weights: version (digest) of the weights that compute the request.
@@ -67,7 +67,7 @@ class Answer:
         return self._finish_reason is not None
 
     def on_delta(self, output: RequestDelta) -> None:
-        """Add new tokens, which may end the answer."""
+        """Add the new tokens of a step, which may end the answer."""
         token_ids, finish_reason = output.token_ids, output.finish_reason
         piece = ""
         if self._text is not None:
@@ -99,7 +99,7 @@ class Answer:
             )
 
     def end_early(self, error: BatonError | None = None) -> None:
-        """End the answer with the tokens so far.
+        """End the answer early, with the tokens that it has so far.
 
         Args:
             error: why the engine cannot continue; None: the caller cancelled the request.
@@ -111,7 +111,7 @@ class Answer:
         )
 
     def take_unread(self) -> list[TextDelta]:
-        """Return the pieces since the last call; call only if the answer streams."""
+        """Return the text pieces since the last call; call only if ``streams`` is true."""
         unread, self._unread = self._unread, []
         return unread
 
@@ -132,7 +132,7 @@ class Answer:
         )
 
     def _metrics(self) -> RequestMetrics | None:
-        """Return the request's metrics; None if no token was sampled."""
+        """Return the times and counts of the request; None if no token was sampled."""
         request = self.request
         if self._first_at is None or request.started_at is None:
             return None

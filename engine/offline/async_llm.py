@@ -39,8 +39,9 @@ from engine.core.request import Request
 from engine.engine import Engine
 from engine.engine_loop import EngineLoop
 from engine.offline.answer import Answer
-from engine.offline.llm import (
-    LLM,
+from engine.offline.llm import LLM
+from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
+from engine.offline.prompts import (
     Conversation,
     Prompt,
     adapter_per_prompt,
@@ -49,7 +50,6 @@ from engine.offline.llm import (
     priority_per_prompt,
     without_images,
 )
-from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.weights_source import WeightsSource, open_source
 
 T = TypeVar("T")
@@ -57,18 +57,18 @@ U = TypeVar("U")
 
 ENGINE_THREAD = "engine"
 _POLL_S = 0.005
-# Maximum number of threads that wait for pooled requests. The event loop's default threads stay
-# free: during a sleep, all threads of this pool may wait, and the call that ends the sleep needs a
-# thread, too.
+# Maximum number of threads that wait for pooled requests. They are not the event loop's default
+# threads: during a sleep, all of them may wait, and the call that ends the sleep needs a thread,
+# too.
 _POOL_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """One step's results for one call.
+    """The results of one step for one call.
 
     Attributes:
-        pieces: new pieces, if the call streams.
+        pieces: new pieces of text, if the call streams.
         is_last: whether all answers of the call have ended.
         error: why the call cannot continue.
     """
@@ -82,12 +82,12 @@ class _Call:
     """One prompt's outputs, passed from the engine's thread to a task on an event loop.
 
     Args:
-        requests: one per wanted output.
+        requests: one request per wanted output.
         streams: whether the task reads the outputs piece by piece.
 
     Attributes:
         loop: the task's loop.
-        is_read: whether the task has read the latest `_News`.
+        is_read: whether the task has read the call's last `_News`.
         answers: the outputs so far; changed only by the engine's thread until they have ended.
     """
 
@@ -99,14 +99,14 @@ class _Call:
         self._news: asyncio.Queue[_News] = asyncio.Queue()
 
     def take_news(self) -> _News | None:
-        """Return the results since the last call, or None; called on the engine's thread."""
+        """Return results that the task has not got yet, or None; called on the engine's thread."""
         pieces = [piece for answer in self.answers for piece in answer.take_unread()]
         is_last = all(answer.ended for answer in self.answers)
         error = next((answer.error for answer in self.answers if answer.error is not None), None)
         return _News(pieces, is_last, error) if pieces or is_last or error else None
 
     def put(self, news: _News) -> None:
-        """Pass results to the task; call on the task's event loop."""
+        """Wake the task with new results; call on the task's event loop."""
         self._news.put_nowait(news)
 
     async def read(self) -> AsyncIterator[TextDelta]:
@@ -121,7 +121,7 @@ class _Call:
 
 
 class _Held(NamedTuple):
-    """Calls held while the engine is being changed, with the names of their adapters."""
+    """Calls held back while the engine is being changed, with the names of their adapters."""
 
     calls: Sequence[_Call]
     adapters: set[str]
@@ -129,12 +129,12 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class _PoolTask:
-    """A task that runs pooled requests, in one or more rounds.
+    """A task's pooled requests, which run in one or more rounds.
 
     Attributes:
         has_begun: whether a round has begun. A change of the engine then waits for the later
             rounds, so that one version of the weights computes all results.
-        why_left: why no further round may begin; None: it may.
+        why_left: why no further round may begin; None: a further round may begin.
     """
 
     has_begun: bool = False
@@ -147,7 +147,7 @@ class _Pool:
 
     Attributes:
         task: the task that needs the results.
-        done: set once all answers have ended, or once ``error`` is set.
+        done: event that is set once all answers have ended, or once ``error`` is set.
         error: why there are no results.
     """
 
@@ -160,19 +160,8 @@ class _Pool:
 class AsyncLLM:
     """Completes prompts for asyncio: the tasks of one or several event loops share one engine.
 
-    Loading blocks, as with `LLM`: create the object before the event loop starts, or with
-    ``asyncio.to_thread``.
-
-    Args:
-        model: a folder in Hugging Face format, a GGUF file, or a hub id.
-        chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
-        adapters: LoRA adapters to load, by name; see `load_adapter`.
-        options: fields of EngineConfig, such as ``dtype="float32"``.
-
-    Raises:
-        ModelLoadError: the model cannot be found or loaded.
-        ConfigError: an option is wrong.
-        AdapterError: an adapter's files are wrong, or do not fit the model.
+    The constructor has the arguments and the errors of `LLM`, and blocks while it loads the model:
+    call it before the event loop starts, or with ``asyncio.to_thread``.
     """
 
     def __init__(
@@ -184,15 +173,15 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         self._llm = LLM(model, chat_template=chat_template, adapters=adapters, **options)
-        self._open: set[_Call] = set()  # changed by the engine's thread
-        self._pools: list[_Pool] = []  # also changed by the engine's thread
+        self._open: set[_Call] = set()  # changed only by the engine's thread
+        self._pools: list[_Pool] = []  # changed only by the engine's thread
         self._held_pools: list[_Pool] = []
-        self._pool_tasks: set[_PoolTask] = set()  # calls that have begun
+        self._pool_tasks: set[_PoolTask] = set()  # tasks in `embed`, `score` or `classify`
         self._death = ""
-        # New calls are held while the engine is changed, and while it sleeps.
+        # New calls are held back while the engine is changed, and while it sleeps.
         self._held: list[_Held] = []
         self._holds = False
-        self._current: object | None = None  # the change in progress, if any
+        self._current: object | None = None  # the change in progress; None: no change
         engine = self.engine
         setup = self._llm.pooling_setup
         self._pooling = OfflinePooling(
@@ -277,8 +266,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[TextDelta, None]:
         """Complete one prompt, piece by piece.
 
-        Raises the errors of `generate`, on the first iteration. The pieces of several outputs
-        (``SamplingParams.n``) are interleaved. Cancelling the task or closing the iterator
+        On the first iteration, it raises the errors that `generate` raises. The pieces of several
+        outputs (``SamplingParams.n``) are interleaved. Cancelling the task or closing the iterator
         (``aclose``) aborts the request.
         """
         params = sampling_params or SamplingParams()
@@ -298,7 +287,7 @@ class AsyncLLM:
         dimensions: int | None = None,
         adapter: str = "",
     ) -> list[Embedding]:
-        """Return the embedding of each input; see `LLM.embed`. Cancelling aborts the requests."""
+        """Return the embedding of each input; see `LLM.embed`. Cancelling the task aborts all."""
         embed = functools.partial(
             OfflinePooling.embed, prompt_name=prompt_name, dimensions=dimensions
         )
@@ -345,7 +334,7 @@ class AsyncLLM:
         return await self._thread.ask(load)
 
     async def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for an adapter; see `LLM.unload_adapter`."""
+        """Unload an adapter once its last request ends; see `LLM.unload_adapter`."""
         await self._thread.ask(functools.partial(self._llm.unload_adapter, name))
 
     @property
@@ -360,7 +349,7 @@ class AsyncLLM:
         that, new requests wait and begin with the new weights. See `LLM.update_weights`.
 
         Args:
-            source: as for `LLM.update_weights`.
+            source: where the new weights are; see `LLM.update_weights`.
             when: what happens to open requests once the new weights are loaded. ``drain``: they
                 finish with the old weights. ``abort``: they end with the tokens so far.
 
@@ -377,11 +366,11 @@ class AsyncLLM:
             raise
 
     async def pause(self) -> None:
-        """Compute nothing until `resume`: open requests are suspended, and new requests wait."""
+        """Compute nothing until `resume`: open requests stand still, and new requests wait."""
         await self._thread.ask(self._llm.pause)
 
     async def resume(self) -> None:
-        """End a pause."""
+        """End a pause: open requests go on, and waiting ones start."""
         await self._thread.ask(self._llm.resume)
 
     async def sleep(self, level: str = "host", *, when: str = "drain") -> None:
@@ -416,7 +405,7 @@ class AsyncLLM:
     def _make_call(
         self, prompt: Prompt, params: SamplingParams, adapter: str, priority: int, *, streams: bool
     ) -> _Call:
-        """Check a prompt and make its call; raises InvalidRequestError."""
+        """Check a prompt, and make its call; raises InvalidRequestError if a value is wrong."""
         make = self._llm._make_choices
         requests = make(prompt, params, adapter, priority, compiles_grammar=False)
         return _Call(requests, streams=streams)
@@ -427,7 +416,7 @@ class AsyncLLM:
         inputs: list[U],
         adapter: str,
     ) -> list[T]:
-        """Run pooled requests; a thread waits for the engine, so that other tasks can run."""
+        """Compute embeddings, scores or labels on another thread, so that other tasks can run."""
         find_digest = functools.partial(self._llm.adapter_digest, adapter)
         digest = await self._thread.ask(find_digest)
         task, loop = _PoolTask(), asyncio.get_running_loop()
@@ -439,10 +428,10 @@ class AsyncLLM:
             self._thread.call(functools.partial(self._leave_pools, task, why))
 
     def _run_pooled(self, task: _PoolTask, answers: Sequence[PooledAnswer]) -> None:
-        """Wait until a task's pooled requests have ended.
+        """Submit a round of a task's pooled requests, and wait until they have ended.
 
         Raises:
-            AdapterError, OverloadedError: their adapter cannot be loaded.
+            AdapterError, OverloadedError: the requests' adapter cannot be loaded.
             RequestCancelledError: the task was cancelled, or a change aborts requests.
             EngineDeadError: the engine cannot continue, or was closed.
         """
@@ -455,7 +444,7 @@ class AsyncLLM:
             raise pool.error
 
     async def _begin(self, calls: Sequence[_Call], adapters: set[str]) -> None:
-        """Submit calls to the engine between two steps.
+        """Submit calls to the engine, or hold them back while a change is in progress.
 
         Raises:
             AdapterError: an adapter's files have changed since they were first read.
@@ -474,7 +463,7 @@ class AsyncLLM:
         await self._thread.ask(begin)
 
     def _leave(self, calls: Iterable[_Call]) -> None:
-        """Abort the open requests of calls whose task no longer reads them."""
+        """Abort the open requests of those calls that a task has not read to the end."""
         left = [call for call in calls if not call.is_read]
         if not left:
             return
@@ -493,8 +482,10 @@ class AsyncLLM:
         """Change the engine once no request is open.
 
         Args:
+            how: whether open requests finish first, or end now with the tokens so far.
             apply: makes the change, on the engine's thread.
-            begin: begins to load weights; open requests continue until the weights are ready.
+            begin: begins to load new weights while open requests go on; None: the change needs no
+                new weights.
 
         Raises InvalidRequestError if another change is going on, or what ``apply`` raises.
         """
@@ -511,18 +502,18 @@ class AsyncLLM:
             self._thread.call(functools.partial(self._end_change, change))
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds on the engine's thread."""
-        while not await self._thread.ask(condition):  # noqa: ASYNC110  # true between two steps
+        """Wait until a condition, which the engine's thread checks between steps, is true."""
+        while not await self._thread.ask(condition):  # noqa: ASYNC110  # asked between steps
             await asyncio.sleep(_POLL_S)
 
     # ------------------------------------------------------------------ on the engine's thread
 
     def _step(self) -> bool:
-        """Run a step if there is anything to compute; return whether to call this again at once."""
+        """Run a step if there is something to compute; return whether to call `_step` again now."""
         engine = self.engine
         if self._is_idle() or (self._llm.is_paused and engine.requests):
             return False
-        self._llm._step(waits=False)  # the thread is woken when images are decoded
+        self._llm._step(waits=False)  # decoded images wake the thread
         self._tell()
         return engine.has_work or engine.step_in_flight
 
@@ -530,13 +521,13 @@ class AsyncLLM:
         return not (self.engine.requests or self.engine.step_in_flight)
 
     def _begin_now(self, calls: Sequence[_Call], adapters: set[str]) -> None:
-        self._llm._load_named(adapters)
+        self._llm.named_adapters.load_again(adapters)
         for call in calls:
             call.answers = self._llm._begin(call.requests, streams=call.streams)
             self._open.add(call)
 
     def _begin_pool(self, pool: _Pool) -> None:
-        """Submit pooled requests, or hold them while a change is in progress."""
+        """Submit pooled requests, or hold them back while a change is in progress."""
         task = pool.task
         if task.why_left is not None:
             self._end_pool(pool, task.why_left)
@@ -548,18 +539,18 @@ class AsyncLLM:
             self._pools.append(pool)
             try:
                 self._llm.begin_pooled(pool.answers)
-            except BatonError as error:  # an exception raised here would end the engine
+            except BatonError as error:  # an error raised here would end the engine
                 self._end_pool(pool, error)
 
     def _leave_pools(self, task: _PoolTask, why: BatonError) -> None:
-        """Forget an ended task, and abort its open pooled requests."""
+        """Remove an ended task from the lists, and abort its open pooled requests."""
         task.why_left = why
         self._pool_tasks.discard(task)
         for pool in [one for one in (*self._pools, *self._held_pools) if one.task is task]:
             self._end_pool(pool, why)
 
     def _end_pool(self, pool: _Pool, error: BatonError) -> None:
-        """Abort pooled requests, and raise an error in the thread that waits for them."""
+        """Abort a round of pooled requests, and raise an error in the thread that waits for it."""
         for pools in (self._pools, self._held_pools):
             if pool in pools:
                 pools.remove(pool)
@@ -576,13 +567,13 @@ class AsyncLLM:
         self._current = change
 
     def _hold(self, how: WhenOpen) -> None:
-        """Hold new calls; with ``ABORT``, end the open calls."""
+        """Hold back new calls; if ``how`` is ``ABORT``, end the open calls."""
         self._holds = True
         if how is WhenOpen.ABORT:
             for call in self._open:
                 for request in call.requests:
                     self._llm.abort_answer(request.request_id)
-            for task in list(self._pool_tasks):  # pooled requests have no partial result to return
+            for task in list(self._pool_tasks):  # pooled requests have no partial results
                 self._leave_pools(task, RequestCancelledError("a change of the engine aborts it"))
             self._tell()
 
@@ -609,11 +600,11 @@ class AsyncLLM:
                 self._begin_now(one.calls, one.adapters)
             except BatonError as error:
                 for call in one.calls:
-                    self._abort(call)  # calls before the failed call have begun
+                    self._abort(call)  # calls before the failed one were submitted
                     _send(call, _News(error=error))
 
     def _tell(self) -> None:
-        """Send tasks their results, in one message per event loop; wake waiting threads."""
+        """Send the tasks of each event loop their results in one message; wake waiting threads."""
         for pool in [one for one in self._pools if all(answer.ended for answer in one.answers)]:
             self._pools.remove(pool)
             pool.done.set()
@@ -623,7 +614,7 @@ class AsyncLLM:
             if news is not None:
                 by_loop[call.loop].append((call, news))
                 if news.is_last or news.error:
-                    # after an error, other outputs of this prompt may still be open
+                    # An error may have ended only some of the prompt's outputs.
                     self._abort(call)
         for loop, items in by_loop.items():
             try:
@@ -633,7 +624,7 @@ class AsyncLLM:
                     self._abort(call)
 
     def _abort(self, call: _Call) -> None:
-        """Forget a call, and end its open requests."""
+        """Remove a call from the open calls, and end its open requests."""
         self._open.discard(call)
         for request in call.requests:
             self._llm._end(request.request_id)

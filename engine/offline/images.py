@@ -1,4 +1,4 @@
-"""Images in prompts of `LLM`: accepts Pillow images, arrays and files, and finds their markers."""
+"""Images in prompts of `LLM`: turns Pillow images, arrays and files into image files and tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from baton.api.images import ImageLayout, PromptImage
 from baton.media.expand import SizedFile, expand_images
 from baton.media.image_header import read_header
 
-# Pillow modes that PNG can store.
+# Pillow's image modes that PNG can store.
 _STORED = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _DATA_URL = "data:"
 
 
 class ImagePrompt(TypedDict):
-    """A prompt with images.
+    """A prompt that has images.
 
     Attributes:
-        prompt: a text or token ids, with the model's image marker at each image's place.
+        prompt: a text or token ids, with the model's image marker where each image belongs.
         images: the images in order. Each is a Pillow image, an array ``[height, width, 3]`` of
             uint8, the bytes of a file, or a data URL.
     """
@@ -37,7 +37,7 @@ def with_images(
     """Replace the image markers in a prompt by the tokens of its images.
 
     Args:
-        images: see `ImagePrompt`.
+        images: the images in order, in the forms that `ImagePrompt` takes.
         layout: the rule that maps an image to tokens; None: the model takes no images.
 
     Raises InvalidRequestError.
@@ -51,7 +51,7 @@ def with_images(
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return messages with image parts as chat templates expect them, and the images.
+    """Replace images in messages by the parts that chat templates expect; return the images, too.
 
     A part with an image is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a
     data URL.
@@ -74,7 +74,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
 
 
 def _image_of(part: Mapping[str, Any]) -> Any:
-    """Return the image of a message part, or None."""
+    """Return the image that a part of a message has; None: the part has no image."""
     match part:
         case {"type": "image", "image": image}:
             return image
@@ -94,7 +94,7 @@ def _from_data_url(url: str) -> bytes:
 
 
 def _sized_file(image: Any, field: str) -> SizedFile:
-    """Return the bytes of an image file, with its width and height."""
+    """Return an image file's bytes with the image's width and height."""
     if isinstance(image, str):
         data = _from_data_url(image)
     elif isinstance(image, bytes | bytearray | memoryview):
@@ -110,7 +110,7 @@ def _sized_file(image: Any, field: str) -> SizedFile:
 
 def _png(image: Any, field: str) -> bytes:
     """Return a Pillow image or an array as the bytes of a PNG file, which keeps every pixel."""
-    from PIL import Image  # imported late, because the import is slow
+    from PIL import Image  # imported here, because importing it is slow
 
     if not isinstance(image, Image.Image):
         try:

@@ -1,6 +1,6 @@
 """LLM: the engine in one process, without a network.
 
-Prefill and decode nodes must together give the same tokens as this class.
+A prefill node and a decode node together must give the same tokens as this class.
 
 from baton import LLM
 LLM("examples/demo_model").generate(["def read_config(path):"])
@@ -8,21 +8,14 @@ LLM("examples/demo_model").generate(["def read_config(path):"])
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from baton.adapters.digest import NO_ADAPTER, AdapterDigest, AdapterError
-from baton.adapters.sources import locate_adapter
+from baton.adapters.digest import AdapterDigest
 from baton.api.beam_search import (
     Beam,
     BeamCompletion,
@@ -35,67 +28,54 @@ from baton.api.changes import SleepLevel, WhenOpen, read_choice
 from baton.api.errors import EngineDeadError, InvalidRequestError
 from baton.api.outputs import Completion, FinishReason, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
-from baton.api.prompt import (
-    check_priority,
-    check_prompt,
-    check_sampling_params,
-    choice_request_id,
-    choice_seed,
-    draw_seed,
-)
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
 from baton.checkpoint.new_weights import NewWeights
-from baton.checkpoint.pooling.answers import check_generates
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
-from baton.media.expand import as_written
-from baton.text.thoughts.marks import ThoughtFinder, find_marks
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
 from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
-from engine.offline.images import ImagePrompt, take_images, with_images
+from engine.offline.named_adapters import NamedAdapters
 from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
+from engine.offline.progress_bar import progress_bar
+from engine.offline.prompts import (
+    Conversation,
+    Prompt,
+    adapter_per_prompt,
+    as_list,
+    params_per_prompt,
+    priority_per_prompt,
+    without_images,
+)
+from engine.offline.request_maker import RequestMaker
 from engine.offline.weights_source import WeightsSource, open_source
 from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAME_CHARS = 256  # maximum number of characters of an adapter's name
 _POLL_S = 0.002
-
-Prompt = str | Sequence[int] | ImagePrompt
-Conversation = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedAdapter:
-    """The adapter registered under one name."""
-
-    digest: AdapterDigest
-    folder: Path
-    pinned: bool
 
 
 class LLM:
-    """Completes prompts offline.
+    """Completes prompts in this process, without a server.
 
     Args:
         model: a folder in Hugging Face format, a GGUF file, or a hub id.
         chat_template: path of a Jinja file that `chat` uses instead of the checkpoint's template.
         adapters: LoRA adapters to load, by name; see `load_adapter`.
-        pooling: pooling method of `embed`, `score` and `classify`: auto (as the checkpoint's files
-            say), none, last, mean, cls or rerank.
+        pooling: how `embed`, `score` and `classify` pool hidden states: auto (as the checkpoint's
+            files say), none, last, mean, cls or rerank.
         options: fields of EngineConfig, such as ``dtype="float32"``.
 
     Raises:
         ModelLoadError: the model cannot be found or loaded.
         ConfigError: an option is wrong.
-        AdapterError: an adapter's files are wrong, or do not fit the model.
+        AdapterError: an adapter's files are malformed, or do not fit the model.
     """
 
     def __init__(
@@ -113,8 +93,8 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Offline, only throughput matters, so prompts are not chunked for the sake of decode
-        # latency.
+        # Offline, only throughput matters, so prompts need not be cut into chunks, which would keep
+        # decode steps short.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         if not isinstance(adapters, Mapping):
             problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
@@ -124,16 +104,16 @@ class LLM:
         self.engine = make_engine(folder, EngineConfig(**options))
         self.served_weights = ServedWeights(self.engine, folder)
         self.is_paused = False
-        self._adapters: dict[str, _NamedAdapter] = {}
+        self.named_adapters = NamedAdapters(self.engine.adapters)
         try:
             for name, adapter_folder in adapters.items():
                 self.load_adapter(name, adapter_folder)
         except BaseException:
             self.engine.close()
             raise
-        # Open requests' answers, by request id.
+        # Answers of open requests, by request id.
         self._answers: dict[str, Answer | PooledAnswer] = {}
-        self._numbers = itertools.count(1)  # counter of prompts, for request ids
+        self._maker = RequestMaker(self.engine, self.tokenizer, setup)
         self._pooling = OfflinePooling(self.engine, setup, self.tokenizer, self._run_pooled)
         self._dead = False
 
@@ -146,20 +126,20 @@ class LLM:
         priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete each prompt.
+        """Complete each prompt, and wait until all are complete.
 
         Args:
             prompts: texts, lists of token ids, or prompts with images (`ImagePrompt`); one or many.
             sampling_params: parameters for all prompts, or one set per prompt.
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
-            priority: order among requests, for all prompts or one per prompt: smaller goes first.
-                Needs ``scheduling_policy="priority"``. Priorities do not change any token.
+            priority: priority of all prompts, or one per prompt: requests with smaller values run
+                first. Needs ``scheduling_policy="priority"``. Priorities do not change any token.
             progress: show a progress bar on standard error.
 
         Returns:
-            Completions in prompt order; those of one prompt (``SamplingParams.n``) are side by
-            side. ``text`` is empty for a checkpoint without a tokenizer. A completion ends with
-            ``ABORT`` if its structured output and its bans allow no further token.
+            Completions in the order of prompts; the outputs of one prompt (``SamplingParams.n``)
+            are adjacent. ``text`` is empty for a checkpoint without a tokenizer. A completion ends
+            with ``ABORT`` if its structured output and its banned tokens allow no further token.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
@@ -169,7 +149,7 @@ class LLM:
         params_list = params_per_prompt(sampling_params, len(prompt_list))
         names = adapter_per_prompt(adapter, len(prompt_list))
         priorities = priority_per_prompt(priority, len(prompt_list))
-        self._load_named(set(names))
+        self.named_adapters.load_again(set(names))
         choices = [
             self._make_choices(prompt, params, name, priority)
             for prompt, params, name, priority in zip(
@@ -177,7 +157,7 @@ class LLM:
             )
         ]
         answers = [answer for requests in choices for answer in self._begin(requests)]
-        with _progress_bar(len(answers), shown=progress) as advance:
+        with progress_bar(len(answers), shown=progress) as advance:
             while self.engine.has_work or self.engine.features.awaits_pixels:
                 advance(self._step())
         return [answer.completion() for answer in answers]
@@ -208,18 +188,7 @@ class LLM:
 
         Raises InvalidRequestError if the checkpoint has no tokenizer.
         """
-        if self.tokenizer is None:
-            raise InvalidRequestError("chat", "this checkpoint has no tokenizer.json")
-        many = [conversations] if _is_conversation(conversations) else conversations
-        return [self._render(messages) for messages in many]  # type: ignore[arg-type]  # checked
-
-    def _render(self, messages: Conversation) -> Prompt:
-        assert self.tokenizer is not None
-        plain, images = take_images(messages)
-        layout = self.engine.features.images.layout if images else None
-        replaced = None if layout is None else (layout.marker, layout.written)
-        token_ids = self.tokenizer.encode_chat(plain, replaced=replaced)
-        return {"prompt": token_ids, "images": images} if images else token_ids
+        return self._maker.encode_chats(conversations)
 
     def embed(
         self,
@@ -233,10 +202,10 @@ class LLM:
 
         Args:
             inputs: texts or lists of token ids; one or many.
-            prompt_name: name of the checkpoint's prompt to put before each text, such as ``query``;
-                None: the default prompt; empty: no prompt.
-            dimensions: size to truncate each embedding to; truncated embeddings are normalized
-                again.
+            prompt_name: name of one of the checkpoint's prompts (such as ``query``), which is put
+                before each text; None: the default prompt; empty: no prompt.
+            dimensions: number of values that each embedding is truncated to; truncated embeddings
+                are normalized again.
             adapter: name of a loaded adapter.
 
         Raises:
@@ -256,13 +225,13 @@ class LLM:
         instruction: str = "",
         adapter: str = "",
     ) -> list[Score]:
-        """Return the relevance of documents to queries: one query for all documents, or one each.
+        """Return the relevance of each document to its query; one query may serve all documents.
 
-        A reranker, or a classification head with one label, judges pairs. For an embedding model, a
-        score is the cosine of two embeddings.
+        A reranker, or a classification head with one label, reads query and document together. For
+        an embedding model, a score is the cosine of the two embeddings.
 
         Args:
-            instruction: for rerankers, the task description; empty: the checkpoint's default.
+            instruction: description of the task for rerankers; empty: the checkpoint's default.
 
         Raises:
             InvalidRequestError: the model does not make scores, or a text is outside its limit.
@@ -287,14 +256,14 @@ class LLM:
         return self._pooling.setup
 
     def adapter_digest(self, name: str) -> AdapterDigest:
-        """Return the digest of an adapter by name.
+        """Return the digest of the adapter that a name refers to.
 
         An empty name means the base model, whose digest is empty.
         """
-        return self._named(name).digest if name else NO_ADAPTER
+        return self.named_adapters.digest(name)
 
     def begin_pooled(self, answers: Sequence[PooledAnswer]) -> None:
-        """Submit pooled requests of one adapter to the engine, and load the adapter if needed.
+        """Submit pooled requests of one adapter to the engine; first load the adapter if needed.
 
         Raises:
             AdapterError: the adapter's files have changed since they were first read.
@@ -302,7 +271,7 @@ class LLM:
             OverloadedError: there is no slot for the adapter.
         """
         digests = {answer.request.adapter for answer in answers}
-        self._load_named({name for name, one in self._adapters.items() if one.digest in digests})
+        self.named_adapters.load_again(self.named_adapters.names_of(digests))
         for answer in answers:
             self.engine.add_request(answer.request)
             self._answers[answer.request.request_id] = answer
@@ -326,7 +295,7 @@ class LLM:
     ) -> list[list[BeamCompletion]]:
         """Return each prompt's ``beam_width`` best outputs, best first; see `BeamSearchParams`.
 
-        The tokens equal those of `transformers`' ``generate(num_beams=beam_width,
+        The tokens equal those that `transformers` returns for ``generate(num_beams=beam_width,
         do_sample=False)``. Each step reuses the beams' KV from the prefix cache; without a prefix
         cache, each step recomputes the beams, with the same result.
 
@@ -340,9 +309,9 @@ class LLM:
             early_stopping=early_stopping,
             end_token_ids=self.engine.eos_token_ids,
         )
-        token_ids = [self._read_text(prompt) for prompt in as_list(prompts)]
+        token_ids = [self._maker.read_text(prompt) for prompt in as_list(prompts)]
         for prompt in token_ids:
-            self._check_prompt(prompt)
+            self._maker.check_prompt(prompt)
 
         def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
             one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
@@ -375,66 +344,18 @@ class LLM:
             pinned: whether the adapter is never unloaded to free a slot.
 
         Raises:
-            AdapterError: there is no adapter, its files are wrong, or do not fit the model.
+            AdapterError: ``source`` has no adapter, or its files are malformed or do not fit the
+                model.
             OverloadedError: all adapters in memory are in use or pinned.
         """
-        _check_adapter_name(name)
-        if not isinstance(source, str | Path):
-            problem = f"must be a path or a text, got {type(source).__name__}"
-            raise InvalidRequestError("adapter", problem)
-        path = locate_adapter(source)
-        adapter = self.engine.adapters.read(path)
-        others = [one for other, one in self._adapters.items() if other != name]
-        is_pinned = pinned or any(one.pinned and one.digest == adapter.digest for one in others)
-        self.engine.adapters.load(adapter, pinned=is_pinned)
-        before = self._adapters.get(name)
-        self._adapters[name] = _NamedAdapter(adapter.digest, path, pinned)
-        if before is not None:
-            self._let_adapter_leave(before.digest)
-        return adapter.digest
+        return self.named_adapters.load(name, source, pinned=pinned)
 
     def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for an adapter; it is unloaded when its last request ends.
+        """Refuse new requests for an adapter, and unload it when its last request ends.
 
         Raises InvalidRequestError if no adapter has this name.
         """
-        digest = self._named(name).digest
-        del self._adapters[name]
-        self._let_adapter_leave(digest)
-
-    def _let_adapter_leave(self, digest: AdapterDigest) -> None:
-        """Unload an adapter unless another name still refers to it."""
-        is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self.engine.adapters.digests:  # already unloaded otherwise
-            self.engine.adapters.unload(digest)
-
-    def _named(self, name: str) -> _NamedAdapter:
-        found = self._adapters.get(name)
-        if found is None:
-            known = ", ".join(map(repr, sorted(self._adapters))) or "none"
-            problem = f"{name!r:.80} is not loaded; loaded: {known:.400}"
-            raise InvalidRequestError("adapter", problem)
-        return found
-
-    def _load_named(self, names: set[str]) -> None:
-        """Reload the named adapters whose slots went to others; an empty name means the base model.
-
-        Raises:
-            InvalidRequestError: no adapter has one of the names.
-            AdapterError: the files have changed since they were first read.
-            OverloadedError: there are too few slots for these adapters and those of open requests.
-        """
-        wanted = [self._named(name) for name in sorted(names) if name]
-        digests = {one.digest for one in wanted}
-        for one in wanted:
-            if one.digest in self.engine.adapters.digests:
-                continue
-            if self.engine.adapters.load_again(one.digest, pinned=one.pinned, kept=digests):
-                continue
-            adapter = self.engine.adapters.read(one.folder)
-            if adapter.digest != one.digest:
-                raise AdapterError(f"{one.folder}: has changed since it was loaded; load it again")
-            self.engine.adapters.load(adapter, pinned=one.pinned, kept=digests)
+        self.named_adapters.unload(name)
 
     def stream(
         self,
@@ -444,13 +365,13 @@ class LLM:
         adapter: str = "",
         priority: int = 0,
     ) -> Iterator[TextDelta]:
-        """Complete one prompt, piece by piece; leaving the loop aborts the request.
+        """Complete one prompt, piece by piece; closing the iterator aborts the request.
 
         The pieces of several outputs (``SamplingParams.n``) are interleaved. Raises
         InvalidRequestError on the first iteration.
         """
         self._check_awake()
-        self._load_named({adapter})
+        self.named_adapters.load_again({adapter})
         requests = self._make_choices(
             prompt, sampling_params or SamplingParams(), adapter, priority
         )
@@ -461,24 +382,24 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # pieces that were made while another stream was read
+            for answer in answers:  # made while another stream was read
                 yield from answer.take_unread()
         finally:
             for request in requests:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
-                self._step()  # end the step in flight
+                self._step()  # else no later call may end this step
 
     @property
     def weights(self) -> str:
-        """Return the version of the weights in use: the digest of their files."""
+        """Return the version of the weights in use, which is the digest of their files."""
         return self.served_weights.digest
 
     def update_weights(self, source: WeightsSource, *, when: str = "drain") -> str:
         """Replace the weights by others of the same model; return the new weights' version.
 
         Afterwards, tokens are the same as from a new `LLM` with these weights. Before anything
-        changes, all names, shapes and dtypes are checked, and all numbers must be finite. The
+        changes, all names, shapes and dtypes are checked, and all weights must be finite. The
         prefix cache is emptied, and adapters are read again when needed. During the change, memory
         holds old and new weights.
 
@@ -504,7 +425,7 @@ class LLM:
         self.is_paused = True
 
     def resume(self) -> None:
-        """End a pause."""
+        """End a pause: later calls compute again."""
         self.is_paused = False
 
     def sleep(self, level: str = "host", *, when: str = "drain") -> None:
@@ -534,11 +455,11 @@ class LLM:
             self.served_weights.use()
 
     def metrics(self) -> EngineMetrics:
-        """Return the engine's metrics."""
+        """Return the metrics of the engine."""
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
-        """Wait until new weights are loaded and checked; drop them if they cannot be used."""
+        """Load new weights, and wait until they are checked; drop them on a failure."""
         try:
             begin()
         except BaseException:
@@ -553,7 +474,7 @@ class LLM:
             raise
 
     def _end_open(self, how: WhenOpen) -> None:
-        """End all open requests, and the step in flight."""
+        """Let all open requests finish, or end them; then end the step in flight."""
         if how is WhenOpen.ABORT:
             for request_id in list(self._answers):
                 self.abort_answer(request_id)
@@ -570,13 +491,13 @@ class LLM:
             raise InvalidRequestError("engine", f"is {state}; call {remedy}() first")
 
     def check_drains(self, how: WhenOpen) -> None:
-        """Raise InvalidRequestError if ``how`` waits for open requests of a paused engine."""
+        """Raise InvalidRequestError if ``how`` would wait for requests of a paused engine."""
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
-        """Submit a prompt's requests to the engine."""
+        """Submit the requests of one prompt to the engine; return their answers, still empty."""
         answers = []
         for index, request in enumerate(choices):
             answer = Answer(
@@ -588,7 +509,7 @@ class LLM:
             )
             self._answers[request.request_id] = answer
             answers.append(answer)
-        if choices[0].awaits_grammar:  # siblings cannot share a grammar that is not compiled yet
+        if choices[0].awaits_grammar:  # siblings cannot share an uncompiled grammar
             for request in choices:
                 self.engine.add_request(request)
             return answers
@@ -597,12 +518,12 @@ class LLM:
         return answers
 
     def _end(self, request_id: str) -> None:
-        """Forget a request, and abort it unless it has ended."""
+        """Drop the answer of a request, and abort the request unless it has ended."""
         self._answers.pop(request_id, None)
         self.engine.abort(request_id)
 
     def abort_answer(self, request_id: str) -> None:
-        """End a request with the tokens so far; do nothing if it has ended."""
+        """End a request with the tokens that it has so far; do nothing if it has ended."""
         answer = self._answers.get(request_id)
         if answer is not None:
             answer.end_early()
@@ -622,7 +543,7 @@ class LLM:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
             result = self.engine.step()
-        except Exception as error:  # outermost handler
+        except Exception as error:  # any error ends the engine
             self._dead = True
             path = dump_crash(self.engine, error)
             raise EngineDeadError(f"the engine cannot continue: {error}; see {path}") from error
@@ -631,7 +552,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # a request that was submitted to the engine directly
+            if answer is None:  # a caller submitted this request directly to the engine
                 continue
             answer.on_delta(output)
             if answer.ended:
@@ -640,7 +561,7 @@ class LLM:
         return num_ended
 
     def _end_failed(self) -> int:
-        """Abort requests that cannot continue; return how many."""
+        """Abort the requests that the engine cannot continue; return how many it aborted."""
         num_ended = 0
         for request_id, error in self.engine.take_failures():
             answer = self._answers.pop(request_id, None)
@@ -666,150 +587,7 @@ class LLM:
             compiles_grammar: whether to wait until a grammar is compiled; if False, the engine
                 compiles the grammar while other requests run.
         """
-        digest = self._named(adapter).digest if adapter else NO_ADAPTER
-        engine = self.engine
-        check_generates(self._pooling.setup)
-        images: Sequence[Any] = ()
-        if isinstance(prompt, Mapping):
-            images, prompt = prompt.get("images", ()), prompt["prompt"]
-        layout = engine.features.images.layout if images else None
-        if layout is not None and isinstance(prompt, str):
-            prompt = as_written(prompt, layout)
-        token_ids, placed = with_images(self._tokenize(prompt), images, layout)
-        self._check_prompt(token_ids)
-        prompt_images = engine.features.images.of_prompt(placed, token_ids)
-        params = self._with_marks(params, token_ids)
-        check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
-        self._check_priority(priority)
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError("stop", "this checkpoint has no tokenizer.json")
-        number = next(self._numbers)
-        compiles_now = compiles_grammar or params.structured_output is None
-        seed = draw_seed() if params.seed is None else params.seed
-        return [
-            Request.create(
-                choice_request_id(f"offline-{number}", index),
-                token_ids,
-                params,
-                seed=choice_seed(seed, index),
-                eos_token_ids=engine.eos_token_ids,
-                max_model_len=engine.max_model_len,
-                adapter=digest,
-                priority=priority,
-                grammar=engine.features.grammars.compile_for(params) if compiles_now else None,
-                images=prompt_images,
-            )
-            for index in range(params.n)
-        ]
-
-    def _with_marks(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
-        """Fill in the marks that delimit the checkpoint's thoughts; raises InvalidRequestError."""
-        asked = params.thinking
-        if asked is None or asked.close_token_ids:
-            return params
-        if self.tokenizer is None:
-            raise InvalidRequestError("thinking", "this checkpoint has no tokenizer.json")
-        finder = ThoughtFinder(self.tokenizer, find_marks(self.tokenizer))
-        thinking = finder.thinking(
-            prompt, budget_tokens=asked.budget_tokens, must_open=asked.must_open
+        digest = self.named_adapters.digest(adapter)
+        return self._maker.make_choices(
+            prompt, params, digest, priority, compiles_grammar=compiles_grammar
         )
-        return replace(params, thinking=thinking)
-
-    def _check_priority(self, priority: int) -> None:
-        check_priority(priority)
-        if priority and not self.engine.by_priority:
-            raise InvalidRequestError(
-                "priority", 'needs LLM(..., scheduling_policy="priority"), which is "fcfs"'
-            )
-
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        check_prompt(
-            token_ids,
-            vocab_size=self.engine.model_config.vocab_size,
-            max_model_len=self.engine.max_model_len,
-        )
-
-    def _read_text(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Mapping):
-            raise InvalidRequestError("prompt", "beam search takes no images")
-        return self._tokenize(prompt)
-
-    def _tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token_id) for token_id in prompt]
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "prompt", "this checkpoint has no tokenizer.json: give token ids"
-            )
-        return self.tokenizer.encode(prompt)
-
-
-def _is_conversation(value: object) -> bool:
-    """Return whether a value is one conversation, that is, a list of messages."""
-    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Mapping)
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if asked for; yield a function that advances the bar."""
-    if not shown:
-        yield lambda num: None
-        return
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda num: bar.advance(task, num)
-
-
-def without_images(inputs: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
-    """Return inputs for pooling as a list; raises InvalidRequestError for prompts with images."""
-    listed = [one for one in as_list(inputs) if not isinstance(one, Mapping)]
-    if len(listed) < len(as_list(inputs)):
-        raise InvalidRequestError("inputs", "must be texts or token ids, got images")
-    return listed
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # a single list of token ids
-    return list(prompts)  # type: ignore[arg-type]  # a list of prompts
-
-
-def _check_adapter_name(name: object) -> None:
-    """Raise InvalidRequestError for a name that is empty, too long or not printable."""
-    if not (isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS and name.isprintable()):
-        problem = f"must have a name of 1 to {_MAX_NAME_CHARS} printable characters"
-        raise InvalidRequestError("adapter", f"{problem}, got {name!a:.99}")
-
-
-def adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[str]:
-    if not isinstance(adapter, Sequence) or not all(isinstance(name, str) for name in adapter):
-        problem = f"must be a name or a name per prompt, got {adapter!r:.80}"
-        raise InvalidRequestError("adapter", problem)
-    names = [adapter] * num_prompts if isinstance(adapter, str) else list(adapter)
-    if len(names) != num_prompts:
-        problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"
-        raise InvalidRequestError("adapter", problem)
-    return names
-
-
-def priority_per_prompt(priority: int | Sequence[int], num_prompts: int) -> list[int]:
-    priorities = [priority] * num_prompts if isinstance(priority, int) else list(priority)
-    if len(priorities) != num_prompts:
-        problem = f"must be one or {num_prompts} (one per prompt), got {len(priorities)}"
-        raise InvalidRequestError("priority", problem)
-    return priorities
-
-
-def params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequestError(
-            "sampling_params", f"must be one or {num_prompts} (one per prompt), got {len(params)}"
-        )
-    return list(params)

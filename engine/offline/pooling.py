@@ -1,4 +1,4 @@
-"""OfflinePooling: embeddings, scores and labels of one engine, for `LLM`."""
+"""OfflinePooling: computes embeddings, scores and labels with one engine, for `LLM`."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from engine.core.request import Request
 from engine.engine import Engine
 
 Text = str | Sequence[int]
-# Pooled requests sample nothing; these parameters only make a request end after its prompt.
+# Pooled requests sample no tokens; these parameters only make a request end after its prompt.
 _NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0)
 
 
 class PooledAnswer:
-    """The pooled result of one request, empty until the request ends.
+    """The result of one pooled request, empty until the request ends.
 
     Attributes:
         ended: whether the engine has ended the request.
-        pooled: see `RequestDelta.pooled`; empty: the request was aborted.
+        pooled: the result's values, see `RequestDelta.pooled`; empty: the request was aborted.
         error: why the engine cannot continue the request; None: it can.
     """
 
@@ -57,7 +57,7 @@ class PooledAnswer:
         self.error: BatonError | None = None
 
     def on_delta(self, output: RequestDelta) -> None:
-        """Store the request's only output."""
+        """Store the only output of the request."""
         self.ended = output.finish_reason is not None
         self.pooled = output.pooled
 
@@ -78,9 +78,9 @@ class OfflinePooling:
     """Computes embeddings, scores and labels of texts with one engine.
 
     Args:
-        setup: what the checkpoint can compute.
+        setup: which embeddings, scores or labels the checkpoint can compute.
         tokenizer: the checkpoint's tokenizer; None: inputs must be token ids.
-        run: runs requests until all have ended.
+        run: runs pooled requests until all have ended.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class OfflinePooling:
     ) -> None:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
-        self._numbers = itertools.count(1)  # counter of requests; safe from several threads
+        self._numbers = itertools.count(1)  # for request ids; safe from several threads
 
     def with_run(self, run: Callable[[Sequence[PooledAnswer]], None]) -> Self:
-        """Return a copy that runs its requests by another function."""
+        """Return a copy of this object that calls another function to run its requests."""
         other = copy.copy(self)
         other._run = run
         return other
@@ -136,7 +136,7 @@ class OfflinePooling:
         ]
 
     def _compare(self, pairs: Sequence[tuple[str, str]], adapter: str) -> list[Score]:
-        """Return the cosine of each pair's two embeddings; each text is embedded once."""
+        """Return the cosine of the two embeddings of each pair; embed each different text once."""
         names = [name if name in self.setup.prompts else None for name in ("query", "document")]
         texts = [list(dict.fromkeys(side)) for side in zip(*pairs, strict=True)]
         found = [
@@ -171,7 +171,7 @@ class OfflinePooling:
     # ------------------------------------------------------------------ inside
 
     def _pool(self, prompts: Sequence[list[int]], adapter: str) -> list[PooledAnswer]:
-        """Check all prompts, then run one request per prompt."""
+        """Check all prompts, then run one request per prompt; return the results."""
         engine, config = self._engine, self._engine.model_config
         params = params_of(self.setup, self._answer_ids())
         check_pooling_params(params, vocab_size=config.vocab_size, num_labels=config.num_labels)
@@ -205,7 +205,7 @@ class OfflinePooling:
         )
 
     def _input_ids(self, given: Text, prompt_name: str | None) -> list[int]:
-        """Return an input's token ids; for a text, the named prompt is put before it."""
+        """Return the token ids of an input; if it is a text, put the named prompt before it."""
         if not isinstance(given, str):
             return [int(token_id) for token_id in given]
         return self._needed_tokenizer().encode(prompt_before(self.setup, prompt_name) + given)
@@ -223,7 +223,7 @@ class OfflinePooling:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _answer_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens for yes and no, if the task needs them."""
+        """Return a reranker's token ids of yes and no; empty: this is no reranker."""
         if self.setup.task is not PoolingTask.RERANK:
             return ()
         return self.setup.answer_ids or self._needed_tokenizer().answer_ids()
@@ -236,7 +236,7 @@ class OfflinePooling:
 
 
 def pairs_of(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Pair each document with its query; raises InvalidRequestError if their numbers differ."""
+    """Pair each document with its query; raises InvalidRequestError if the counts differ."""
     texts = [documents] if isinstance(documents, str) else list(documents)
     asked = [queries] if isinstance(queries, str) else list(queries)
     if len(asked) == 1:

@@ -16,15 +16,15 @@ WeightsSource = str | Path | Iterable[tuple[str, Tensor]]
 
 
 def open_source(source: WeightsSource, served: Path) -> NewWeights:
-    """Make the folder of new weights; tensors are first written to a file in the temporary folder.
+    """Open a source of new weights; tensors are first written to a file in the temporary folder.
 
     Args:
         source: a model folder, a folder or a file of safetensors, a GGUF file, a hub id, or all
             tensors of the checkpoint with their names, on any device.
-        served: the served model's folder.
+        served: folder of the model that the engine runs.
 
     Raises:
-        InvalidRequestError: there are no weights, or they belong to another model.
+        InvalidRequestError: the source has no weights, or has weights of another model.
     """
     if isinstance(source, str | Path):
         return open_weights_of(source, served)
@@ -39,8 +39,8 @@ def _write(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
             raise InvalidRequestError("weights", f"{name}: is given twice")
         on_host = tensor.detach().cpu().contiguous()
         memory = on_host.untyped_storage().data_ptr()
-        # Safetensors refuses to store tensors that share memory, such as an output head tied to the
-        # embedding.
+        # Copy tensors that share memory, such as an output head tied to the embedding: safetensors
+        # refuses to store these.
         found[name] = on_host.clone() if memory in memories else on_host
         memories.add(memory)
     try:

@@ -1,4 +1,4 @@
-"""Parameters of the GPU sampling kernel, and the kernel's call.
+"""Uploads the parameters of the GPU sampling kernel, and calls the kernel.
 
 Nothing here waits for the device, so that a step can be launched before the previous step has
 ended. Refuses to know: penalties, grammars, logprobs; rows that need these are sampled in
@@ -15,14 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Limits of the temperature, beyond which float32 overflows. Below the first limit, sampling is
-# greedy; above the second, all tokens are equally likely.
+# Limits of the temperature, beyond which float32 overflows. Below the lower limit, sampling is as
+# good as greedy; above the upper limit, all tokens are equally likely.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e30
-# Least top-p: a smaller value becomes 0 in float32 and does not keep any token, while this value
-# keeps the best token.
+# Smallest top-p: any smaller value would become 0 in float32 and keep no token; this value keeps
+# the best token.
 LEAST_TOP_P = 1e-30
 
-# Arrays begin at multiples of this number of 4-byte words, as Triton compiles for aligned pointers.
+# Arrays begin at multiples of this number of 4-byte words, because Triton compiles other kernels
+# for pointers without this alignment.
 _ALIGNED_WORDS = 4
 
 # Names and types of the kernel's parameters, each `[num_requests]`; keys are `[num_requests, 2]`.
@@ -36,7 +37,7 @@ PARAMETER_TYPES: Mapping[str, torch.dtype] = {
 
 
 def kernel_parameters(parameters: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the arrays that `PARAMETER_TYPES` names, except keys: constants of each request.
+    """Return the arrays that `PARAMETER_TYPES` names except the keys, which change in each step.
 
     Args:
         parameters: `[num_requests]` of `sampling_input.PARAMETERS`.
@@ -64,16 +65,18 @@ def kernel_arrays(
 
 
 def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Sample one token per row with the Triton kernel; returns `[num_requests]` int64 on the
+    """Sample one token per row with the Triton kernel; return `[num_requests]` int64, on the
     device.
 
-    A row with NaN or plus infinity gives `NO_TOKEN`, which is no valid index: clamp before use.
+    A row with NaN or plus infinity gives `NO_TOKEN`, which is no valid index: callers must clamp it
+    before they use it as an index.
 
     Args:
         logits: `[num_requests, vocab_size]`, of any floating dtype.
         tensors: tensors that `PARAMETER_TYPES` names, on the same device.
     """
-    # Imported late: Triton is slow to import, and decides at import whether to interpret kernels.
+    # Import late, because Triton is slow to import, and decides at its import whether kernels are
+    # interpreted.
     from baton_kernels.triton.sampling.tokens import sample_tokens
 
     return sample_tokens(
@@ -101,7 +104,7 @@ def upload_parameters(
         packed[start : start + array.size] = array.view(np.int32).ravel()
     host = torch.from_numpy(packed)
     if device.type == "cuda":
-        # Torch reuses this pinned memory only after the copy has ended.
+        # This pinned memory may be freed here: torch reuses it only after the copy has ended.
         host = host.pin_memory().to(device, non_blocking=True)
     tensors = {}
     for start, (name, array) in zip(starts, arrays.items(), strict=False):

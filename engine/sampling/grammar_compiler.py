@@ -1,8 +1,8 @@
 """GrammarCompiler: compiles requests' grammars into states, outside the step loop.
 
 A worker process first tries each grammar, within limits of time and memory. Then a thread compiles
-the grammar in this process, once for equal grammars of one tenant. Each returned state has its
-first mask. Refuses to know: queues, steps.
+the grammar in this process, only once for equal grammars of one tenant. The mask of the next token
+is computed in each returned state. Refuses to know: queues, steps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammar_trials import SMALL_GRAMMARS, EarlyGrammars, GrammarTrials
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, one_line
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.request import Request
 
 NUM_THREADS = 2
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 256 * 2**20
-# Stack size of compiling threads, in bytes: the library recurses into nested grammars. The worker
-# process has already tried the grammar with a smaller stack. Unused stack takes no memory.
+# Stack size of compiling threads, in bytes, because the library recurses into nested grammars. It
+# suffices: the worker process has tried the grammar with a smaller stack. Unused stack takes no
+# memory.
 _STACK_BYTES = 512 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,11 @@ class _Compiled:
     """The cached result of compiling a grammar: a matcher or an error.
 
     Attributes:
-        matcher: matcher at the beginning of an output; requests advance copies.
+        matcher: matcher at the beginning of an output, or an error; each request gets a copy to
+            advance.
         num_bytes: memory that the grammar takes; 0: not known yet.
-        may_pass_later: whether compiling failed for lack of resources, not because of the grammar.
+        may_pass_later: whether compiling failed for lack of resources, so that it may succeed
+            later.
     """
 
     matcher: asyncio.Future[LLMatcher] | None = None
@@ -69,10 +72,10 @@ class GrammarCompiler:
 
     Args:
         model_folder: folder of the checkpoint; its tokenizer is loaded for the first grammar.
-        vocab_size: size of the logits.
+        vocab_size: number of logits.
         eos_token_ids: tokens that are allowed where the output may end.
-        early: the tokenizer, and the process from which worker processes are forked, if made
-            already.
+        early: the tokenizer, and the process from which worker processes are forked, if they were
+            made before any thread started.
 
     Attributes:
         on_ready: called, on any thread, when `take_ready` has a new result.
@@ -96,17 +99,17 @@ class GrammarCompiler:
         template = None if early is None else early.template
         self._trials = GrammarTrials(model_folder, eos_token_ids, template)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        # event loop of the worker processes, in its own thread
+        # serves the worker processes, on its own thread
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Least recently used first.
+        # Compiled grammars by tenant and grammar, the least recently used one first.
         self._cache: OrderedDict[tuple[str, StructuredOutput], _Compiled] = OrderedDict()
         self._ready: deque[tuple[Request, Outcome]] = deque()
 
     def prepare(self) -> None:
         """Load the tokenizer, start threads, and compile a small grammar of each kind.
 
-        The worker process loads its tokenizer meanwhile. An error of the tokenizer is reported to
-        each request with a grammar.
+        The worker process loads its own tokenizer at the same time. If the tokenizer cannot be
+        loaded, each request with a grammar gets the error.
 
         Raises:
             ConfigError: no thread or descriptor is left.
@@ -137,7 +140,7 @@ class GrammarCompiler:
         )
 
         def on_done(future: Future[Outcome]) -> None:
-            error = future.exception()  # for example a Rust panic, which must end only the request
+            error = future.exception()  # even a panic in Rust must end only the request
             unforeseen = InvalidRequestError("structured_output", one_line(repr(error)))
             self._ready.append((request, future.result() if error is None else unforeseen))
             self.on_ready()
@@ -152,7 +155,7 @@ class GrammarCompiler:
         return ready
 
     def follow_thought(self, request: Request) -> None:
-        """Track the thought of a request that has a thought but no grammar."""
+        """Track the thought of a request if it has a thought but no grammar."""
         params = request.sampling_params
         if params.thinking is None or params.structured_output or request.grammar:
             return
@@ -163,7 +166,8 @@ class GrammarCompiler:
     def compile_for(self, params: SamplingParams) -> GrammarState | None:
         """Compile the grammar of a future request, or track its thought; waits for the grammar.
 
-        Returns None for a request that has neither. Raises as `compile_now`.
+        Returns None for parameters without grammar and thought. Raises InvalidRequestError or
+        OverloadedError, as `compile_now` does.
         """
         if params.structured_output is None and params.thinking is None:
             return None
@@ -187,15 +191,15 @@ class GrammarCompiler:
         output_token_ids: Sequence[int] = (),
         caller: str = "",
     ) -> Outcome:
-        """Compile a grammar, advance its state by an output, and compute its mask."""
+        """Compile a grammar, advance a new state by the output so far, and compute its mask."""
         try:
             matcher = await asyncio.shield(self._compile(structured_output, caller))
             return await self._on_thread(lambda: self._bring_to(matcher, params, output_token_ids))
         except InvalidRequestError as error:
-            # a copy, because requests share the cached error
+            # Raise a copy, because requests share the cached error.
             return InvalidRequestError(error.field, error.problem)
         except (BatonError, OSError, RuntimeError) as error:
-            # The cause is neither the request nor this node, so this counts as overload.
+            # Neither the request nor this node is at fault, so report an overload.
             return OverloadedError(f"structured_output: {error}")
 
     def _make_thought(self, params: SamplingParams) -> GrammarState:
@@ -212,7 +216,7 @@ class GrammarCompiler:
     def _compile(
         self, structured_output: StructuredOutput, caller: str = ""
     ) -> asyncio.Future[LLMatcher]:
-        """Return a grammar's matcher at the beginning of an output.
+        """Return the future matcher of a grammar, at the beginning of an output.
 
         Call on the event loop's thread.
         """
@@ -246,13 +250,13 @@ class GrammarCompiler:
         except InvalidRequestError:
             raise
         except (BatonError, OSError, RuntimeError):
-            # the queue is full, or the system has no process or thread left
+            # The queue of grammars is full, or the system has no process or thread left.
             compiled.may_pass_later = True
             raise
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
-        """Run a function on one of the compiling threads; the grammar library releases the GIL."""
-        before = threading.stack_size(_STACK_BYTES)  # applies to threads started after this line
+        """Run a function on a compiling thread; the grammar library releases the GIL meanwhile."""
+        before = threading.stack_size(_STACK_BYTES)  # for threads started after this line
         try:
             future = self._threads.submit(make)
         finally:
@@ -273,7 +277,7 @@ class GrammarCompiler:
     # ------------------------------------------------------------------ threads
 
     def _on_loop(self, doing: Coroutine[Any, Any, Made]) -> Future[Made]:
-        """Run a coroutine on the worker processes' event loop."""
+        """Run a coroutine on the event loop that serves the worker processes."""
         return asyncio.run_coroutine_threadsafe(doing, self._start())
 
     def _start(self) -> asyncio.AbstractEventLoop:
@@ -298,7 +302,7 @@ class GrammarCompiler:
 
 
 def _take_notice(making: asyncio.Future[LLMatcher]) -> None:
-    """Retrieve an error that no caller may be waiting for, so that asyncio does not log it."""
+    """Read a future's error; otherwise, asyncio logs the errors for which no caller waits."""
     if not making.cancelled():
         making.exception()
 

@@ -3,10 +3,10 @@
     token = argmax over t of  logit(t) + temperature * G(seed, position, t)
 
 With Gumbel-distributed G, the token is drawn from softmax(logit / temperature): Maddison, Tarlow
-and Minka, "A* Sampling", NeurIPS 2014. Rounding differs between batches and nodes, but changes a
-token only if the two best scores nearly tie; inverting the cumulative distribution would be
-sensitive at every token. Scores are float64 on a CPU, and have the logits' dtype on a GPU. Refuses
-to know: filters, requests.
+and Minka, "A* Sampling", NeurIPS 2014. Rounding differs between batches and nodes, but changes the
+drawn token only if the two best scores nearly tie. If the cumulative distribution were inverted
+instead, rounding at any token could change the drawn one. Scores are float64 on a CPU, and have the
+logits' dtype on a GPU. Refuses to know: filters, requests.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ Floats = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-# Number of logits processed together, so that logits and noise fit into a core's cache.
+# Number of logits that are processed together: they and their noise fit into a core's cache.
 CHUNK_ELEMENTS = 2**16
 NO_TOKEN = -1
-# 2**32 over the golden ratio: multiplying by it moves neighbouring ids far apart
+# 2**32 / golden ratio; multiplying by it moves neighbouring ids far apart
 _SPREAD = 0x9E3779B9
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x846CA68B
 # A float's bits, read as an integer and divided by 2**23, are about its binary logarithm plus 127
-# (the exponent bias). Another 32 is subtracted to scale a 32-bit hash to a share of 2**32.
+# (the exponent bias). Another 32 is subtracted because the share is the 32-bit hash divided by
+# 2**32.
 _BITS_OFFSET = 127 + 32
 
 
@@ -52,7 +53,8 @@ def noise_hashes(keys: Words, token_ids: npt.NDArray[np.integer]) -> Words:
 
 def gumbel(hashes: Words) -> Floats:
     """Turn 32-bit hashes into Gumbel-distributed noise, from -3.2 to 22.9."""
-    # The smallest shares give the largest noise, and floats are finest near 0.
+    # The smallest shares give the largest noise, where precision matters, and floats are finest
+    # near 0.
     shares = (hashes + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log1p(-shares))
     return noise
@@ -69,12 +71,13 @@ def best_scores(
     """Find the token with the best score in each row; NO_TOKEN where every score is NaN.
 
     Args:
-        rows, token_ids, logits: `[num_candidates]`, by rising row and token id.
+        rows, token_ids, logits: `[num_candidates]`, row, token id and logit of each candidate,
+            sorted by row, then by token id.
         temperatures: `[num_rows]`, above 0.
         keys: `[num_rows, 2]`, random words of each row.
 
     Returns:
-        `[num_rows]`.
+        The winning token ids, `[num_rows]`.
     """
     scores = logits + temperatures[rows] * gumbel(noise_hashes(keys[rows], token_ids))
     best = np.full(num_rows, -np.inf)
@@ -118,20 +121,20 @@ def _draw_chunk(
     spread: Words,
     buffers: Words,
 ) -> TokenIds:
-    """Draw tokens for some rows: bound every score, then compute only possible winners exactly.
+    """Draw tokens for some rows: bound every score, then compute exactly only those that may win.
 
-    Exact logarithms of all tokens would cost as much as all other work of sampling.
+    Exact logarithms for all tokens would take as long as all other work of sampling.
     """
     num_rows, vocab_size = logits.shape
     hashes, scratch = buffers[:, :num_rows]
     _mix(spread, keys[:, None], hashes, scratch)
     bounds, offsets = _score_bounds(logits, temperatures, hashes, scratch)
     rows = np.arange(num_rows)
-    likely = bounds.argmax(axis=1)  # a possible winner's bound must exceed this exact score
+    likely = bounds.argmax(axis=1)  # only tokens whose bound exceeds this one's exact score may win
     values = logits[rows, likely].astype(np.float64)
     reached = values + temperatures * gumbel(noise_hashes(keys, likely))
     with np.errstate(invalid="ignore"):
-        # Ten times the rounding error of the bounds.
+        # A margin of ten times the rounding error of the bounds.
         rounding = 1e-4 * temperatures + 1e-6 * np.abs(reached)
         least = reached - rounding - offsets
     index = np.flatnonzero(bounds >= least[:, None].astype(bounds.dtype))
@@ -145,19 +148,19 @@ def _score_bounds(
 ) -> tuple[npt.NDArray[np.floating], Floats]:
     """Return upper bounds of scores, minus an offset per row; overwrites hashes and scratch.
 
-    Noise G is at most -log(share), as -log(1 - share) >= share. A float's bits, read as an integer,
-    give its binary logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division
-    Using Binary Logarithms", 1962).
+    The noise G = -log(-log(1 - share)) is at most -log(share), because -log(1 - share) >= share. A
+    float's bits, read as an integer, give its binary logarithm or up to 0.09 less (Mitchell,
+    "Computer Multiplication and Division Using Binary Logarithms", 1962).
 
     Returns:
-        `[num_rows, vocab_size]` and `[num_rows]`.
+        The bounds minus offsets, `[num_rows, vocab_size]`, and the offsets, `[num_rows]`.
     """
     as_floats, bounds = scratch.view(np.float32), hashes.view(np.float32)
     as_floats[...] = hashes
     bounds[...] = scratch.view(np.int32)
     slopes = temperatures * math.log(2)
     bounds *= (slopes * -(2.0**-23)).astype(np.float32)[:, None]
-    # Penalties may have produced float64 logits beyond the range of float32.
+    # Add in the logits' dtype: penalties may have made float64 logits beyond the range of float32.
     sums = np.add(bounds, logits, out=bounds if logits.dtype == np.float32 else None)
     return sums, slopes * _BITS_OFFSET
 
@@ -167,7 +170,7 @@ def _spread(token_ids: npt.NDArray[np.integer]) -> Words:
 
 
 def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
-    """Write to ``hashes`` the `noise_hashes` of token ids that `_spread` has multiplied."""
+    """Write the `noise_hashes` of token ids to ``hashes``; ``spread`` is `_spread` of the ids."""
     np.add(spread, keys[..., 0], out=hashes)
     np.right_shift(hashes, 16, out=scratch)
     hashes ^= scratch
@@ -184,7 +187,7 @@ def _mix(spread: Words, keys: Words, hashes: Words, scratch: Words) -> None:
 
 
 def device_hashes(keys: Words, vocab_size: int, device: torch.device) -> Tensor:
-    """Return `noise_hashes` of all token ids, bits as int32: `[num_rows, vocab_size]`."""
+    """Return `noise_hashes` of all token ids as the bits of int32: `[num_rows, vocab_size]`."""
     words = torch.from_numpy(keys.view(np.int32)).to(device)  # [num_rows, 2]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
     hashes = token_ids * _signed(_SPREAD) + words[:, :1]
@@ -213,10 +216,10 @@ def device_scores(logits: Tensor, temperatures: Floats, keys: Words) -> Tensor:
 
 
 def _shifted(words: Tensor, num_bits: int) -> Tensor:
-    """Shift words to the right, filling with zeros."""
+    """Shift int32 words to the right; zeros come in from the left."""
     return (words >> num_bits).bitwise_and_(2 ** (32 - num_bits) - 1)
 
 
 def _signed(word: int) -> int:
-    """Return the int32 with the same bits as an unsigned word."""
+    """Return the int32 that has the same bits as an unsigned 32-bit word."""
     return word - 2**32 if word >= 2**31 else word

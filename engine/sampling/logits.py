@@ -1,7 +1,7 @@
 """Adjusts logits for a request, with penalties, biases and bans, before a token is chosen.
 
-The result depends only on the model's logits and the request's own tokens, not on batch, node or
-preemption. Refuses to know: temperature, randomness.
+The result depends only on the model's logits and on the request's own tokens and parameters, not on
+the batch, the node or preemptions. Refuses to know: temperature, randomness.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from baton.api.sampling_params import SamplingParams
 from engine.sampling.sampling_input import RequestSnapshot
 
-# Largest magnitude of a penalized logit: a penalty close to 0 or infinity would exceed any float.
+# Largest magnitude of a penalized logit; without it, a penalty close to 0 or to infinity would make
+# the logit infinite.
 _LARGEST_LOGIT = 1e300
 
 
@@ -27,7 +28,7 @@ def adjust_logits(
     requests: Sequence[RequestSnapshot],
     allowed_bits: Mapping[int, NDArray[np.uint8]] = MappingProxyType({}),
 ) -> Tensor:
-    """Apply penalties, biases, bans and grammars; `[num_requests, vocab_size]` in and out.
+    """Apply requests' penalties, biases, bans and grammars; `[num_requests, vocab_size]`.
 
     Repetition penalty: Keskar et al., "CTRL", arXiv 1909.05858. Presence and frequency penalty and
     logit bias: as in the OpenAI API.
@@ -69,7 +70,7 @@ def _penalize_output(row: Tensor, counts: Counter[int], params: SamplingParams) 
 
 
 def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
-    """Set forbidden tokens' logits to minus infinity; if no token remains, allow the end tokens."""
+    """Set the logits of forbidden tokens to minus infinity; if none remains, allow end tokens."""
     params = request.sampling_params
     if params.allowed_token_ids is not None:
         only = torch.full_like(row, -torch.inf)
@@ -81,17 +82,17 @@ def _ban(row: Tensor, request: RequestSnapshot, allowed: Tensor | None) -> None:
     if allowed is not None:
         row.masked_fill_(~allowed, -torch.inf)
     if request.num_output_tokens < params.min_tokens:
-        # A checkpoint may name end tokens that are not in its vocabulary.
+        # Ignore end tokens that the checkpoint names, but that are not in its vocabulary.
         ends = [token_id for token_id in request.stop_token_ids if token_id < len(row)]
         without_ends = row.index_fill(0, _index(ends, row), -torch.inf)
         row.copy_(torch.where(without_ends.isfinite().any(), without_ends, row))
 
 
 def _unpack(bits: Mapping[int, NDArray[np.uint8]], logits: Tensor) -> dict[int, Tensor]:
-    """Return masks of tokens that grammars allow, by row: `[vocab_size]` bool each."""
+    """Unpack the bits of tokens that grammars allow into one mask per row: `[vocab_size]` bool."""
     if not bits:
         return {}
-    # Unpack on the device, as packed bits are an eighth of the bytes to copy.
+    # Unpack the bits on the device, because packed bits are an eighth of the bytes to copy.
     packed = torch.from_numpy(np.stack(list(bits.values()))).to(logits.device)
     values = torch.arange(256, device=logits.device).unsqueeze(1)
     unpacked = (values >> torch.arange(8, device=logits.device) & 1).bool()  # [256, 8]

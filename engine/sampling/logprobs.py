@@ -17,8 +17,8 @@ from baton.api.outputs import TokenLogprobs
 from engine.core.outputs import PromptLogprobs
 from engine.sampling.sampling_input import SamplingInput
 
-# Number of prompt tokens whose logits are computed together; the logits of a long chunk would take
-# gigabytes.
+# Number of prompt tokens whose logits are computed together; the logits of a whole long chunk would
+# take gigabytes.
 MAX_PROMPT_ROWS = 256
 
 
@@ -50,8 +50,9 @@ class PromptRows:
     Attributes:
         first_row: row of the step's hidden states that predicts ``token_ids[0]``.
         first_position: position of ``token_ids[0]`` in the prompt.
-        token_ids: the predicted tokens; empty if the step computes only the prompt's last token.
-        num_top: number of most probable tokens to return with each token.
+        token_ids: the prompt tokens that the chunk predicts; empty if the step computes only the
+            prompt's last token.
+        num_top: number of most probable tokens to return for each predicted token.
     """
 
     request_id: str
@@ -65,7 +66,7 @@ def compute_prompt_logprobs(
     compute_logits: Callable[[range], Tensor],
     prompt_rows: Sequence[PromptRows],
 ) -> dict[str, PromptLogprobs]:
-    """Return the logprobs of each chunk, by request id.
+    """Return the logprobs of each chunk's prompt tokens, by request id.
 
     Args:
         compute_logits: returns the logits of some of the step's tokens, `[n, vocab_size]`.
@@ -96,9 +97,9 @@ def _slice_logprobs(
 def _token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return each row's logprob of its token, and its most probable tokens.
+    """Return, for each row, the logprob of its token, and its most probable tokens.
 
-    Logits are `[n, vocab_size]`.
+    ``logits`` are `[n, vocab_size]`, ``token_ids`` `[n]`.
     """
     logprobs = _log_softmax(logits)
     best_ids, best = _best(logprobs, num_top)
@@ -113,8 +114,8 @@ def _token_logprobs(
 def _log_softmax(logits: Tensor) -> Tensor:
     """Return the log-softmax in float32; a row's result does not depend on other rows.
 
-    On a GPU, torch's order of addition depends on a row's address, unless all rows begin at a
-    multiple of 16 bytes.
+    On a GPU, the order in which torch adds a row depends on the row's address, unless all rows
+    begin at a multiple of 16 bytes.
     """
     size, wide = logits.shape[-1], logits.float()
     rest = -size % 4 if logits.is_cuda else 0
@@ -123,7 +124,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
-    """Return each row's most probable tokens and their logprobs, descending; ties by token id.
+    """Return each row's most probable tokens and their logprobs, best first; ties by token id.
 
     `topk` alone breaks ties arbitrarily, depending on ``num_top``.
     """
@@ -131,11 +132,11 @@ def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], li
     wanted = torch.tensor(num_top, device=logprobs.device).clamp(max=vocab_size)
     most = min(max(num_top) + 1, vocab_size)
     found = logprobs.topk(most, dim=-1)
-    # Sort by token id, then stably by logprob.
+    # Sort by token id, then stably by logprob, so that ties are in order of token ids.
     ids, order = found.indices.sort(dim=-1)
     values, order = found.values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
-    # Check whether a token beyond those found ties with the last wanted token.
+    # Check whether a token that `topk` did not return ties with the last wanted token.
     last = values.gather(1, (wanted - 1).clamp(min=0).unsqueeze(1))  # [n, 1]
     is_cut = (values[:, -1:] == last) & (wanted > 0).unsqueeze(1)
     for row in is_cut.squeeze(1).nonzero().squeeze(1).tolist() if most < vocab_size else ():

@@ -1,7 +1,7 @@
-"""MaskThreads: computes grammars' masks on threads, so that a step waits only for cheap masks.
+"""MaskThreads: computes grammars' masks on threads, so that steps wait only for cheap masks.
 
-A mask takes about 0.01 ms, but a hundred times as long if the grammar library meets new states,
-which cannot be predicted. Refuses to know: requests, steps.
+A mask takes about 0.01 ms, but a hundred times as long if the grammar library meets new parser
+states; this cannot be predicted. Refuses to know: requests, steps.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import threading
 import time
 import weakref
 
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 
 NUM_THREADS = 2
 # Maximum number of seconds per step that the engine's thread waits for the masks of the previous
 # step.
 WAIT_S = 0.004
-# Maximum number of seconds that the engine's thread waits for masks, when nothing else can run,
-# before it looks for new requests.
+# If all requests need masks before they can run: maximum number of seconds that the engine's thread
+# waits before it looks for new requests.
 IDLE_WAIT_S = 0.01
 # A grammar whose latest mask took less than `CHEAP_S` seconds gets its next mask on the engine's
-# thread, as starting another thread would take longer; at most `AT_ONCE_S` seconds per step are
-# spent so.
+# thread, as starting another thread would take longer; the engine's thread spends at most
+# `AT_ONCE_S` seconds per step on masks.
 CHEAP_S = 0.0005
 AT_ONCE_S = 0.002
 
@@ -30,7 +30,7 @@ AT_ONCE_S = 0.002
 class MaskThreads:
     """A pool of threads that compute masks; starts with the first mask, or with `start`.
 
-    Only the engine's thread calls these methods; see `engine.core.grammar.MaskMaker`.
+    Only the engine's thread calls these methods; see `engine.core.grammars.grammar.MaskMaker`.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class MaskThreads:
             weakref.finalize(self, _stop, self._work)
 
     def begin_mask(self, grammar: GrammarState) -> None:
-        """Compute a mask now if it is likely cheap, else on a thread."""
+        """Compute a mask now if it probably takes little time, else on another thread."""
         if grammar.mask_s < CHEAP_S and self._left_s > 0:
             began_at = time.thread_time()
             grammar.compute_mask()
@@ -76,10 +76,10 @@ class MaskThreads:
 
 
 class _Open:
-    """Counts the masks being computed, in total and in the current round.
+    """Counts the masks being computed, in total and since the last `wait_for_young`.
 
     Attributes:
-        num_open: masks that are not ready.
+        num_open: number of masks that are being computed.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _Open:
         self._changed = threading.Condition()
 
     def note_begun(self) -> int:
-        """Count one more mask; return its round."""
+        """Count one more mask; return the number of its round."""
         with self._changed:
             self.num_open += 1
             self._num_young += 1
@@ -102,7 +102,7 @@ class _Open:
             self._changed.notify()
 
     def wait_for_young(self, seconds: float) -> None:
-        """Wait for the masks of this round, and begin the next round."""
+        """Wait for the masks begun in this round, for ``seconds`` at most; begin the next round."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_young, seconds)
             self._round += 1
@@ -119,7 +119,7 @@ def _compute(work: queue.SimpleQueue[tuple[GrammarState, int] | None], state: _O
         grammar, begun_in = item
         try:
             grammar.compute_mask()
-        except BaseException as error:  # outermost handler; a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is no Exception
             grammar.fail(str(error) or type(error).__name__)
         state.note_ready(begun_in)
 

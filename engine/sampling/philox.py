@@ -1,6 +1,6 @@
-"""Random words that depend only on (seed, output position), so there is no generator state to lose.
+"""Random words that depend only on (seed, output position), so no generator state is needed.
 
-Words stored between steps are only computed ahead of time.
+`WordTable` keeps words between steps only to save time; they can be computed again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def counter_words(
 class WordTable:
     """A cache of the random words for each row's next output positions.
 
-    One call of `counter_words` costs as much for one position as for several.
+    Words of several positions are computed together, because one call of `counter_words` takes as
+    long for several positions as for one.
 
     Args:
         num_rows: number of rows, one per request.
@@ -51,11 +52,12 @@ class WordTable:
 
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
-        self._pairs = self._words.view(np.uint64).reshape(-1)  # the same memory, viewed as uint64
-        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)  # first position of each row
+        self._pairs = self._words.view(np.uint64).reshape(-1)  # the memory of `_words`, as uint64
+        # By row, the output position of the row's first word.
+        self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)
 
     def clear(self, row: int) -> None:
-        """Empty a row, for another request."""
+        """Empty a row, because another request gets it."""
         self._first[row] = _NOWHERE
 
     def words_at(
@@ -66,17 +68,18 @@ class WordTable:
     ) -> npt.NDArray[np.uint32]:
         """Return `counter_words` of seeds and positions; all are `[n]`.
 
-        A row may occur several times in succession, with ascending positions.
+        A row may occur several times in ``rows``, in succession and with ascending positions.
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows at once, as otherwise some row would run out in nearly every step.
-            first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))  # first place per row
+            # Refill all rows at once, as otherwise some row would run out in nearly every step. The
+            # index at which each row first occurs.
+            first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # more words than one refill computes
+            if (ahead >= POSITIONS_AHEAD).any():  # more positions than one refill computes
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

@@ -1,13 +1,13 @@
-"""Rejection sampling of drafts: keeps the distribution of tokens, but may change the tokens.
+"""Rejection sampling of drafts: drafts may change the sampled tokens, but not their distribution.
 
-Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that was drawn from q
-is kept with probability min(1, p(x) / q(x)), where p is the model's distribution. Otherwise, a
-token is drawn from the part of p above q (*recovered* token), which never equals the draft. If q is
-unknown, all of q's mass is taken to be on x. After the last draft, a token is drawn from p (*bonus*
-token).
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A draft x that the drafter drew
+from its distribution q is kept with probability min(1, p(x) / q(x)), where p is the model's
+distribution. Otherwise, a token is drawn from the part of p above q (*recovered* token), which
+never equals the draft. If q is unknown, all of q's mass is taken to be on x. After the last draft,
+a token is drawn from p (*bonus* token).
 
-Random words depend only on seed, position and purpose, so the decision to keep a draft does not
-depend on the noise that the draft was drawn with.
+Random words depend only on seed, position and purpose. Each purpose has words of its own, so that
+the decision to keep a draft does not depend on the noise with which it was drawn.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from engine.sampling.sampler import least_kept, sample
 from engine.sampling.sampling_input import SamplingInput
 
 AllowedBits = Mapping[str, Sequence[npt.NDArray[np.uint8]]]
-_KEEP, _AGAIN, DRAFT = range(3)  # purposes of random words
-_BEYOND = 2**31  # larger than any token id, so never equal to one
+_KEEP, _AGAIN, DRAFT = range(3)  # purposes of random words, see `salted`
+_BEYOND = 2**31  # larger than any token id, so that words for other purposes differ
 
 
 def salted(keys: Words, purpose: int) -> Words:
-    """Derive from keys the random words for one purpose: `[n, 2]` in and out."""
+    """Derive the random words for one purpose from the keys of positions: `[n, 2]` in and out."""
     ids = np.array([_BEYOND + 2 * purpose, _BEYOND + 2 * purpose + 1], dtype=np.uint32)
     return noise_hashes(keys[:, None], ids[None])
 
@@ -44,15 +44,16 @@ def sample_with_rejection(
     allowed_bits: Callable[[], AllowedBits] = dict,
     proposed: Mapping[int, Floats] | None = None,
 ) -> list[int]:
-    """Sample one token per row: the row's draft if it is kept.
+    """Sample one token per row: the row's draft if it is kept, else another token.
 
-    `SamplingInput.accept` reads the result.
+    `SamplingInput.accept` finds the accepted drafts in the result.
 
     Args:
         logits: `[num_sampling, vocab_size]` float32; row i belongs to row i of ``sampling``.
         allowed_bits: masks of the tokens that grammars allow, by request id
             (`StepHooks.allowed_bits`).
-        proposed: known distributions that drafts were drawn from, `[vocab_size]` each, by row.
+        proposed: distribution that a row's draft was drawn from, `[vocab_size]`, by row, where it
+            is known.
     """
     allowed = allowed_bits() if sampling.adjusted else {}
     token_ids = sample(logits, sampling, lambda: allowed)
@@ -71,7 +72,7 @@ def sample_with_rejection(
             draft_probabilities[place, : len(known)] = known[: target.shape[1]]
     chosen = keep_or_draw(target, draft_probabilities, drafts[rows], sampling.keys[rows])
     for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
-        if token_ids[row] != NO_TOKEN:  # a row with NaN does not keep any draft
+        if token_ids[row] != NO_TOKEN:  # a row with NaN keeps no draft
             token_ids[row] = token_id
     return token_ids
 
@@ -80,7 +81,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     """Keep each row's draft, or draw a token in its place: `[n]`.
 
     Args:
-        target, proposed: `[n, vocab_size]`, distributions of tokens and of drafts.
+        target, proposed: `[n, vocab_size]`, the model's and the drafter's distributions.
         drafts: `[n]`.
         keys: `[n, 2]`, random words of each position.
     """
@@ -91,7 +92,7 @@ def keep_or_draw(target: Floats, proposed: Floats, drafts: TokenIds, keys: Words
     if not len(again):
         return drafts
     rest = np.maximum(target[again] - proposed[again], 0.0)
-    # `target` and `proposed` both sum to 1, so a row of `rest` is all 0 only by rounding.
+    # As `target` and `proposed` both sum to 1, a row of `rest` can be all 0 only by rounding.
     nothing = rest.sum(axis=1) == 0
     rest[nothing] = target[again[nothing]]
     with np.errstate(divide="ignore"):
@@ -130,7 +131,7 @@ def probabilities(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
 def _adjusted(
     logits: Tensor, sampling: SamplingInput, allowed: AllowedBits, rows: TokenIds
 ) -> Tensor:
-    """Return some rows of the logits, with penalties, biases, bans and grammars."""
+    """Return some rows of the logits after penalties, biases, bans and grammars are applied."""
     wanted = logits[torch.from_numpy(rows).to(logits.device)].double()
     if not sampling.adjusted:
         return wanted

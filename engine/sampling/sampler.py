@@ -1,9 +1,9 @@
 """Sampler: turns logits into tokens. Randomness depends only on (seed, output position, token id).
 
 A request gets the same tokens in any batch, on any node, and after any preemption or retry. This
-file applies the filters; gumbel.py draws from the kept tokens. Work per vocabulary entry is
-in float32; on a CPU, the final decision is in float64. On a GPU with Triton,
-`baton_kernels.triton.sampling.tokens` gives the same tokens in a few launches.
+file applies the filters (top-k, top-p, min-p); gumbel.py draws from the kept tokens. Work per
+vocabulary entry is in float32; on a CPU, the final decision is in float64. On a GPU with Triton,
+`baton_kernels.triton.sampling.tokens` gives the same tokens in a few kernel launches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_score
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
-# Numbers of largest logits to sort for top-p, tried in this order: most distributions have nearly
-# all their mass in few tokens, and sorting a whole vocabulary takes many times longer.
+# How many of the largest logits to sort for top-p: first the smaller number, and if their mass is
+# not enough, the larger one. Most distributions have nearly all their mass in few tokens, and
+# sorting a whole vocabulary takes many times longer.
 TOP_VALUES = (128, 2048)
 # If filters keep more than this fraction of the logits, drawing from all logits is faster.
 MANY_KEPT = 1 / 32
@@ -50,7 +51,7 @@ def sample(
             (`StepHooks.allowed_bits`).
     """
     parameters, keys = sampling.parameters, sampling.keys
-    if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any type; the host needs float32
+    if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any dtype, the host float32
         if sampling.is_greedy:
             return _as_list(_most_probable(logits, parameters, keys))
         logits = logits.float()
@@ -63,7 +64,8 @@ def sample(
     bits = {
         index: mask
         for index, row in enumerate(sampling.adjusted)
-        for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)  # at most one per row
+        # A row without drafts has at most one mask.
+        for mask in islice(allowed.get(sampling.request_ids[row], ()), 1)
     }
     changed = adjust_logits(_rows(logits, adjusted), list(sampling.adjusted.values()), bits)
     token_ids[adjusted] = choose(changed, parameters[adjusted], keys[adjusted])
@@ -75,8 +77,8 @@ def sample(
 def rows_without_numbers(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
     """List the rows whose logits are NaN or infinite, so that their tokens are invalid.
 
-    Looks only at the logit of each row's chosen token, which costs nearly nothing: one NaN in a
-    hidden state makes all logits of its row NaN.
+    Looks only at the logit of each row's chosen token, which takes nearly no time and suffices: one
+    NaN in a hidden state makes all logits of its row NaN.
 
     Args:
         logits: `[num_sampling, vocab_size]`, as `sample` was given.
@@ -97,7 +99,7 @@ def _as_list(token_ids: TokenIds) -> list[int]:
 
 
 def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Return the most probable token of greedy requests, and a drawn token of others."""
+    """Return one token per row: the most probable one for greedy requests, else a drawn one."""
     if logits.is_cuda and _HAS_TRITON:
         return _choose_by_kernel(logits, parameters, keys)
     filtered = (parameters["top_k"] > 0) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)
@@ -113,12 +115,13 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 
 
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Choose tokens on the logits' device; copies all parameters there at once."""
+    """Choose tokens on the device of the logits; copy all parameters to it in one copy."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Dtypes up to float32 are not converted, because the kernel adds in another order for a
-    # converted row.
+    # Only float64 is converted: the kernel would add converted rows of other dtypes in another
+    # order, which would change the rounding.
     if logits.dtype == torch.float64:
-        # A large penalty may give numbers beyond float32's range, which must not become infinity.
+        # A large penalty may give values beyond the range of float32, which must not become
+        # infinity.
         logits = logits.clamp(max=torch.finfo(torch.float32).max).float()
     token_ids: TokenIds = sample_on_device(logits, tensors).cpu().numpy()
     return token_ids
@@ -146,7 +149,10 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise of an unfiltered draw: the same token wins, unless filtered out."""
+    """Draw among the kept tokens, with the noise that a draw from all tokens would have.
+
+    So the token that such a draw gives is also drawn here, unless a filter drops the token.
+    """
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:
@@ -165,10 +171,11 @@ def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words
 def least_kept(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
     """Return the least logit that each request's filters keep: `[num_requests]`.
 
-    Top-p applies to the distribution that top-k left, and keeps the token that crosses the
-    threshold. Min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is a fraction of the
-    best token's probability. Equally probable tokens are kept or dropped together, so that the
-    result depends on neither the order of a sort nor the batch.
+    Top-p applies to the distribution of the tokens that top-k keeps, and keeps the token that
+    crosses the threshold. Min-p (Nguyen et al., "Turning Up the Heat", arXiv 2407.01082) is given
+    as a fraction of the best token's probability. Equally probable tokens are kept or dropped
+    together, so that the result depends neither on the order in which a sort leaves equals nor on
+    the batch.
     """
     vocab_size = logits.shape[-1]
     top_k, top_p = parameters["top_k"], parameters["top_p"]
@@ -207,11 +214,11 @@ def _least_of(
 
     Args:
         ordered: `[num_requests, num_values]`, the largest logits, descending.
-        limits: `[num_requests]`, top-k; the vocabulary size if off.
+        limits: `[num_requests]`, top-k; the vocabulary size if top-k is off.
         totals: `[num_requests]`, total weight of the vocabulary; read only where top-p alone is on.
 
     Returns:
-        `[num_requests]` both.
+        The least logits and the flags, `[num_requests]` each.
     """
     num_values = ordered.shape[1]
     top_p = parameters["top_p"]
@@ -228,7 +235,7 @@ def _least_of(
 
 
 def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> Floats:
-    """Return weights of logits relative to the largest logit; `[num_requests, n]` in and out."""
+    """Return logits' weights, 1 for the largest logit; `[num_requests, n]` in and out."""
     with np.errstate(invalid="ignore", under="ignore"):  # NaN if all tokens are banned
         weights: Floats = np.exp((values - best[:, None]) / _temperatures(parameters)[:, None])
     return weights
@@ -237,7 +244,7 @@ def _weights(values: Floats, best: Floats, parameters: npt.NDArray[np.void]) -> 
 def _total_weight(logits: Tensor, parameters: npt.NDArray[np.void]) -> Floats:
     """Return the sum of `_weights` over the vocabulary: `[num_requests]`."""
     temperatures = torch.from_numpy(_temperatures(parameters)).to(logits).unsqueeze(1)
-    # The best token's weight is 1, so its softmax probability is the reciprocal of the total.
+    # The weight of the best token is 1, so its probability is the reciprocal of the total weight.
     shares = (logits / temperatures).softmax(dim=-1)
     best: Floats = shares.amax(dim=-1).double().cpu().numpy()
     return 1 / best

@@ -1,4 +1,4 @@
-"""SamplingInput: the sampler's inputs for a step's rows. Refuses to know: logits, grammars."""
+"""SamplingInput: the sampler's inputs for the rows of a step. Refuses to know: logits, grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from baton.api.sampling_params import SamplingParams
 from engine.core.step_plan import NewRow
 
-# One row per request. The number of logprobs is -1 if none are asked for.
+# One entry per request. The number of logprobs is -1 if the request asks for none.
 PARAMETERS = np.dtype(
     [
         ("temperature", np.float64),
@@ -28,7 +28,7 @@ PARAMETERS = np.dtype(
 
 
 def parameters_row(new: NewRow) -> tuple[object, ...]:
-    """Return a request's row of `PARAMETERS`."""
+    """Return the sampling parameters of a request as one entry of dtype `PARAMETERS`."""
     params = new.sampling_params
     return (
         params.temperature,
@@ -45,7 +45,7 @@ def parameters_row(new: NewRow) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """Inputs of one request's logit adjustments, besides its grammar."""
+    """Inputs of `adjust_logits` for one request, besides the request's grammar."""
 
     sampling_params: SamplingParams
     token_ids: list[int]
@@ -63,17 +63,17 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Inputs for the tokens that a step samples: one per request, plus one per draft.
+    """Inputs for the tokens that a step samples: one row per request, plus one per draft.
 
     Attributes:
-        request_ids: `[num_sampling]`; a request's tokens are adjacent.
+        request_ids: `[num_sampling]`, the request of each row; rows of one request are adjacent.
         parameters: `[num_sampling]` of `PARAMETERS`.
         keys: `[num_sampling, 2]`, random words by seed and output position: the only source of
             randomness. If all rows are greedy, keys may be stale, because they are not read.
         adjusted: snapshots by row, for requests with penalties, biases or bans.
         draft_token_ids: `[num_sampling]`, the draft at the sampled token's position;
             `UNKNOWN_TOKEN` for a row without a draft. Empty: the step has no drafts.
-        is_greedy: whether each token is the most probable one by the unadjusted logits.
+        is_greedy: whether every row takes the most probable token by the unadjusted logits.
         wants_logprobs: whether any row wants logprobs.
     """
 
@@ -86,18 +86,18 @@ class SamplingInput:
     wants_logprobs: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute both flags once, as later decode steps of the same requests reuse this object."""
+        """Compute `is_greedy` and `wants_logprobs` once: later decodes may reuse this object."""
         is_greedy = not self.adjusted and not self.parameters["temperature"].any()
         wants_logprobs = bool((self.parameters["num_logprobs"] >= 0).any())
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "wants_logprobs", wants_logprobs)
 
     def accept(self, token_ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Group sampled tokens by request id, ending each request at its first wrong draft.
+        """Group sampled tokens by request id; drop those after the first wrong draft of a request.
 
-        The token sampled in the wrong draft's place is kept; later tokens were computed after the
-        wrong draft. Randomness depends only on seed and position, so steps without drafts would
-        sample equal tokens (except with rejection sampling).
+        The token sampled in the wrong draft's place is kept. Later tokens are dropped, because they
+        were computed from the wrong draft. Randomness depends only on seed and position, so steps
+        without drafts would sample equal tokens (except with rejection sampling).
         """
         if not self.draft_token_ids:
             return dict(zip(self.request_ids, zip(token_ids), strict=True))
@@ -113,5 +113,5 @@ class SamplingInput:
 
     @property
     def needs_host(self) -> bool:
-        """Return whether the host must sample, because the GPU kernel lacks a needed feature."""
+        """Return whether the host must sample: the kernel lacks logit adjustments and logprobs."""
         return bool(self.adjusted) or self.wants_logprobs

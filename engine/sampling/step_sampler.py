@@ -1,6 +1,6 @@
 """StepSampler: draws a step's tokens and logprobs from its logits, on the device or the host.
 
-LaunchedStep: a step launched on the device, whose result can be waited for.
+LaunchedStep: a step that was launched on the device, with a method that waits for its result.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
 
-Proposed = Mapping[int, Floats]  # by row: the distribution from which the draft was drawn
+Proposed = Mapping[int, Floats]  # by row: its draft's distribution
 
 
 @dataclass(frozen=True, slots=True)
 class StepSampler:
-    """Draws a step's tokens, on the device or the host with equal results.
+    """Draws the tokens of a step, on the device or on the host, with equal results.
 
     Tokens with penalties, grammars or logprobs are drawn on the host.
 
@@ -44,7 +44,7 @@ class StepSampler:
         return sampling.needs_host or self.judges_drafts(sampling)
 
     def judges_drafts(self, sampling: SamplingInput) -> bool:
-        """Return whether this step's drafts are accepted by rejection sampling."""
+        """Return whether rejection sampling decides which of this step's drafts are accepted."""
         return self.rejects and bool(sampling.draft_token_ids)
 
     def prompt_logprobs(
@@ -58,7 +58,7 @@ class StepSampler:
     def draw_on_device(
         self, logits: Tensor, sampling: SamplingInput, device: torch.device
     ) -> Tensor:
-        """Return the tokens, `[num_sampling]` int64 on the device; `NO_TOKEN` marks bad logits."""
+        """Draw tokens, `[num_sampling]` int64 on the device; `NO_TOKEN` where logits are bad."""
         tensors = upload_parameters(sampling.parameters, sampling.keys, device)
         return sample_on_device(logits, tensors)
 
@@ -74,7 +74,8 @@ class StepSampler:
 
         Args:
             logits: `[num_sampling, vocab_size]`.
-            proposed: returns the drafts' distributions; called only with rejection sampling.
+            proposed: returns the distributions that drafts were drawn from; called only for
+                rejection sampling.
         """
         if self.judges_drafts(sampling):
             token_ids = sample_with_rejection(
@@ -96,14 +97,15 @@ class StepSampler:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that was launched on the device.
+    """A step that was launched on the device, and its result.
 
     Attributes:
         output: the result; its tokens are missing until ``done``.
         token_ids: `[num_sampling]` int64 on the host, valid after ``done``; None: see ``output``.
         done: CUDA event of the step's end; None: the step has ended.
-        started_at: when the step was launched, by the monotonic clock.
-        ended_at: when the step ended, by the monotonic clock; None: unknown before `wait`.
+        started_at: when the step was launched, in seconds of the monotonic clock.
+        ended_at: when the step ended, in seconds of the monotonic clock; None: unknown before
+            `wait`.
         pooled: results of pooled requests, float32 on the device, by request id.
     """
 
@@ -116,7 +118,7 @@ class LaunchedStep:
     pooled: Mapping[str, Tensor] = field(default_factory=dict)
 
     def wait(self) -> ModelRunnerOutput:
-        """Wait until KV and tokens are computed; return the result."""
+        """Wait until the step's KV and tokens are computed; return the result."""
         if self.done is not None:
             self.done.synchronize()
         output, sampled = self.output, self.output.sampled_token_ids

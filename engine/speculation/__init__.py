@@ -1,8 +1,8 @@
-"""Speculation: makes drafts, and decides how many to verify. One file, and one line here, per
-proposer.
+"""Speculation: makes drafts, and decides how many to verify. To add a proposer, add a file and a
+line here.
 
 Drafters with weights run in the workers (`models/drafters`, `engine/worker/drafting`); their drafts
-are read from the steps' results. A proposer is imported when it is used.
+come with the results of steps. A proposer's module is imported only when it is used.
 """
 
 from baton.registry import Registry

@@ -10,20 +10,21 @@ from engine.core.request import Request
 
 
 class Proposer(Protocol):
-    """A source of drafts of requests' next tokens, owned by the engine's thread.
+    """A source of drafts, which propose the next tokens of requests; owned by the engine's thread.
 
-    Wrong drafts do not change any output: a step samples the right token in a draft's place, and
-    accepts the draft only if both are equal (docs/speculation.md).
+    By default, wrong drafts do not change any output: a step samples the right token in a draft's
+    place, and accepts the draft only if it equals the sampled token. With rejection sampling,
+    drafts do not change the distribution of outputs (docs/speculation.md).
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raise ConfigError or ModelLoadError if the options do not allow drafts."""
+        """Raise ConfigError or ModelLoadError if this proposer cannot work with the options."""
 
     def store_drafts(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Store the drafts that a worker made in the latest step, by request id."""
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Propose up to ``num_drafts`` tokens after each request's ``token_ids``."""
+        """Propose up to ``num_drafts`` tokens that may follow each request's ``token_ids``."""
 
     def forget(self, request: Request) -> None:
-        """Drop all data about a request, if any."""
+        """Drop all data that the proposer has about a request."""

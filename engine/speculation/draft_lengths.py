@@ -1,7 +1,7 @@
 """Decides how many drafts pay off, from measured step times and acceptance rates.
 
 A step yields one token per request and one more per accepted draft, but takes longer with more
-drafts. The number of drafts that gives most tokens per second is chosen; 0 if drafts do not pay
+drafts. The chosen number of drafts gives the most tokens per second; it is 0 if drafts do not pay
 off. Refuses to know: requests' tokens, the proposer.
 """
 
@@ -15,37 +15,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-# From this many samples of a size on, their median is used; before, their minimum, because the
-# first steps of a size compile.
+# If a step size (number of tokens) has at least this many samples, their median is the size's cost.
+# Otherwise, their minimum is, because the first steps of a size may compile kernels.
 _ENOUGH = 5
-TRIED = 3  # samples until a size's cost is known
-# A measured time is used for `_FRESH` steps. If other sizes seem faster by less than `_MUCH` times,
-# maybe by chance, it is measured again after `_FRESH_IF_LITTLE` steps.
+TRIED = 3  # number of samples from which on the cost of a size is known
+# The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by a factor
+# below `_MUCH`, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
-_SAMPLES = 5  # latest samples kept per size; their median ignores disturbances by other programs
-_FORGET_AFTER = 2000  # steps until a size's old samples are dropped
-_MEMORY = 0.93  # decay of a request's acceptance, per checked draft
-_MEMORY_OF_ALL = 0.99  # decay of all requests' acceptance, per checked draft
-_PRIOR_WEIGHT = 2.0  # in a request's rate, all requests' rate counts like this many drafts
+_SAMPLES = 5  # latest samples kept per size; their median ignores slow moments
+_FORGET_AFTER = 2000  # steps after which the samples of an unused size are dropped
+_MEMORY = 0.93  # decay of one request's acceptance rate, per checked draft
+_MEMORY_OF_ALL = 0.99  # decay of the acceptance rate of all requests, per checked draft
+_PRIOR_WEIGHT = 2.0  # weight, in drafts, of all requests' rate in one request's rate
 _FIRST_PRIOR = 0.7
-_FIRST_TRIED = 8  # first steps with drafts, which record tapes; their times are ignored
-TRY_AFTER = 512  # steps without drafts until a trial; doubles each time
-TRY_AT_LEAST = 8192  # maximum number of steps without drafts before a trial
+_FIRST_TRIED = 8  # first steps with drafts whose times are ignored, as they record tapes
+TRY_AFTER = 512  # steps without drafts until a trial; doubles after each trial
+TRY_AT_LEAST = 8192  # maximum number of steps without drafts until a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
-# Least gain in tokens per second that pays for drafts. Smaller gains are within noise, and requests
-# that finish early leave smaller batches.
+# Drafts must multiply the tokens per second by this factor, or none are made: smaller gains are
+# within noise, and requests that finish early leave smaller batches.
 _MARGIN = 1.1
 
 
 class StepCosts:
-    """Measured seconds of decode-only steps, by number of tokens."""
+    """Measured seconds by size: of decode-only steps by tokens, or of drafting by requests."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
         self._noted_at: dict[int, deque[int]] = {}
         self._num_noted = 0
-        # Typical seconds by size, ascending; sizes measured too rarely count only if there are no
-        # others.
+        # Typical seconds of a step by size, ascending. Sizes with fewer than `TRIED` samples are in
+        # this dict only if no size has more.
         self._typical: dict[int, float] = {}
         self._num_known = 0
 
@@ -70,7 +70,8 @@ class StepCosts:
         """Return whether steps of this size were measured often and recently enough.
 
         Args:
-            gain: tokens per second of other sizes, as a multiple of this size's.
+            gain: tokens per second that other sizes seem to give, as a multiple of those of this
+                size.
         """
         noted_at = self._noted_at.get(_size_class(num_tokens))
         if noted_at is None or len(noted_at) < TRIED:
@@ -89,16 +90,16 @@ class StepCosts:
         self._typical = {size: _of(own) for size, own in sorted((known or self._samples).items())}
 
     def seconds(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds of steps with each of these numbers of tokens (ascending).
+        """Return the expected seconds of steps with these numbers of tokens, which ascend.
 
-        Interpolates linearly between measured sizes. Beyond the largest one, extends the line from
-        the smallest to the largest; with one measured size, assumes equal times, so that other
-        sizes are tried and then measured. ``num_tokens[0]`` is near the size in use.
+        Interpolates linearly between measured sizes. Beyond the largest measured size, extends the
+        line from the smallest to the largest one. With only one measured size, assumes the same
+        time for all, so that other sizes are tried and then measured.
         """
         sizes, costs = list(self._typical), np.array(list(self._typical.values()))
         if not sizes:
             return np.ones(len(num_tokens))
-        # A larger step cannot be faster, so the smaller step was measured in a slow moment.
+        # A larger step cannot be faster: if it was, the smaller step was measured in a slow moment.
         costs = np.minimum.accumulate(costs[::-1])[::-1]
         found: NDArray[np.float64] = np.interp(num_tokens, sizes, costs)
         if len(sizes) > 1:
@@ -115,21 +116,21 @@ class DraftingCosts:
     """Measured seconds of making drafts, by number of drafts and of requests."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, StepCosts] = {}  # by number of drafts
+        self._costs: dict[int, StepCosts] = {}  # by number of drafts, then of requests
         self._num_noted = 0
 
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Record the time of making ``num_drafts`` drafts for each of ``num_rows`` requests."""
+        """Record the seconds of making ``num_drafts`` drafts for each of ``num_rows`` requests."""
         self._num_noted += 1
         self._costs.setdefault(num_drafts, StepCosts()).note(num_rows, seconds)
 
     def seconds(self, num_rows: int, most: int) -> NDArray[np.float64]:
-        """Return the seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
+        """Return the expected seconds of making 0, 1, ..., ``most`` drafts: ``[most + 1]``.
 
-        A number of drafts costs at most as much as any larger measured number, and at most in
-        proportion to any smaller one, because the first draft is the most expensive. So a number of
-        drafts whose time was measured in a slow moment, or before a tape was recorded, is tried
-        again. All costs are 0 at first, so that drafts are tried.
+        The expected time of n drafts is at most the time measured for more drafts, and at most n /
+        m times the time measured for m < n drafts, because the first draft takes longest. So a
+        number of drafts that was measured in a slow moment, or before a tape was recorded, is tried
+        again. All times are 0 at first, so that drafts are tried.
         """
         found = np.zeros(most + 1)
         if self._num_noted < _FIRST_TRIED:
@@ -144,13 +145,13 @@ class DraftingCosts:
 
 
 def _size_class(num_tokens: int) -> int:
-    """Round a number of tokens: up to 16 exactly, then to one of eight sizes per doubling."""
+    """Round a number of tokens to a size: each number up to 16, then eight sizes per doubling."""
     step = 1 << max(num_tokens.bit_length() - 4, 0)
     return (num_tokens + step // 2) // step * step
 
 
 class Acceptance:
-    """The rate at which drafts are accepted, of one request or of all."""
+    """The rate at which drafts of one request, or of all requests, are accepted."""
 
     def __init__(self, memory: float = _MEMORY) -> None:
         self._memory = memory
@@ -162,12 +163,12 @@ class Acceptance:
         return cls(_MEMORY_OF_ALL)
 
     def note(self, is_right: bool) -> None:
-        """Count a checked draft; drafts after a wrong draft are not checked."""
+        """Count a draft that was compared with a sampled token; skip drafts after a wrong one."""
         self._right = self._right * self._memory + is_right
         self._looked_at = self._looked_at * self._memory + 1
 
     def rate(self, prior: float = _FIRST_PRIOR) -> float:
-        """Return the chance that a draft is right if earlier drafts are; ``prior`` without data."""
+        """Return the chance that a draft is right if earlier ones are; ``prior`` without data."""
         rate = (self._right + _PRIOR_WEIGHT * prior) / (self._looked_at + _PRIOR_WEIGHT)
         return min(rate, 0.99)
 
@@ -185,7 +186,7 @@ def choose_lengths(
     requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
     places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
     chances = np.asarray(rates)[requests] ** places
-    # the order: a request's earlier drafts before its later ones
+    # In this order, a request's earlier drafts come before its later ones.
     order = np.argsort(-chances, kind="stable")
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
     seconds = costs.seconds(num_rows + np.arange(len(tokens)))
@@ -201,14 +202,15 @@ def choose_lengths(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision on the number of drafts, with its reasons.
+    """A decision on the number of drafts, with the figures that led to it.
 
     Attributes:
-        num_drafts: drafts to verify, over all requests of the step.
-        num_possible: available drafts, over all requests of the step.
-        num_rows: requests in the step.
+        num_drafts: number of drafts to verify, summed over the requests of the step.
+        num_possible: number of available drafts, summed over the requests of the step.
+        num_rows: number of requests in the step.
         rate: mean acceptance rate of the requests with drafts.
-        step_s: seconds of a step without drafts, with the chosen drafts, and with all drafts.
+        step_s: expected seconds of a step without drafts, with the chosen drafts, and with all
+            drafts.
         gain: tokens per second with the chosen drafts, as a multiple of those without drafts.
         drafting_s: expected seconds of making the drafts; 0: making drafts takes no time.
     """
@@ -234,10 +236,10 @@ class Choice:
 def choose_num_drafts(
     costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
 ) -> tuple[int, Choice]:
-    """Return how many drafts per request to make, if making drafts takes time, and the reasons.
+    """Return how many drafts to make per request, given what drafting costs, and the reasons.
 
     Args:
-        num_rows: number of requests that continue.
+        num_rows: number of requests in the next step.
         most: maximum number of drafts per request.
         rate: acceptance rate of all requests (`Acceptance.rate`).
     """
@@ -256,24 +258,24 @@ def choose_num_drafts(
 
 
 class Trials:
-    """Decides when to retry drafting after drafting stopped paying off, at growing intervals.
+    """Decides when to try drafts again after they stopped paying off, at growing intervals.
 
-    Trials may take only a small share of all time, because a drafter with many unread tokens may
-    take as long as many steps.
+    Trials may take only a small share of all time, because a trial in which the drafter must read
+    many tokens takes as long as many steps.
     """
 
     def __init__(self) -> None:
         self._num_silent = self._num_left = 0
         self._wait = TRY_AFTER
-        self._owed = 0.0  # additional steps to wait, to pay for the latest trial
+        self._owed = 0.0  # steps to wait because of the latest trial's cost
 
     @property
     def is_overdue(self) -> bool:
-        """Return whether a trial is due and waits for a request that can get drafts."""
+        """Return whether a trial would begin now if a running request could get drafts."""
         return self._num_silent > max(self._wait, self._owed)
 
     def is_due(self, can_draft: Callable[[], bool] = YES) -> bool:
-        """Return whether to make drafts as a trial, although they do not pay; call once per step.
+        """Return whether to make drafts as a trial, although they do not pay off; call once a step.
 
         Args:
             can_draft: returns whether any running request can get drafts.
@@ -289,10 +291,10 @@ class Trials:
         return True
 
     def note_cost(self, num_steps: float) -> None:
-        """Record the cost of a trial, in steps."""
+        """Record how long the drafts of a trial took, as a multiple of a step's time."""
         self._owed += num_steps / TRIAL_SHARE
 
     def note_paid(self) -> None:
-        """Reset the intervals, because drafts pay off."""
+        """Reset the intervals between trials, because drafts pay off."""
         self._num_silent = self._num_left = 0
         self._wait, self._owed = TRY_AFTER, 0.0

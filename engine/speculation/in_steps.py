@@ -9,7 +9,7 @@ from engine.core.request import Request
 
 
 class InStepsProposer:
-    """Drafts from workers; see `engine.speculation.base.Proposer` for the contract."""
+    """Drafts that workers make; see `engine.speculation.base.Proposer` for the contract."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._latest: Mapping[str, tuple[int, ...]] = {}
@@ -18,7 +18,7 @@ class InStepsProposer:
         self._latest = drafts
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Return the latest step's drafts; older ones are out of date."""
+        """Return the drafts of the latest step; drafts of older steps are out of date."""
         latest = self._latest
         return [latest.get(request.request_id, ())[:num_drafts] for request in requests]
 

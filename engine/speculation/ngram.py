@@ -1,7 +1,8 @@
 """NgramProposer: finds an earlier copy of the output's last tokens, and drafts the tokens after it.
 
-"Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding); also searches
-outputs. Works well if an output repeats its prompt: editing, summaries, questions about a text.
+The method is "Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding),
+but searches outputs, too. It works well if an output repeats its prompt: editing, summaries,
+questions about a text.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class NgramProposer:
         assert not drafts, "nobody else makes drafts"
 
     def propose(self, requests: Sequence[Request], num_drafts: int) -> list[tuple[int, ...]]:
-        """Propose drafts; takes microseconds per request of a few thousand tokens."""
+        """Copy drafts; takes some microseconds per request with a few thousand tokens."""
         proposed = []
         for request in requests:
             text = self._texts.get(request)

@@ -1,7 +1,7 @@
 """Speculation: gets drafts from a proposer, and decides how many of them to verify.
 
-Drafts that are not verified are still compared with the sampled tokens, to notice when drafts would
-pay off again. Refuses to know: scheduling and computation of drafts.
+Drafts that no step verified are still compared with the tokens sampled later, to notice when drafts
+would pay off again. Refuses to know: scheduling and computation of drafts.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-# Maximum number of steps between choices while the number of requests stays equal.
+# Maximum number of steps before the number of drafts is chosen anew, even if the number of requests
+# stays: after a choice of some drafts, and after a choice of none.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
-# steps without drafts that pay off, after which the drafter does not read any new requests
+# If drafts have not paid off for this many steps, the drafter no longer reads new requests.
 _NONE_FOR_LONG = 64
-_LOOK_RARELY = 4  # when no drafts pay for long, one of this many updates is made
-_ONE_MORE_AFTER = 128  # steps with fewer than all drafts before one more is tried
+_LOOK_RARELY = 4  # once drafts have not paid off for long, one step in this many is measured
+_ONE_MORE_AFTER = 128  # steps with fewer drafts than allowed before one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-_SPARE = 16  # ended requests to collect before cleaning up
+_SPARE = 16  # number of ended requests whose data may be kept
 
 
 class Speculation:
     """Gets drafts for an engine's requests, and selects those to verify; a `DraftPolicy`.
 
     Attributes:
-        choice: the latest step's number of drafts, with reasons; None: all drafts.
+        choice: the latest step's number of drafts, with reasons; None: all drafts are verified.
         in_steps, drafter_reads: the arguments of the same names; part of `DraftPolicy`.
 
     Args:
@@ -53,9 +54,9 @@ class Speculation:
         num_drafts: maximum number of drafts of a request.
         vocab_size: size of the model's vocabulary.
         adaptive: whether to leave out drafts that do not pay off.
-        in_steps: whether workers make drafts within steps, which takes time.
-        drafter_reads: whether the drafter has separate KV, and so must read all of a request's
-            tokens.
+        in_steps: whether workers make drafts as a part of each step, which takes time.
+        drafter_reads: whether the drafter has KV of its own, and so must read all tokens of a
+            request.
     """
 
     def __init__(
@@ -72,20 +73,20 @@ class Speculation:
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
         self._adaptive, self.in_steps = adaptive, in_steps
         self.drafter_reads = drafter_reads
-        self._num_steps_of_none = 0  # steps since drafts paid
-        self._num_steps_of_some = 0  # steps with fewer than all drafts
+        self._num_steps_of_none = 0  # steps since drafts last paid off
+        self._num_steps_of_some = 0  # steps with fewer drafts than allowed
         self._tries_one_more = False
         self._trials = Trials()
-        self._to_draft = (0, 0, 0)  # drafts per request, requests, steps left for this choice
-        self._known: dict[str, Request] = {}  # requests that the proposer may have data about
-        self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts after the known tokens
+        self._to_draft = (0, 0, 0)  # drafts per request, requests, steps left
+        self._known: dict[str, Request] = {}  # requests that the proposer may know
+        self._proposed: dict[str, tuple[int, ...]] = {}  # all drafts, verified or not, by request
         self._acceptance: dict[str, Acceptance] = {}
         self._acceptance_of_all = Acceptance.of_all()
         self._costs = StepCosts()
         self._drafting_costs = DraftingCosts()
         self.choice: Choice | None = None
-        self._gain = 1.0  # gain by drafts in the latest step's choice
-        self._num_rows = 0  # requests that continue in the next step
+        self._gain = 1.0  # gain by drafts, see `Choice.gain`
+        self._num_rows = 0  # number of requests that continue after the latest step
 
     def num_to_draft(self, num_rows: int, can_draft: Callable[[], bool] = YES) -> int:
         """Return how many drafts the next step is to make after each sampled token.
@@ -121,9 +122,10 @@ class Speculation:
         return best
 
     def _one_more(self, best: int) -> bool:
-        """Return whether to try one draft more than the best number by measured times.
+        """Return whether to try one draft more than the number that seems best.
 
-        The time with one more draft may have been measured in a slow moment.
+        The time with one more draft may have been measured in a slow moment, so it is measured
+        again.
         """
         if best == self._num_drafts or self._num_steps_of_some == _ONE_MORE_AFTER + TRIED:
             self._num_steps_of_some = 0
@@ -153,7 +155,7 @@ class Speculation:
         requests: Mapping[str, Request],
         drafted: Mapping[str, tuple[int, ...]] = _NOTHING,
     ) -> dict[str, tuple[int, ...]]:
-        """Return drafts of the tokens after a step's sampled tokens, by request id.
+        """Return, by request id, the drafts that the next step should verify.
 
         Args:
             requests: requests that have not ended.
@@ -182,7 +184,7 @@ class Speculation:
     def note_step(
         self, scheduled: SchedulerOutput, seconds: float, drafting_s: float = 0.0
     ) -> None:
-        """Record a step's time, in seconds; call before `after_step`.
+        """Record the seconds that a step took; call before `after_step`.
 
         Args:
             drafting_s: the part of ``seconds`` that making drafts took.
@@ -200,14 +202,14 @@ class Speculation:
                     self._trials.note_cost(drafting_s / max(seconds - drafting_s, 1e-6))
 
     def first_drafts(self, request: Request) -> tuple[int, ...]:
-        """Return drafts of the next tokens, for the node that continues a request."""
+        """Return drafts of a request's next tokens, for the node that continues the request."""
         drafts = self._propose([request]).get(request.request_id, ())
         self._proposer.forget(request)
         del self._known[request.request_id]
         return drafts
 
     def received(self, request_id: str, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Return which of another node's drafts should be verified."""
+        """Return those of another node's drafts that the request's first step should verify."""
         taken = tuple(drafts[: self._num_drafts])
         if not taken or not all(0 <= token_id < self._vocab_size for token_id in taken):
             return ()
@@ -215,7 +217,7 @@ class Speculation:
         return self._what_pays({request_id: taken}, self._num_rows + 1).get(request_id, ())
 
     def _look_at(self, output: RequestDelta) -> None:
-        """Compare drafts with the sampled tokens, up to the first wrong draft."""
+        """Compare a request's drafts with its sampled tokens, up to the first wrong draft."""
         drafts = self._proposed.pop(output.request_id, None)
         if not drafts or not self._adaptive:
             return
@@ -232,7 +234,7 @@ class Speculation:
         if not self._adaptive or not drafts or self._tries_one_more:
             return drafts
         if not self._costs.is_fresh(num_rows, self._gain):
-            return {}  # measure a step without drafts first
+            return {}  # first measure steps without drafts
         prior = self._acceptance_of_all.rate()
         unknown = Acceptance()
         rates = [self._acceptance.get(name, unknown).rate(prior) for name in drafts]
@@ -251,7 +253,7 @@ class Speculation:
         for request in requests:
             before = self._known.get(request.request_id)
             if before is not request:
-                if before is not None:  # drop an earlier attempt's data
+                if before is not None:  # drop data of an earlier attempt
                     self._proposer.forget(before)
                 self._known[request.request_id] = request
         proposed = self._proposer.propose(requests, self._num_drafts)
@@ -262,7 +264,7 @@ class Speculation:
         }
 
     def _forget_ended(self, requests: Mapping[str, Request]) -> None:
-        """Drop ended requests' data from time to time, because most requests end without a call."""
+        """Drop data of ended requests once they are many: no call tells when a request ends."""
         if max(len(self._known), len(self._proposed)) <= 2 * len(requests) + _SPARE:
             return
         for request_id, request in list(self._known.items()):
@@ -279,7 +281,7 @@ def _only_decodes(item: ScheduledRequest) -> bool:
 
 
 def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
-    """Return a digest of a drafter's files, on which its drafts and its layers' KV depend.
+    """Return a digest of the drafter's files, which determine its drafts and its KV.
 
     Raises ModelLoadError when a file cannot be read.
     """
@@ -290,7 +292,7 @@ def drafter_identity(config: EngineConfig, model_folder: Path) -> str:
 
 
 def find_drafter(config: EngineConfig) -> EngineConfig:
-    """Replace a drafter's name, such as a hub id, by its folder.
+    """Replace the drafter's name in the options, such as a hub id, by the path of its folder.
 
     Raises ModelLoadError if there is no such model.
     """

@@ -17,19 +17,20 @@ from engine.core.kv_retention import NULL_BLOCK, SlidingWindow
 
 
 class BlockTable:
-    """Block ids of one KV cache group; a row belongs to one request until cleared.
+    """Block ids of one KV cache group; a row belongs to one request until it is cleared.
 
     Args:
         max_num_requests: number of rows.
         max_blocks: maximum number of blocks of one request.
         block_size: tokens per block.
-        group: index of the group, whose first block id has this index in the interleaved list.
+        group: index of the group. An interleaved list has the group's ids at this place and at
+            every ``num_groups``-th place after it.
         num_groups: number of groups of the KV cache.
         sliding_window: the group's window, in tokens; None: full attention.
 
     Attributes:
-        num_changes: number of writes since the start; while unchanged, `gather` returns equal
-            tables.
+        num_changes: number of writes since the start; while this number is unchanged, `gather`
+            returns equal tables.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class BlockTable:
         sliding_window: int | None = None,
     ) -> None:
         self.num_changes = 0
-        self._num_blocks = [0] * max_num_requests  # number of blocks, by row
-        self._num_null = [0] * max_num_requests  # number of leading null blocks, by row
+        self._num_blocks = [0] * max_num_requests  # number of blocks in each row
+        self._num_null = [0] * max_num_requests  # number of leading null blocks in each row
         self._block_size = block_size
         self._group = group
         self._num_groups = num_groups
@@ -58,7 +59,7 @@ class BlockTable:
         self._flat = self._rows.reshape(-1)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold ``num_tokens`` tokens of one request."""
+        """Return the number of blocks that ``num_tokens`` tokens of one request need."""
         return -(-num_tokens // self._block_size)
 
     def num_held(self, row: int) -> int:
@@ -66,7 +67,7 @@ class BlockTable:
         return self._num_blocks[row] * self._block_size
 
     def clear(self, row: int) -> None:
-        """Empty a row, for another request or for new blocks of its request."""
+        """Empty a row, because another request or other blocks will use it."""
         self._num_blocks[row] = self._num_null[row] = 0
         self.num_changes += 1
 
@@ -82,7 +83,7 @@ class BlockTable:
         self.num_changes += 1
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Replace blocks outside the window after ``num_tokens`` tokens by null blocks."""
+        """Replace blocks that are outside the window after ``num_tokens`` by null blocks."""
         assert self._retention is not None
         num_expired = min(self._retention.num_expired_blocks(num_tokens), self._num_blocks[row])
         num_null = self._num_null[row]
@@ -97,7 +98,7 @@ class BlockTable:
         positions: npt.NDArray[np.int64],
         out: npt.NDArray[np.int64],
     ) -> None:
-        """Write each token's cache slot, block id * block_size + offset, to ``out``.
+        """Write each token's cache slot, which is block id * block_size + offset, to ``out``.
 
         Args:
             rows: `[num_tokens]`, row of each token's request.
@@ -116,7 +117,7 @@ class BlockTable:
 
         Args:
             rows: `[n]`.
-            indices: `[n]`, logical blocks.
+            indices: `[n]`, indices of logical blocks in their rows.
         """
         blocks: npt.NDArray[np.int32] = self._flat[rows * self._rows.shape[1] + indices]
         return blocks
@@ -126,11 +127,11 @@ class BlockTable:
         return self._rows[list(rows), :num_blocks]
 
     def gather(self, rows: npt.NDArray[np.int64], num_blocks: int, out: Tensor) -> Tensor:
-        """Return some rows' first blocks: `[num_requests, num_blocks]` int32, a view of ``out``.
+        """Copy some rows' first blocks to ``out``; return `[num_requests, num_blocks]` int32.
 
         Args:
             rows: `[num_requests]`, in batch order.
-            out: `[num_requests * num_blocks]` or longer, int32.
+            out: receives the ids; `[num_requests * num_blocks]` or longer, int32.
         """
         gathered = out[: len(rows) * num_blocks].view(len(rows), num_blocks)
         torch.index_select(self._table[:, :num_blocks], 0, torch.from_numpy(rows), out=gathered)

@@ -1,14 +1,14 @@
-"""CUDA graphs of decode steps: captured once per size, replayed with new inputs.
+"""CUDA graphs of decode steps: captured once per number of requests, replayed with new inputs.
 
 Launching a step's kernels one by one takes longer than running them, in small models several times
 as long. A graph holds all kernels from the requests' token ids to the next token ids:
 
     token ids | layers | output head | sampling | last tokens, for the next step
 
-Sizes are captured from the largest down in one memory pool, so that smaller graphs reuse the
-largest's memory. A step is padded to the next size (`graph_inputs.py`). Steps with prompts have
-other graphs (`chunks/`). All other steps, such as those with callbacks after layers, run eagerly.
-Refuses to know: requests, schedulers, how attention plans its work.
+The largest size is captured first, and all sizes use one memory pool, so that smaller graphs reuse
+the memory of the largest one. A step is padded to the next captured size (`graph_inputs.py`). Steps
+with prompts have other graphs (`chunks/`). All other steps, such as those with callbacks after
+layers, run eagerly. Refuses to know: requests, schedulers, how attention plans its work.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from engine.worker.graph_inputs import GraphInputs
 from engine.worker.inputs.prepared_step import ReplayStep
 from models.base import CausalLM, ForwardContext, LayerCache
 
-# Runs a step's body at least once; returns a function that repeats the step.
+# Type of functions that capture a step's body, which they run at least once, and return a function
+# that repeats the step.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
-# Backends whose decode steps launch the same kernels for all lengths.
+# Attention backends whose decode steps launch the same kernels for requests of any length.
 CAPTURABLE_BACKENDS = (
     "triton", "triton_invariant", "flash_triton", "flashinfer_triton", "sdpa_triton",
 )  # fmt: skip
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """Return the captured numbers of requests: 1, 2, 4, 8, every 8th up to 256, every 16th after.
+    """Return the sizes to capture: 1, 2, 4, 8, every 8th up to 256, every 16th after.
 
-    The last number is ``most``.
+    Sizes are numbers of requests; the last one is ``most``.
     """
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16))
     return (*(size for size in sizes if size < most), most)
@@ -49,7 +50,7 @@ def captured_sizes(most: int) -> tuple[int, ...]:
 def reason_against_graphs(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
-    """Return why decode steps are not captured, as a phrase for the log; None: they are."""
+    """Return why decode steps are not captured, in words for the log; None: they are captured."""
     if not config.cuda_graph_max_batch:
         return "switched off"
     return reason_against_replays(config, device, backend_names)
@@ -58,7 +59,7 @@ def reason_against_graphs(
 def reason_against_replays(
     config: EngineConfig, device: torch.device, backend_names: BackendNames
 ) -> str | None:
-    """Return why no step can be captured, as a phrase for the log; None: some can be."""
+    """Return why no step can be captured, in words for the log; None: some steps can be."""
     if not config.cuda_graphs:
         return "switched off"
     if device.type != "cuda":
@@ -75,13 +76,13 @@ def reason_against_replays(
 
 @dataclass(frozen=True, slots=True)
 class GraphContext:
-    """Constant inputs of all forwards.
+    """The inputs that are equal in all forwards.
 
     Attributes:
         model: the network, on its device.
-        backends: attention backend of each KV cache group; None: a group of states.
-        layer_groups: group of each layer.
-        layer_caches: each layer's part of the cache; must never move.
+        backends: attention backend of each KV cache group; None: a group of state layers.
+        layer_groups: index of each layer's KV cache group.
+        layer_caches: each layer's part of the cache, whose address must never change.
     """
 
     model: CausalLM
@@ -91,7 +92,7 @@ class GraphContext:
 
 
 class Graphs(Protocol):
-    """Captured steps of one kind."""
+    """The graphs of one kind of step, for all captured sizes."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -99,7 +100,7 @@ class Graphs(Protocol):
         ...
 
     def capture(self, size: int) -> None:
-        """Capture a size; call with larger sizes first, as smaller ones reuse their memory."""
+        """Capture a size; call with larger sizes first, because smaller ones reuse their memory."""
         ...
 
 
@@ -107,11 +108,12 @@ AnyGraphs = TypeVar("AnyGraphs", bound=Graphs)
 
 
 class Replays(Generic[AnyGraphs]):
-    """One kind of a runner's steps: captured once, then replayed.
+    """The graphs of one kind of steps of a model runner: captured once, then replayed.
 
     Args:
-        make: makes graphs, given a recorder; not needed if nothing can be captured.
-        capturable: sizes that have inputs, ascending.
+        make: makes the graphs, given the function that captures steps; None: nothing can be
+            captured.
+        capturable: sizes that may be captured, because input tensors were made for them; ascending.
 
     Attributes:
         capturable: the argument, unchanged.
@@ -132,11 +134,11 @@ class Replays(Generic[AnyGraphs]):
 
     @torch.inference_mode()
     def capture(self, capture: object, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Capture the given sizes, or all, the largest first; return them.
+        """Capture the given sizes, or all capturable ones, the largest first; return these sizes.
 
         Args:
-            capture: records a step: a `Capture` or a `chunk_graphs.CapturePieces`. If it raises,
-                nothing changes.
+            capture: captures a step: a `Capture` or a `chunk_graphs.CapturePieces`. If it raises an
+                error, `graphs` stays unchanged.
         """
         assert self._make is not None, "there are no inputs for graphs"
         graphs = self._make(capture)
@@ -147,7 +149,7 @@ class Replays(Generic[AnyGraphs]):
 
 
 class StepGraphs:
-    """The captured sizes of decode steps, and the outputs of the latest replay.
+    """The graphs of decode steps, for all captured sizes, and the outputs of the latest replay.
 
     Args:
         context: the model and its cache.
@@ -164,7 +166,8 @@ class StepGraphs:
         weight = context.layer_caches[0]
         assert isinstance(weight, Tensor), "steps of models with states are not captured"
         largest, config = inputs.sizes[-1], context.model.config
-        # [largest, hidden_size] and [largest]; not in the pool, whose memory graphs share.
+        # [largest, hidden_size] and [largest]; allocated outside the pool whose memory the graphs
+        # share.
         self._hidden = torch.zeros(
             largest, config.hidden_size, dtype=weight.dtype, device=weight.device
         )
@@ -176,11 +179,11 @@ class StepGraphs:
         return tuple(sorted(self._replays))
 
     def capture(self, size: int) -> None:
-        """Capture a size; call with larger sizes first."""
+        """Capture a decode step of ``size`` requests; call with larger sizes first."""
         self._replays[size] = self._capture(self._body(size))
 
     def replay(self, staged: ReplayStep) -> tuple[Tensor, Tensor]:
-        """Launch a step.
+        """Launch a step that is staged in the graphs' inputs.
 
         Returns:
             ``(hidden_states, token_ids)``: `[num_requests, hidden_size]` after the last norm, and
@@ -192,7 +195,7 @@ class StepGraphs:
         return self._hidden[: staged.num_requests], self._token_ids[: staged.num_requests]
 
     def correct(self, staged: ReplayStep, token_ids: Tensor) -> None:
-        """Replace the tokens that the latest replay sampled by tokens from the host.
+        """Replace the tokens that the latest replay sampled by tokens that the host sampled.
 
         Args:
             token_ids: `[num_requests]` int64 on the device.
@@ -219,7 +222,7 @@ class StepGraphs:
             input_ids = inputs.source.index_select(0, token_index)  # [size]
             hidden = context.model.forward(input_ids, forward_context)  # [size, hidden_size]
             token_ids = sample_on_device(context.model.compute_logits(hidden), sampling)
-            # The next step embeds these tokens, so NO_TOKEN is replaced.
+            # Replace NO_TOKEN by a valid id, because the next step embeds these tokens.
             inputs.last_tokens.scatter_(0, rows, token_ids.clamp(min=0))
             self._hidden[:size].copy_(hidden)
             self._token_ids[:size].copy_(token_ids)

@@ -1,4 +1,4 @@
-"""Chooses an engine's device, dtypes, weights and backends, by options and machine.
+"""Chooses an engine's device, dtypes, weight formats and backends for its options and machine.
 
 Refuses to know: the model's computation, memory.
 """
@@ -37,10 +37,11 @@ _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedFormat.INT8]
 
-# Major compute capabilities whose matrix instructions do not depend on the number of tokens.
+# Major compute capabilities for which the choice of matrix instructions does not depend on the
+# number of tokens, as batch-invariant results require.
 _ONE_INSTRUCTION = (8, 9, 12)
 
-# Name of each KV cache group's backend; None: the group has states and no attention.
+# Name of the attention backend of each KV cache group; None: the group has state layers.
 BackendNames = tuple[str | None, ...]
 
 
@@ -78,10 +79,10 @@ def make_current(device: torch.device) -> None:
 
 
 def check_allocator(environment: os._Environ[str] | dict[str, str]) -> None:
-    """Raise ConfigError if PyTorch would allocate GPU memory that no other process can map.
+    """Raise ConfigError if PyTorch is set to allocate GPU memory that cannot be shared.
 
-    NIXL can share only memory from ``cudaMalloc`` with peers on the same machine (CUDA IPC);
-    PyTorch's expandable segments come from another function.
+    NIXL can share only memory from ``cudaMalloc`` with other processes on the same machine (CUDA
+    IPC); PyTorch's expandable segments come from another function.
     """
     for option in _ALLOCATOR_OPTIONS:
         if re.search(r"expandable_segments\s*:\s*true", environment.get(option, ""), re.IGNORECASE):
@@ -96,7 +97,7 @@ def choose_dtype(
     """Return the dtype of weights and computation.
 
     Args:
-        name: an option's value; "auto" lets the device and the checkpoint decide.
+        name: value of the option ``dtype``; "auto" lets the device and the checkpoint decide.
         has_bfloat16: whether the CPU has instructions that multiply bfloat16.
     """
     if name == "auto":
@@ -105,7 +106,8 @@ def choose_dtype(
             # Without bfloat16 instructions, float32 is the fastest dtype on a CPU (ADR 0097).
             name = "bfloat16" if has_bfloat16 and name == "bfloat16" else "float32"
         elif name == "float32":
-            # float32 takes twice the memory and runs far below the matrix units' speed.
+            # On a GPU, float32 takes twice the memory and runs far below the speed of the matrix
+            # units.
             name = "bfloat16"
             logger.info("dtype bfloat16 for a float32 checkpoint; --dtype float32 keeps its own")
     dtype = getattr(torch, name)
@@ -114,7 +116,7 @@ def choose_dtype(
 
 
 def has_bfloat16(config: EngineConfig) -> bool:
-    """Return whether native kernels may use the CPU's instructions for bfloat16 products."""
+    """Return whether native kernels may use instructions of this CPU for bfloat16 products."""
     native = native_ops() if config.native_kernels else None
     return native is not None and native.has_bfloat16
 
@@ -127,7 +129,7 @@ def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def choose_packer(
     config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> WeightPacker | None:
-    """Return the packer of the model's linear layers; None: keep PyTorch's weight format.
+    """Return the function that packs linear layers' weights; None: keep PyTorch's weight format.
 
     Raises ConfigError if the device does not support the format.
     """
@@ -136,14 +138,15 @@ def choose_packer(
     packer = _gpu_packer(config.weights, device, dtype)
     if not config.batch_invariant:
         return packer
-    # int8 weights stay packed in batch-invariant mode: integer sums do not depend on their order.
+    # int8 weights are allowed in batch-invariant mode, because integer sums do not depend on their
+    # order.
     is_int8 = packer is not None and packer.weights == QuantizedFormat.INT8
     kind = ".".join(map(str, torch.cuda.get_device_capability(device)))
     return InvariantPacker(kind, packer if is_int8 else None)
 
 
 def choose_ops(config: EngineConfig, device: torch.device) -> Ops | None:
-    """Return the ops that compute a model's layers; None: use the fastest ops for the device."""
+    """Return the ops that compute a model's layers; None: the fastest ops of the device."""
     return None if config.native_kernels or device.type != "cpu" else reference
 
 
@@ -178,7 +181,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
 def without_images_if_needed(
     config: EngineConfig, device: torch.device, model: ModelConfig
 ) -> EngineConfig:
-    """Switch images off, and log why, if the device cannot let an image's tokens see each other."""
+    """Switch images off, with a log line, if the backend lacks the attention that images need."""
     if not config.images or not model.is_text_part or not model.whole_image_layers:
         return config
     name = asked_backend(config)
@@ -198,7 +201,7 @@ def without_images_if_needed(
 def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPacker | None:
     own = WeightFormat.of(dtype)
     if own is not None and own.value == weights:
-        return None  # torch's format
+        return None  # no packer: keep PyTorch's weight format
     if weights in [one.value for one in WeightFormat if one.keeps_numbers]:
         raise ConfigError(
             f"weights: {weights} on a GPU requires the matching --dtype, got {dtype_name(dtype)}"
@@ -216,11 +219,13 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
     return GpuPacker(device, wanted, has_float8)
 
 
-def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
-    """Describe the linear layers' format; only nodes with equal descriptions may be paired.
+def describe_weights(
+    asked: str, packer: WeightPacker | None, model: CausalLM | torch.nn.Module
+) -> str:
+    """Describe the linear layers' weights; only nodes with equal descriptions may be paired.
 
     CPUs and GPUs round quantized weights differently, and different GPU models add in different
-    orders.
+    orders, so their descriptions differ.
     """
     if not isinstance(packer, GpuPacker | InvariantPacker):
         return asked
@@ -231,7 +236,7 @@ def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -
 
 
 def asked_backend(config: EngineConfig) -> str | None:
-    """Return the attention backend that the options name; None: any backend will do."""
+    """Return the attention backend that the options name; None: they name none."""
     return None if config.attention_backend == "auto" else config.attention_backend
 
 

@@ -15,12 +15,12 @@ from models.base import ForwardContext, GroupStep
 
 
 class Forward:
-    """Runs one model over its cache.
+    """Runs the forward pass of one model over its KV cache.
 
     Args:
         context: the model, its cache, and the attention backend of each KV cache group.
-        decode_graphs: captured graphs of decode steps; empty until captured.
-        chunk_graphs: captured graphs of steps with prompts; empty until captured.
+        decode_graphs: graphs of decode steps; empty until they are captured.
+        chunk_graphs: graphs of steps with prompts; empty until they are captured.
 
     Attributes:
         context, decode_graphs, chunk_graphs: the arguments, unchanged.
@@ -36,7 +36,7 @@ class Forward:
         self.decode_graphs, self.chunk_graphs = decode_graphs, chunk_graphs
 
     def run(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
-        """Return the hidden states, `[num_tokens, hidden_size]`.
+        """Compute a step; return the hidden states, `[num_tokens, hidden_size]`.
 
         Args:
             after_layer: called after each layer; None: no callback.
@@ -61,7 +61,7 @@ def _plan_groups(
     groups: Sequence[AttentionMetadata | StateMetadata],
     backends: Sequence[AttentionBackend | None],
 ) -> tuple[GroupStep, ...]:
-    """Let each backend plan the attention of its group; return groups with backends."""
+    """Let each backend plan the attention of its group; return each group with its backend."""
     steps: list[GroupStep] = []
     for metadata, backend in zip(groups, backends, strict=True):
         if isinstance(metadata, StateMetadata):

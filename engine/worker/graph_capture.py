@@ -1,4 +1,4 @@
-"""Captures steps on a GPU at start, if possible, and measures the memory of graphs.
+"""Captures steps as CUDA graphs at the start, if possible, and measures the graphs' memory.
 
 Refuses to know: the computation of a step, when a step is replayed.
 """
@@ -26,15 +26,16 @@ AnyReplays = Replays[StepGraphs] | Replays[ChunkGraphs]
 
 
 class CaptureError(Exception):
-    """A step cannot be captured; the message says why. The engine continues without graphs."""
+    """Says why a step cannot be captured; the engine then works without graphs."""
 
 
 @functools.cache
 def capture_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream on which all steps of a device are captured; lives as long as the process.
+    """Return the one stream on which all steps of a device are captured.
 
-    cuBLAS allocates a workspace for each stream it has used (32 MiB on Hopper) and keeps it. The
-    workspace of this stream is allocated here, so that it is not counted as a graph's memory.
+    The stream lives as long as the process. cuBLAS allocates a workspace for each stream (32 MiB on
+    Hopper) and keeps it; this stream's workspace is allocated here, so that it is not counted as
+    memory of a graph.
     """
     stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -49,7 +50,7 @@ def _multiply(device: torch.device) -> None:
 
 
 def _go_on() -> None:
-    """Do nothing where one graph would end, while the body runs without capture."""
+    """Do nothing; a body that runs without capture calls this where a graph would end."""
 
 
 class DeviceCapture:
@@ -60,10 +61,10 @@ class DeviceCapture:
         self._stream = capture_stream(torch.cuda.current_device())
 
     def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Implement `cuda_graphs.Capture`."""
+        """Capture a body as one graph; return its replay (see `cuda_graphs.Capture`)."""
         self._warm_up(body)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a connector's, may use the device during the capture.
+        # Other threads, such as those of a connector, may use the device during the capture.
         try:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -74,7 +75,7 @@ class DeviceCapture:
         return graph.replay
 
     def pieces(self, body: Callable[[Callable[[], None]], None]) -> tuple[Callable[[], None], ...]:
-        """Implement `chunk_graphs.CapturePieces`."""
+        """Capture a body as several graphs (see `chunk_graphs.CapturePieces`)."""
         self._warm_up(lambda: body(_go_on))
         graphs = [torch.cuda.CUDAGraph()]
 
@@ -83,7 +84,7 @@ class DeviceCapture:
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(self._pool, "thread_local")
 
-        # Like `torch.cuda.graph`, except that a graph may end in the middle of a call.
+        # This does what `torch.cuda.graph` does, but a graph may end in the middle of a call.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         try:
@@ -107,7 +108,7 @@ class DeviceCapture:
         with torch.cuda.stream(self._stream):
             body()
             torch.cuda.synchronize()
-            with warnings.catch_warnings():  # torch warns that the mode is new and incomplete
+            with warnings.catch_warnings():  # torch warns that this mode is incomplete
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -128,7 +129,7 @@ def make_captured_runner(
     drafting: Drafting | None = None,
     rejects: bool = False,
 ) -> ModelRunner:
-    """Make a runner with captured decode steps and prompts, if possible; log the outcome."""
+    """Make a runner and capture its decode steps and prompts, if possible; log the outcome."""
     where = loaded.config, kv_cache.device, loaded.backends
     reason_against = reason_against_graphs(*where)
     against_chunks = reason_against_chunks(*where, loaded.ranks)
@@ -153,7 +154,7 @@ def make_captured_runner(
 
 
 def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> None:
-    """Capture all sizes of one kind of step, and log the outcome.
+    """Capture all sizes of one kind of step, and log how many graphs there are or why none.
 
     Args:
         steps: name of the kind of step, for the log.
@@ -172,7 +173,7 @@ def _capture(steps: str, unit: str, replays: AnyReplays, capture: object) -> Non
 
 
 def drop_unless_on_all_ranks(replays: AnyReplays, ranks: Ranks, device: torch.device) -> None:
-    """Drop a rank's graphs if another rank has none, as all ranks must compute a step alike."""
+    """Drop this rank's graphs if another rank has none: all ranks must compute steps alike."""
     if ranks.everyone.size == 1:
         return
     captured = torch.tensor([replays.graphs is not None], dtype=torch.int64, device=device)
@@ -185,19 +186,19 @@ def drop_unless_on_all_ranks(replays: AnyReplays, ranks: Ranks, device: torch.de
 def measure_graph_bytes(make_runner: Callable[[], ModelRunner]) -> int:
     """Return the memory that a runner's graphs will take, estimated from its two largest sizes.
 
-    Smaller graphs reuse the memory of the largest; each is assumed to add as much as the second
-    largest adds. 0 if steps cannot be captured.
+    Smaller graphs reuse the memory of the largest one; each of them is assumed to add as many bytes
+    as the second largest adds. Returns 0 if steps cannot be captured.
 
     Args:
-        make_runner: makes a runner with inputs for graphs; dropped afterwards.
+        make_runner: makes a runner with inputs for graphs, which this function drops.
     """
-    # makes cuBLAS allocate its workspace now, outside the measurement
+    # Let cuBLAS allocate its workspace now, so that it is not measured.
     capture_stream(torch.cuda.current_device())
     free_before = _free_bytes()
     runner = make_runner()
     free_inputs = _free_bytes()
     needed = max(free_before - free_inputs, 0)
-    try:  # the engine logs the failure later, when it captures
+    try:  # a failure is logged later, at the real capture
         needed += _measure_kind(runner.decode_graphs, DeviceCapture)
         needed += _measure_kind(runner.chunk_graphs, lambda: DeviceCapture().pieces)
     except CaptureError:

@@ -1,4 +1,4 @@
-"""GraphInputs: the device tensors that captured steps read; copies a step into them.
+"""GraphInputs: the device tensors that captured decode steps read; copies steps into them.
 
 A captured step reads the same addresses in every replay. A step's inputs are written into one
 pinned buffer and copied at once, except the last tokens, which are on the device already:
@@ -26,13 +26,13 @@ from engine.sampling.sampling_input import SamplingInput
 from engine.worker.block_table import BlockTable
 from engine.worker.inputs.prepared_step import ReplayStep
 
-_ALIGNMENT = 16  # alignment in bytes, for vector loads
+_ALIGNMENT = 16  # bytes; vector loads need this alignment
 _NO_SLOT = -1
 Ints = npt.NDArray[np.int64]
 
 
 class _Sections:
-    """Arrays by name, placed one after another in one buffer of bytes."""
+    """Named arrays that lie one after another in one buffer of bytes."""
 
     def __init__(self, memory: Tensor, sizes: dict[str, tuple[torch.dtype, int]]) -> None:
         self.memory = memory  # [num_bytes] uint8
@@ -54,7 +54,7 @@ class GraphInputs:
     """Static inputs of all captured sizes; a smaller size uses views of the largest size's tensors.
 
     Args:
-        sizes: captured numbers of requests, ascending.
+        sizes: numbers of requests to capture, ascending.
         num_rows: rows of the input batch; ``last_tokens`` has a spare row that is never read.
         max_blocks: maximum number of blocks of one request in one group.
         num_groups: number of groups of the KV cache.
@@ -78,7 +78,7 @@ class GraphInputs:
         self._capacity = capacity = self.sizes[-1]
         self._max_blocks, self._max_seq_len = max_blocks, max_seq_len
         self._spare_row = num_rows
-        self._num_rows = -(-(num_rows + 1) // 2) * 2  # a multiple of 16 bytes
+        self._num_rows = -(-(num_rows + 1) // 2) * 2  # so that the bytes are a multiple of 16
         sizes_of = self._section_sizes(num_groups)
         num_bytes = _Sections.num_bytes(sizes_of)
         pin = device.type == "cuda"
@@ -122,7 +122,7 @@ class GraphInputs:
     # ------------------------------------------------------------------ on the host
 
     def size_for(self, num_requests: int) -> int | None:
-        """Return the captured size to pad ``num_requests`` to, or None if there are too many."""
+        """Return the captured size to pad ``num_requests`` to; None if they are too many."""
         return next((size for size in self.sizes if size >= num_requests), None)
 
     def stage(
@@ -138,14 +138,14 @@ class GraphInputs:
         """Write a step into a staging buffer that no step in flight uses.
 
         Args:
-            rows: `[num_requests]`, rows of the input batch.
+            rows: `[num_requests]`, each request's row of the input batch.
             token_ids: `[num_requests]`; negative if the previous step samples the token.
             positions: `[num_requests]`, positions of these tokens.
             block_tables: one per KV cache group.
             kernel_parameters: all arrays that `PARAMETER_TYPES` names except keys, with one value
                 per row of the input batch.
-            deltas: `[num_requests]`, positions for RoPE minus ``positions``; None: all differences
-                are 0.
+            deltas: `[num_requests]`, each request's position for RoPE minus its position in
+                ``positions``; None: all differences are 0.
         """
         self._staging = (self._staging + 1) % len(self._host)
         arrays = self._arrays[self._staging]
@@ -197,7 +197,7 @@ class GraphInputs:
             )
 
     def section(self, name: str, size: int) -> Tensor:
-        """Return a static input's first ``size`` values; the address is equal for all sizes."""
+        """Return the first ``size`` values of a static input, at the same address for all sizes."""
         return self._device.tensors[name][:size]
 
     def sampling_tensors(self, size: int) -> dict[str, Tensor]:
@@ -207,7 +207,7 @@ class GraphInputs:
         return tensors
 
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
-        """Return a captured size's metadata, by KV cache group; lengths are upper bounds."""
+        """Return a captured size's attention metadata, by group; lengths are the largest ones."""
         return tuple(
             AttentionMetadata(
                 num_requests=size,

@@ -1,4 +1,4 @@
-"""InputBatch: turns a step's plan into tensors; keeps rows between steps."""
+"""InputBatch: turns the plan of a step into tensors; keeps the rows of requests between steps."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from engine.worker.inputs.three_axes import RotaryPositions
 
 
 class InputBatch:
-    """Persistent host buffers (pinned with a GPU), and their copies on the device.
+    """Host buffers (pinned with a GPU) that steps reuse, and their copies on the device.
 
     Steps take turns with several sets of buffers, because one step may be prepared while previous
     ones run. A row of block ids and parameters belongs to one request until a plan assigns it to
-    another. A token that a running step samples is not known here; the next step reads it from
-    ``last_tokens`` on the device.
+    another. A token that a running step samples is not known on the host yet; the next step reads
+    the token from ``last_tokens`` on the device.
 
     Args:
         max_num_requests: maximum number of requests in a step.
@@ -48,7 +48,7 @@ class InputBatch:
         has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
         num_steps: maximum number of steps in flight, and so the number of sets of buffers.
         whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
-            to each other. A step then has all embeddings of an image that it has no KV of.
+            to each other. A step then computes all embeddings of an image that have no KV yet.
 
     Attributes:
         device: where the model runs.
@@ -85,7 +85,7 @@ class InputBatch:
             if graph_inputs is None
             else graph_inputs.last_tokens
         )
-        self._sets = deque(  # the set that was used last is the last one
+        self._sets = deque(  # least recently used set first
             StepBuffers(
                 self._max_decode_rows,
                 max_num_tokens,
@@ -119,14 +119,14 @@ class InputBatch:
         self._whole_image_groups = frozenset(whole_image_groups)
 
     def fill(self, plan: StepPlan) -> PreparedStep:
-        """Write a step into the buffers; return views of the buffers on the device."""
+        """Write a step into the buffers; return the step's tensors on the device."""
         self._read(plan)
         filled = self._fill_again(plan)
         filled = filled or self._fill(StepColumns(plan, self._max_decode_rows), plan.images)
         return filled if plan.images is None else replace(filled, images=plan.images)
 
     def fill_or_stage(self, plan: StepPlan) -> PreparedStep | ReplayStep:
-        """Stage a step for a graph replay if possible; otherwise, call `fill`."""
+        """Stage a step for the replay of a graph if possible; otherwise, `fill` the buffers."""
         if plan.images is not None:
             return self.fill(plan)
         self._read(plan)
@@ -144,14 +144,14 @@ class InputBatch:
         )
 
     def drafting_step(self, plan: StepPlan) -> DraftingStep:
-        """Copy the plan that was just filled in, for the drafter."""
+        """Copy what the drafter needs of a plan; call right after `fill` or `fill_or_stage`."""
         return drafting_step(plan, self._rows, self._block_tables, self._block_size)
 
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
         """Reuse the buffers of a decode step with the same requests; write only what changes.
 
-        Most steps repeat the previous step's requests, and the unchanged parts take longest to
-        make. Returns None if the requests differ, or if the device reads other buffers.
+        Most steps have the requests of the step before, and the unchanged parts take longest to
+        make. Returns None if the requests differ, or if the buffers cannot be reused (see `_keep`).
         """
         buffers, token_ids = self._sets[0], plan.token_ids
         kept = buffers.decodes
@@ -228,7 +228,7 @@ class InputBatch:
         query_start_loc[1:] = query_lens.cumsum()
         buffers.seq_lens.array[:num_requests] = columns.ends
         positions = buffers.positions.array[:num_tokens]
-        if num_tokens == num_requests:  # one token per request
+        if num_tokens == num_requests:  # each request has one token
             positions[:], token_rows = starts, rows
         else:
             shifts = starts - query_start_loc[:-1]
@@ -242,7 +242,7 @@ class InputBatch:
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
         row_ends = self._row_ends(images, positions)
-        # reads positions in the sequence, not positions for RoPE
+        # The groups need positions in sequences, which `_rotary_positions` overwrites later.
         groups = self._groups(columns, token_rows, positions, row_ends)
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),
@@ -266,7 +266,7 @@ class InputBatch:
         return step
 
     def _take_buffers(self) -> StepBuffers:
-        """Return the buffers that were not used for longest, which no step in flight reads."""
+        """Return the least recently used buffers, which no step in flight reads any more."""
         self._sets.rotate(-1)
         self._buffers = self._sets[-1]
         return self._buffers
@@ -274,7 +274,7 @@ class InputBatch:
     def _rotary_positions(self, token_rows: Ints, positions: Ints) -> Tensor:
         """Return positions for RoPE, on the device; see `ModelInput`.
 
-        Overwrites the positions in the buffer, so call this when no other code needs them.
+        Overwrites the positions in the buffer; call this after all other uses of these positions.
         """
         num_tokens = len(positions)
         if self._rotary.is_active:
@@ -297,7 +297,7 @@ class InputBatch:
             self._buffers.decodes = None
 
     def _pending_tokens(self, token_ids: Ints, token_rows: Ints) -> tuple[Tensor, Tensor] | None:
-        """Return `PreparedStep.pending_tokens`."""
+        """Return `PreparedStep.pending_tokens`: places and rows of tokens not known on the host."""
         places = (token_ids < 0).nonzero()[0]
         if not len(places):
             return None
@@ -308,10 +308,10 @@ class InputBatch:
         return on_device[0], on_device[1]
 
     def _row_ends(self, images: StepImages | None, positions: Ints) -> Tensor | None:
-        """Return `AttentionMetadata.row_ends`: an image's embeddings see to the image's last one.
+        """Return `AttentionMetadata.row_ends`: embeddings of an image attend up to its last one.
 
         Args:
-            images: the step's images, each with the last of its embeddings.
+            images: the images of the step; the step computes the last embedding of each of them.
             positions: `[num_tokens]`, index of each token in its sequence.
         """
         if images is None or not images.placed or not self._whole_image_groups:
@@ -328,10 +328,10 @@ class InputBatch:
         positions: Ints,
         row_ends: Tensor | None = None,
     ) -> tuple[AttentionMetadata | StateMetadata, ...]:
-        """Make the attention metadata of each group; groups differ in their blocks.
+        """Make the metadata of each KV cache group; the groups differ in their blocks.
 
         Args:
-            row_ends: ends of the keys that tokens see in `whole_image_groups`.
+            row_ends: ends of the keys that tokens attend to in layers of `whole_image_groups`.
         """
         buffers, rows, ends = self._buffers, columns.rows, columns.ends
         num_requests, num_tokens = len(rows), len(positions)
@@ -370,7 +370,7 @@ class InputBatch:
         return tuple(groups)
 
     def _read(self, plan: StepPlan) -> None:
-        """Apply a plan's new rows and new blocks."""
+        """Apply the new rows and new blocks of a plan to the kept rows."""
         for new in plan.new_rows:
             self._rows.place(new)
             if self._has_three_axes:

@@ -1,4 +1,4 @@
-"""The KV cache: its shape, size and tensor. Layout: architecture section "Layout".
+"""The KV cache: its shape, size and tensor. docs/architecture.md, "Layout", explains the layout.
 
 Block-major: all layers of a block form one contiguous range, so that a hand-off copies few, long
 ranges. In a uniform model there is one group, and a block holds all layers:
@@ -34,20 +34,22 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The contents of blocks, group by group.
+    """Contents and layout of the blocks of a KV cache, group by group.
 
     Attributes:
-        groups: groups of layers.
+        groups: groups of layers, over all stages.
         block_size: tokens per block.
         dtype: dtype of keys, values and latents.
-        compute_dtype: dtype of activations, and of states without their own dtype.
+        compute_dtype: dtype of activations, and of states whose description names no dtype.
         kv_scales: digest of the scales of stored keys and values; empty: no scales.
-        rank: number of this rank within its stage.
-        num_ranks: number of ranks of a stage, which share its layers, and so a block.
-        stage: pipeline stage of this rank.
+        rank: number of this rank within its pipeline stage.
+        num_ranks: number of ranks of a stage; they share the stage's layers, so each holds a part
+            of a block.
+        stage: number of the pipeline stage that this rank belongs to.
         num_stages: number of stages that share the model's layers.
         stage_layers: number of layers of each stage; empty: equal numbers.
-        by_heads: whether keys and values are ordered by head, where possible, not by layer.
+        by_heads: whether keys and values are ordered by head first, where possible, instead of by
+            layer.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -64,33 +66,33 @@ class KVCacheSpec:
 
     @property
     def num_groups(self) -> int:
-        """Return the number of groups, hence of blocks for ``block_size`` tokens of all layers."""
+        """Return the number of groups, which is the number of blocks per logical block."""
         return len(self.groups)
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Return each group's window, in tokens, the current one included; None: no window."""
+        """Return each group's window, in tokens, with the current token; None: no window."""
         return tuple(group.kv.retained_tokens for group in self.groups)
 
     @property
     def state_groups(self) -> tuple[int, ...]:
-        """Return the groups whose layers keep a state."""
+        """Return the indices of the groups whose layers keep a state."""
         return tuple(i for i, group in enumerate(self.groups) if group.kv.kind is KVKind.STATE)
 
     @property
     def num_null_blocks(self) -> int:
-        """Return how many blocks no request gets: 1 (the null block) if any group has a window."""
+        """Return how many blocks no request gets: 1, the null block, if any group has a window."""
         return int(any(window is not None for window in self.sliding_windows))
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
-        """Return the group of each layer of the model."""
+        """Return the index of the group of each layer of the model."""
         groups = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return tuple(groups[layer] for layer in range(len(groups)))
 
     @property
     def manifest(self) -> KVManifest:
-        """Return the description of a block over all ranks, for peers that write or hash it."""
+        """Return the description of a block over all ranks, for peers that write or hash blocks."""
         groups = [
             KVGroup(
                 kind=group.kv.kind,
@@ -106,7 +108,7 @@ class KVCacheSpec:
             )
             for group in self.groups
         ]
-        # give groups with few layers as many places as the largest group
+        # Pad groups with few layers to as many places as the largest group has.
         if len({group.arrays for group in groups}) == 1:
             num_places = max(group.num_places for group in groups)
             groups = [msgspec.structs.replace(group, num_places=num_places) for group in groups]
@@ -126,7 +128,7 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of one block of this rank, equal in all groups."""
+        """Return the bytes of this rank's part of a block, which are equal in all groups."""
         return self.manifest.unit_bytes(self.node_rank)
 
     @property
@@ -149,12 +151,12 @@ class KVCacheSpec:
 
     @property
     def tensor_dtype(self) -> torch.dtype:
-        """Return the tensor's dtype: the dtype of keys and values, or bytes if layers differ."""
+        """Return the tensor's dtype: the dtype of keys and values, or uint8 if layers differ."""
         return torch.uint8 if self._plain is None else self.dtype
 
     @property
     def _plain(self) -> tuple[int, ...] | None:
-        """Return ``(layers, *shape)`` if all layers keep one array of equal shape, else None."""
+        """Return ``(layers, *shape)`` if every layer keeps one array of this shape, else None."""
         manifest = self.manifest
         first, *others = manifest.groups
         if len(first.arrays) > 1 or any(group.arrays != first.arrays for group in others):
@@ -186,7 +188,7 @@ class KVCacheSpec:
         return tuple(caches[layer] for layer in range(len(caches)))
 
     def _views(self, tensor: Tensor, group: KVGroup, place: int) -> tuple[Tensor, ...]:
-        """Return views of one layer's arrays in byte blocks."""
+        """Return the views of one layer's arrays if blocks are runs of bytes."""
         ranks = (self.rank, self.num_ranks)
         views = []
         offsets = array_offsets(group.arrays, *ranks)
@@ -200,11 +202,11 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVMemory:
-    """One worker's KV cache, as connectors see it.
+    """Facts about one worker's KV cache that a connector needs.
 
     Attributes:
-        tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; never moves, as a
-            connector registers its memory.
+        tensor: `[num_blocks, layers or 1, ...]`, see `KVCacheSpec.block_shape`; its address never
+            changes, because a connector registers the memory.
         manifest: description of a block over all ranks.
     """
 
@@ -226,7 +228,7 @@ class KVMemory:
 
     @property
     def layers_per_group(self) -> int:
-        """Return how many layers a block can be split into; 1: a block cannot be split."""
+        """Return into how many layers a hand-off can split a block; 1: it cannot split a block."""
         return self.manifest.layers_per_unit if self.spec.tensor_dtype == self.spec.dtype else 1
 
     @property
@@ -235,7 +237,7 @@ class KVMemory:
         return dtype_name(self.spec.dtype)
 
     def fence(self) -> Callable[[], bool] | None:
-        """Return a function that tells whether all GPU work launched so far is done; None: it is.
+        """Return a query for whether all GPU work launched so far is done; None: all is done.
 
         Call this on the computing thread; any thread may call the query.
         """
@@ -257,18 +259,17 @@ def kv_cache_spec(
     stage_layers: tuple[int, ...] = (),
     by_heads: bool = False,
 ) -> KVCacheSpec:
-    """Return the cache's layout for a model.
+    """Choose the layout of the KV cache for a model.
 
     Args:
         kv_layers: description of each layer's KV or states.
         block_size: tokens per block; 0: 16, or more if the model's states need more.
-        scales: scales of each layer's keys and values, for a float8 cache.
+        scales: scales of each layer's keys and values in a float8 cache; empty: no scales.
         compute_dtype: dtype of activations; None: ``dtype``.
-        ranks: this rank's number in its stage, and the number of ranks there. Groups cover the
-            layers of all stages.
-        stages: number of this rank's stage, and number of stages.
+        ranks: this rank's number in its stage, and the number of ranks in the stage.
+        stages: number of this rank's stage, and the number of stages.
         stage_layers: number of layers of each stage; empty: equal numbers.
-        by_heads: whether keys and values are ordered by head, where possible.
+        by_heads: whether keys and values are ordered by head first, where possible.
 
     Raises:
         ConfigError: blocks of this size cannot hold the model's states, or the model's KV is not
@@ -296,7 +297,7 @@ def kv_cache_spec(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a type as options and manifests do: ``bfloat16``."""
+    """Return the name of a dtype in options and manifests, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -306,7 +307,8 @@ def choose_num_blocks(
     """Return how many blocks the configured memory holds; raises ConfigError if fewer than two.
 
     Args:
-        measure_bytes: returns the bytes available for blocks; called if no size is configured.
+        measure_bytes: returns the bytes available for blocks; called only if the options set no
+            size.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -324,15 +326,15 @@ def choose_num_blocks(
 def choose_max_model_len(
     model: ModelConfig, config: EngineConfig, spec: KVCacheSpec, num_blocks: int
 ) -> int:
-    """Return the most tokens of one request: limited by the model, and by the whole cache.
+    """Return the maximum number of tokens of one request, by model, options and cache size.
 
     A request starts with blocks for all its tokens in every group, so sliding windows do not raise
-    the limit.
+    this limit.
 
     Args:
         num_blocks: number of blocks in the cache.
 
-    Raises ConfigError if the configured length does not fit, or if no token fits.
+    Raises ConfigError if the length in the options does not fit into the cache, or no token does.
     """
     needed = spec.num_groups + spec.num_null_blocks
     if num_blocks < needed:
@@ -361,8 +363,8 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
 
     The memory is zeroed, so that masked positions are never NaN. The memory is allocated once and
     kept until the process ends, because peers may write into it. On a CPU, the kernel allocates
-    pages on their first write, so an unused cache costs nothing (see ``host/pages_ahead.py``). The
-    cache asks for huge pages, as attention reads scattered blocks.
+    pages on their first write, so unused blocks take no memory (see ``host/pages_ahead.py``). The
+    cache is advised to use huge pages, because attention reads scattered blocks.
     """
     shape = (num_blocks, *spec.block_shape)
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Makes model runners, with buffers, backends and graph inputs as options require."""
+"""Makes model runners with the buffers, attention backends and graph inputs that they need."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from engine.worker.chunks.chunk_inputs import ChunkInputs
 from engine.worker.cuda_graphs import GraphContext, Replays, StepGraphs, captured_sizes
 from engine.worker.device_choice import BackendNames
 from engine.worker.drafting.base import Drafting
+from engine.worker.extras.rank_tokens import RankTokens
 from engine.worker.extras.step_extras import StepExtras
 from engine.worker.forward import Forward
 from engine.worker.graph_inputs import GraphInputs
@@ -34,7 +35,7 @@ class LoadedModel:
 
     Attributes:
         spec: layout of the KV cache.
-        backends: names of the attention backends of the groups.
+        backends: name of the attention backend of each KV cache group.
         ranks: the ranks that share the model.
     """
 
@@ -58,12 +59,12 @@ def make_model_runner(
     drafting: Drafting | None = None,
     rejects: bool = False,
 ) -> ModelRunner:
-    """Make a runner with its own attention backends and buffers, on the cache's device.
+    """Make a runner with attention backends and buffers of its own, on the cache's device.
 
     Args:
-        with_graphs: whether to make static inputs for graphs of decode steps.
-        with_chunks: whether to make static inputs for graphs of steps with prompts.
-        samples_on_device: whether to sample on the device; None: on a GPU with Triton only.
+        with_graphs: whether to make the inputs that CUDA graphs of decode steps read.
+        with_chunks: whether to make the inputs that CUDA graphs of steps with prompts read.
+        samples_on_device: whether to sample on the device; None: only on a GPU with Triton.
     """
     spec, config, device = loaded.spec, loaded.config, kv_cache.device
     max_blocks = -(-(max_model_len + config.num_lookahead_drafts) // spec.block_size) + 1
@@ -98,7 +99,7 @@ def make_model_runner(
     extras = StepExtras(
         loaded.model,
         device,
-        is_last_stage=loaded.ranks.is_last_stage,
+        tokens=RankTokens(loaded.ranks, are_sent=sends_tokens),
         drafting=drafting,
         replays=lambda: bool(decode_graphs.graphs or chunk_graphs.graphs),
     )
@@ -120,14 +121,12 @@ def make_model_runner(
         ),
         StepSampler(_samples_on_device(samples_on_device, device), rejects),
         extras,
-        ranks=loaded.ranks,
-        sends_tokens=sends_tokens,
         num_steps=config.max_steps_in_flight,
     )
 
 
 def _samples_on_device(asked: bool | None, device: torch.device) -> bool:
-    """Return what is asked for; without it, whether Triton can sample on the device."""
+    """Return ``asked``; if it is None, return whether Triton can sample on the device."""
     if asked is None:
         return device.type == "cuda" and find_spec("triton") is not None
     return asked
@@ -140,12 +139,13 @@ def _whole_image_groups(loaded: LoadedModel) -> tuple[int, ...]:
         return ()
     found = [i for i, group in enumerate(loaded.spec.groups) if layers.intersection(group.layers)]
     for group in (loaded.spec.groups[index] for index in found):
-        # A group's layers share metadata. A drafter's layers get their own.
+        # All layers of a group share metadata, except that a drafter's passes have metadata of
+        # their own.
         own = {layer for layer in group.layers if layer < loaded.model.config.num_layers}
         assert own <= layers, "layers of one group attend to images in two ways"
     return tuple(found)
 
 
 def make_backends(names: BackendNames) -> tuple[AttentionBackend | None, ...]:
-    """Return a new attention backend for each group, or None for groups of states."""
+    """Return a new attention backend for each group; None for a group of state layers."""
     return tuple(None if name is None else ATTENTION_BACKENDS.load(name)() for name in names)

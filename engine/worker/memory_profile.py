@@ -1,7 +1,7 @@
-"""Memory profile: how much memory weights and activations leave for the KV cache.
+"""Memory profile: measures how much memory weights and activations leave for the KV cache.
 
-Computes the largest step once and reads the peak of memory use. Refuses to know: the step's
-contents, what the result is used for.
+Computes the largest step once, and reads the peak of memory use. Refuses to know: what the step
+contains, what the result is used for.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from models.parallel.group import ALONE
 
 logger = logging.getLogger(__name__)
 
-# Default limit of a CPU's KV cache, in bytes, as several independent nodes may share a machine.
+# Default limit of the KV cache on a CPU, in bytes, because several nodes may share a machine
+# without knowing of each other.
 MAX_CPU_CACHE_BYTES = GIB
-# If weights and KV cache fit this many times into a CPU's memory, a step's activations always fit,
-# too.
+# If weights and KV cache fit this many times into the memory of a CPU, the activations of a step
+# surely fit, too.
 PLENTY = 8
 
 
@@ -40,12 +41,13 @@ class MemoryProfile:
 
     Attributes:
         total: the device's memory; on a CPU, what this process's control group may use.
-        used: memory used by this process (weights included) and by others, before activations.
-        weights: memory of the model's weights.
-        activations: additional memory of the largest step.
+        used: memory that this process (weights included) and others use before the largest step
+            runs.
+        weights: memory that the model's weights take; a part of ``used``.
+        activations: memory that the largest step takes beyond ``used``.
         graphs: memory of CUDA graphs.
         utilization: share of ``total`` for weights, activations, graphs and KV cache together.
-        largest_cache: maximum number of bytes of the KV cache, even if more is free.
+        largest_cache: maximum number of bytes of the KV cache, even if more memory is free.
     """
 
     total: int
@@ -63,12 +65,12 @@ class MemoryProfile:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Return the bytes of the KV cache: the room, but at most `largest_cache`."""
+        """Return the bytes of the KV cache: `room`, but at most `largest_cache`, and at least 0."""
         return max(min(self.room, self.largest_cache), 0)
 
     @property
     def has_plenty(self) -> bool:
-        """Return whether the KV cache gets `largest_cache` even without measuring activations."""
+        """Return whether the KV cache gets `largest_cache`, however much activations take."""
         return self.room >= PLENTY * (self.weights + self.largest_cache)
 
     def __str__(self) -> str:
@@ -82,20 +84,21 @@ class MemoryProfile:
 
 
 def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
-    """Return the size of the KV cache, and log the sizes that it follows from in one line.
+    """Return the size of the KV cache in bytes; log the sizes that it follows from.
 
-    Computes a dummy of the largest step, except on a CPU with plenty of memory, where the step
-    would only cost time and memory.
+    Computes a dummy of the largest step, except on a CPU with plenty of memory, where the step is
+    not needed.
 
-    Raises ConfigError if two blocks, or on a GPU the largest step, do not fit.
+    Raises ConfigError if two blocks do not fit, or, on a GPU, the largest step.
     """
     model, spec, config, device = loaded.model, loaded.spec, loaded.config, loaded.device
     everyone, utilization = loaded.ranks.everyone, config.memory_utilization
     total, used = _total_and_used(device)
     if device.type == "cpu":
-        # Mapped pages of weight files count as free memory, but every step reads them.
+        # Count mapped pages of weight files as used, although the system counts them as available:
+        # every step reads them.
         used += model.mapped_bytes
-        # All ranks share the CPU's memory.
+        # All ranks share the CPU's memory: this rank leaves the others their parts.
         used += (total - used) * (everyone.size - 1) // everyone.size
     assert isinstance(model, nn.Module)
     profile = MemoryProfile(
@@ -111,9 +114,9 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     if device.type == "cpu" and everyone.size == 1 and profile.has_plenty:
         logger.info("memory of %s: %s; activations are not measured", device, profile)
         return profile.kv_cache_bytes
-    # A request cannot be longer than the largest possible cache.
+    # No request can be longer than the largest possible cache.
     num_tokens = profile.kv_cache_bytes // spec.block_bytes // spec.num_groups * spec.block_size
-    if everyone.size > 1:  # all ranks must compute equal steps
+    if everyone.size > 1:  # all ranks must compute the same step
         num_tokens = int(everyone.all_gather(torch.tensor([num_tokens], device=device)).min())
     if num_tokens > 0:
         longest = min(num_tokens, model.config.max_model_len)
@@ -123,8 +126,8 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
             graphs = _measure_graphs(loaded, longest)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
-        # On a GPU, libraries keep memory from the first step on. On a CPU, memory that the
-        # allocator keeps after the step would count twice.
+        # On a GPU, measure the used memory again, because libraries keep memory from the first step
+        # on. Not on a CPU, where memory that the allocator keeps after the step would count twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
     if profile.kv_cache_bytes < 2 * spec.block_bytes:
@@ -138,7 +141,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
 
 
 def _measure_peak(loaded: LoadedModel, step: StepPlan) -> int:
-    """Return the peak memory of ``step``, in bytes, beyond what is allocated before."""
+    """Compute ``step``; return its peak memory in bytes, beyond what was allocated before."""
     device = loaded.device
 
     def compute() -> None:
@@ -154,7 +157,7 @@ def _measure_peak(loaded: LoadedModel, step: StepPlan) -> int:
 
 
 def _measure_graphs(loaded: LoadedModel, longest: int) -> int:
-    """Return the bytes of CUDA graphs for requests of up to ``longest`` tokens."""
+    """Return the bytes that CUDA graphs take for requests of up to ``longest`` tokens."""
     where = loaded.config, loaded.device, loaded.backends
     with_graphs = reason_against_graphs(*where) is None
     with_chunks = reason_against_chunks(*where, loaded.ranks) is None
@@ -174,7 +177,7 @@ def _measure_graphs(loaded: LoadedModel, longest: int) -> int:
 
 
 def _total_and_used(device: torch.device) -> tuple[int, int]:
-    """Return the total bytes of a device, and the bytes in use by any process."""
+    """Return the total memory of a device, and the memory that all processes use, in bytes."""
     if device.type == "cpu":
         memory = read_host_memory()
         return memory.total, memory.total - memory.available
@@ -184,7 +187,7 @@ def _total_and_used(device: torch.device) -> tuple[int, int]:
 
 
 def _largest_cpu_cache(loaded: LoadedModel) -> int:
-    """Return a CPU cache's default limit: room for a full batch of longest requests."""
+    """Return the default limit of a CPU's KV cache: room for a full batch of longest requests."""
     spec, num_requests = loaded.spec, loaded.config.max_num_requests
     blocks_each = -(-loaded.model.config.max_model_len // spec.block_size)
     num_blocks = num_requests * blocks_each * spec.num_groups + spec.num_null_blocks

@@ -16,7 +16,6 @@ from engine.worker.extras.step_extras import StepExtras
 from engine.worker.forward import Forward
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.prepared_step import ModelInput, PreparedStep, ReplayStep
-from models.parallel.group import ALONE, Ranks
 
 NO_HOOKS = StepHooks()
 AnyPreparedStep = PreparedStep | ReplayStep
@@ -26,9 +25,9 @@ class ModelRunner:
     """Runs a model over the paged cache.
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
-    There are ``num_steps`` sets of buffers: a step may be prepared and launched while previous ones
-    run, if the step ``num_steps`` before it has been waited for. Steps are launched in order, and
-    read the previous step's tokens on the device.
+    There are ``num_steps`` sets of buffers: a step may be prepared and launched while previous
+    steps run, once a caller has waited for the step ``num_steps`` earlier. Steps are launched in
+    order, and read the previous step's tokens on the device.
 
     If the host samples, `launch` also waits until the step has ended.
 
@@ -36,15 +35,12 @@ class ModelRunner:
         forward: runs the model, eagerly or by captured graphs.
         input_batch: persistent input buffers on the model's device.
         sampler: draws tokens.
-        extras: encodes images, pools prompts, and makes drafts.
-        ranks: the ranks that share the model; the leader samples for all ranks.
-        sends_tokens: whether the leader sends its sampled tokens to the other ranks: needed if a
-            step may be launched before the planner knows these tokens.
+        extras: encodes images, pools prompts, makes drafts, and exchanges tokens with other ranks.
         num_steps: maximum number of steps in flight, equal to that of the input batch.
 
     Attributes:
         decode_graphs, chunk_graphs: captured graphs of decode steps, and of steps with prompts.
-        extras: see the arguments.
+        extras: the argument, unchanged.
     """
 
     def __init__(
@@ -54,20 +50,15 @@ class ModelRunner:
         sampler: StepSampler,
         extras: StepExtras,
         *,
-        ranks: Ranks = ALONE,
-        sends_tokens: bool = False,
         num_steps: int = 2,
     ) -> None:
         self._forward, self._context = forward, forward.context
-        self._sampler, self.extras = sampler, extras
+        self._sampler, self.extras, self._tokens = sampler, extras, extras.tokens
         self._model = forward.context.model
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
-        self._ranks = ranks
-        self._sends_tokens = sends_tokens and ranks.everyone.size > 1
-        self._rows_to_receive: Tensor | None = None  # rows whose sampled tokens only the leader has
         self._device = device = input_batch.device
-        self._sampled = deque(  # host buffers for the tokens of steps in flight
+        self._sampled = deque(  # host buffers, one per step in flight
             torch.zeros(
                 input_batch.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
             )
@@ -75,15 +66,14 @@ class ModelRunner:
         )
 
     def execute(self, plan: StepPlan, hooks: StepHooks = NO_HOOKS) -> ModelRunnerOutput:
-        """Compute the planned tokens; return once their KV is in the cache."""
+        """Compute a planned step; return its result once the KV is in the cache."""
         return self.launch(self.prepare(plan), hooks).wait()
 
     def prepare(self, plan: StepPlan, *, eager: bool = False) -> AnyPreparedStep:
-        """Write a step's inputs into the rows and buffers.
+        """Write the inputs of a step into rows and buffers; return the step for `launch`.
 
         Args:
-            eager: whether `launch` will get an ``after_layer`` callback, so that no graph can be
-                replayed.
+            eager: whether `launch` gets an ``after_layer`` callback, which no graph supports.
         """
         batch = self._input_batch
         prepare = batch.fill if eager or self.decode_graphs.graphs is None else batch.fill_or_stage
@@ -93,8 +83,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive tensors still sent to this runner, which the next runner would read otherwise."""
-        self._receive_tokens()
+        """Receive tensors that were sent to this runner; else the next runner would get them."""
+        self._tokens.receive(self._input_batch.last_tokens)
 
     @torch.inference_mode()
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
@@ -109,21 +99,20 @@ class ModelRunner:
         graphs = self.decode_graphs.graphs
         assert graphs is not None
         assert hooks.after_layer is None, "the step was prepared for a replay"
-        self._receive_tokens()  # the replay may read tokens that the leader sampled before
+        self._tokens.receive(self._input_batch.last_tokens)  # tokens that the replay may read
         hidden, token_ids = graphs.replay(prepared)
         if not self._sampler.needs_host(prepared.sampling):
             launched = self._launched_step(prepared, token_ids, {}, started_at)
             return self.extras.draft(launched, hidden, hooks)
-        # Compute all logits again, which is rare: keeping them would take memory in every step.
+        # Compute all logits again: this is rare, and keeping them would take memory in every step.
         logits = self._model.compute_logits(hidden)
-        if not self._ranks.leads:  # only the leader has the grammars' masks
-            if self._sends_tokens:
-                token_ids = token_ids.new_empty(prepared.num_requests)
-                self._ranks.everyone.receive(token_ids, self._ranks.leader)
-                graphs.correct(prepared, token_ids)
+        if not self._tokens.leads:  # only the leader has grammars' masks
+            drawn = self._tokens.receive_instead(token_ids, prepared.num_requests)
+            if drawn is not None:
+                graphs.correct(prepared, drawn)
             return self._launched_step(prepared, None, {}, started_at)
         launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
-        self._send_tokens(token_ids)
+        self._tokens.send(token_ids)
         graphs.correct(prepared, token_ids)
         return self.extras.draft(launched, hidden, hooks)
 
@@ -133,7 +122,7 @@ class ModelRunner:
         prepared = self.extras.begin(prepared)
         inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         if prepared.pending_tokens is not None:
-            self._receive_tokens()
+            self._tokens.receive(last_tokens)
             places, rows = prepared.pending_tokens
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
         hidden_states = self._forward.run(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
@@ -143,13 +132,12 @@ class ModelRunner:
     def _sample(
         self, prepared: PreparedStep, hidden_states: Tensor, hooks: StepHooks, started_at: float
     ) -> LaunchedStep:
-        """Sample from an eager step's hidden states, `[num_tokens, hidden_size]`."""
+        """Sample from the hidden states of an eager step, `[num_tokens, hidden_size]`."""
         inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         sampling = prepared.sampling
-        if not self._ranks.leads and sampling.request_ids and self._sends_tokens:
-            self._receive_tokens()
-            self._rows_to_receive = prepared.sampling_rows
-        if not self._ranks.is_last_stage:
+        if sampling.request_ids:
+            self._tokens.expect(prepared.sampling_rows, last_tokens)
+        if not self._tokens.is_last_stage:
             return self._launched_step(prepared, None, {}, started_at)
         prompt_logprobs = self._sampler.prompt_logprobs(
             functools.partial(self._logits_of, hidden_states, inputs), prepared.prompt_rows
@@ -162,41 +150,26 @@ class ModelRunner:
             last = hidden_states[inputs.last_token_rows]
             spans = inputs.adapters_of(inputs.last_token_rows.tolist()) if spans else ()
         logits = self._model.compute_logits(last, spans)
-        if not self._ranks.leads:
+        if not self._tokens.leads:
             if self._device.type == "cuda":
-                # NCCL's first send waits for its receiver, which may never get another step.
-                self._receive_tokens()
+                # With NCCL, the first send waits for the receiver, so receive the tokens now.
+                self._tokens.receive(last_tokens)
             return self._launched_step(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
             launched = self._launched_step(prepared, token_ids, prompt_logprobs, started_at)
-            token_ids = token_ids.clamp(min=0)  # valid ids, because the next step embeds them
+            token_ids = token_ids.clamp(min=0)  # the next step embeds valid ids only
         else:
             launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at
             )
-        self._send_tokens(token_ids)
+        self._tokens.send(token_ids)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return self.extras.draft(launched, hidden_states, hooks)
 
     def _logits_of(self, hidden: Tensor, inputs: ModelInput, rows: range) -> Tensor:
-        """Return the logits of some rows of the hidden states, `[n, vocab_size]`."""
+        """Return the logits of the given rows of the hidden states, `[n, vocab_size]`."""
         return self._model.compute_logits(hidden[rows.start : rows.stop], inputs.adapters_of(rows))
-
-    def _send_tokens(self, token_ids: Tensor) -> None:
-        """Send the leader's sampled tokens to the other ranks, if the ranks need the tokens."""
-        if self._sends_tokens:
-            for rank in range(self._ranks.everyone.size):
-                if rank != self._ranks.leader:
-                    self._ranks.everyone.send(token_ids, rank)
-
-    def _receive_tokens(self) -> None:
-        """Receive the tokens that the leader sampled last, unless they were received already."""
-        rows, self._rows_to_receive = self._rows_to_receive, None
-        if rows is not None:
-            token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-            self._ranks.everyone.receive(token_ids, self._ranks.leader)
-            self._input_batch.last_tokens.index_copy_(0, rows, token_ids)
 
     def _launched_step(
         self,
@@ -205,7 +178,7 @@ class ModelRunner:
         prompt_logprobs: dict[str, PromptLogprobs],
         started_at: float,
     ) -> LaunchedStep:
-        """Queue the copy of the sampled tokens to the host; return the launched step."""
+        """Queue the copy of sampled tokens from device to host; return the launched step."""
         on_host = None
         if token_ids is not None:
             self._sampled.rotate(-1)
@@ -227,7 +200,7 @@ class ModelRunner:
         hooks: StepHooks,
         started_at: float,
     ) -> tuple[LaunchedStep, Tensor]:
-        """Sample on the host; return the finished step, and the tokens on the device."""
+        """Sample on the host; return the finished step, and its tokens on the device."""
         sampling = prepared.sampling
         output, token_ids = self._sampler.draw_on_host(
             logits, sampling, hooks, prompt_logprobs, self.extras.draft_distributions

@@ -1,8 +1,8 @@
-"""Dummy steps at start: compile kernels, measure a step's memory, and check the weights.
+"""Dummy steps at the start: compile kernels, show a step's memory, and check the weights.
 
-A kernel is compiled when first launched, and again for certain other sizes. On a GPU, dummy steps
-compile kernels for some seconds at start, so that no request has to wait. All dummy steps use a
-cache of one block. Refuses to know: schedulers, the amount of memory.
+A kernel is compiled when it is launched for the first time, and again for certain other sizes. On a
+GPU, dummy steps compile kernels for some seconds at start, so that no request has to wait. All
+dummy steps use a cache of one block. Refuses to know: schedulers, the amount of memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
-_CHECKED_PROMPTS = 4  # several: a model may give NaN for one odd prompt length
-_PROMPT_TOKENS = 2  # length of a dummy prompt; one token would make a decode step
+_CHECKED_PROMPTS = 4  # more than 1, because a single prompt may give NaN by chance
+_PROMPT_TOKENS = 2  # tokens of a dummy prompt; a single token would be a decode
 
 
 def warm_up(loaded: LoadedModel, max_model_len: int) -> None:
-    """Compute the largest step, and small steps for which a GPU compiles other kernels.
+    """Compute the largest step, and, on a GPU, small steps that need other kernels.
 
     Raises ConfigError if the largest step does not fit.
     """
@@ -46,7 +46,7 @@ def warm_up(loaded: LoadedModel, max_model_len: int) -> None:
 
 
 def compute_dummies(loaded: LoadedModel, steps: Iterable[StepPlan]) -> list[ModelRunnerOutput]:
-    """Compute steps on a temporary cache; return their outputs."""
+    """Compute dummy steps on a temporary KV cache; return their outputs."""
     steps = list(steps)
     longest = max(
         start + num_tokens
@@ -60,7 +60,8 @@ def compute_dummies(loaded: LoadedModel, steps: Iterable[StepPlan]) -> list[Mode
 def check_numbers(loaded: LoadedModel) -> None:
     """Raise ModelLoadError if the logits after several short prompts are all NaN or infinite.
 
-    Otherwise a node whose weights are all NaN would join and answer every request with an error.
+    Without this check, a node whose weights are NaN would join and answer every request with an
+    error.
     """
     vocab_size, config = loaded.model.config.vocab_size, loaded.config
     num_prompts = min(_CHECKED_PROMPTS, config.max_num_requests, config.max_num_batched_tokens)
@@ -74,7 +75,7 @@ def check_numbers(loaded: LoadedModel) -> None:
 
 
 def too_large(num_tokens: int, where: str) -> ConfigError:
-    """Return the error that the largest step does not fit a device."""
+    """Return the error which says that the largest step does not fit into a device's memory."""
     return ConfigError(
         f"max_model_len: a step with a request of {num_tokens} tokens does not fit {where}; "
         "lower it, or long_prefill_token_threshold"
@@ -97,15 +98,16 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
 
 
 def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
-    """Yield prompts and decodes of 1 and 2 requests, of powers of two, and of the most requests.
+    """Yield steps of prompts and of decodes, for each number of requests with kernels of its own.
 
-    Unlike the largest step, these steps sample on the device. Triton compiles separately for a size
-    of 1, and attention plans decodes by the next power of two.
+    Unlike the largest step, these steps sample on the device. They have 1 request, for which Triton
+    compiles separately, each power of two, for which attention plans decodes differently, and the
+    maximum number of requests.
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}
-    # (tokens of a request, how many of these are computed, how many of those are drafts); all kinds
-    # but the first are decodes
+    # Kinds of requests: (number of tokens, how many of them the step computes, how many of the
+    # computed tokens are drafts). All kinds but the first are decodes.
     kinds = [(_PROMPT_TOKENS, _PROMPT_TOKENS, 0), (_PROMPT_TOKENS, 1, 0)]
     if config.max_num_drafts:
         num_computed = 1 + config.max_num_drafts
@@ -123,10 +125,10 @@ def _plan(
     spec: KVCacheSpec,
     num_drafts: int = 0,
 ) -> StepPlan:
-    """Plan a step of requests in block 0, all of which sample.
+    """Plan a step of requests that all use block 0 and all sample.
 
     Args:
-        dummies: each request's number of tokens, and how many of its last tokens to compute.
+        dummies: for each request, its number of tokens, and how many of the last ones to compute.
         num_drafts: maximum number of drafts among a request's computed tokens.
     """
     shares: list[int] = []

@@ -1,4 +1,4 @@
-"""Worker: one device with its model, KV memory, rows and graphs.
+"""Worker: runs a model on one device, with its KV memory, input rows and graphs.
 
 Refuses to know: requests, schedulers, the meaning of a plan.
 """
@@ -70,6 +70,7 @@ from models.adapters.slots import AdapterSlots
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
+from models.layers.moe import loads_of
 from models.loading.finite_weights import check_finite
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import stage_layers
@@ -78,10 +79,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """A worker: computes the steps of a model, or a part of it, on one device.
+    """Computes the steps of a model, or of a part of a model, on one device.
 
     Attributes:
-        config: the options, resolved for the device.
+        config: the options; ``auto`` values are replaced by values for the device.
         linear_weights: description of the linear layers' weights; see `Executor`.
         max_model_len: maximum number of tokens of one request, limited by the model and the KV
             memory.
@@ -111,11 +112,14 @@ class Worker:
         self.device = device
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
-        # On a CPU, scheduling would slow the forward, so only a GPU runs ahead by default, and
-        # pipeline stages: each one computes a step while the previous one computes the next step.
+        # By default, a GPU runs ahead, and so do pipeline stages, each of which computes a step
+        # while the stage before it computes the next step. A CPU does not, because scheduling would
+        # slow the forward.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
-        ranks = replace(ranks, stage_layers=config.stage_layers)
+        ranks = replace(
+            ranks, stage_layers=config.stage_layers, expert_parallel=config.expert_parallel
+        )
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
         described = ModelConfig.from_folder(model_folder)
         self.dtype = choose_dtype(config.dtype, device, described, has_bfloat16(config))
@@ -142,12 +146,13 @@ class Worker:
         backends = choose_backends(spec, config, device, model.config)
         loaded = LoadedModel(model, spec, config, device, backends, ranks)
         num_blocks = choose_num_blocks(spec, config, lambda: measure_kv_cache_bytes(loaded))
-        if ranks.everyone.size > 1:  # the smallest number over all ranks
+        if ranks.everyone.size > 1:  # use the smallest number of all ranks
             rooms = ranks.everyone.all_gather(torch.tensor([num_blocks], device=device))
             num_blocks = int(rooms.min())
         self.max_model_len = choose_max_model_len(model.config, config, spec, num_blocks)
         if device.type == "cuda":
-            # In captured steps all ranks of a stage sample, so all compile the sampling kernels.
+            # In captured steps, all ranks of a stage sample, so all of them compile the sampling
+            # kernels.
             samples = ranks.num_stages == 1
             warm_up(replace(loaded, ranks=ALONE) if samples else loaded, self.max_model_len)
         if ranks.everyone.size == 1:
@@ -161,12 +166,13 @@ class Worker:
         self._weights = WorkerWeights(
             self.kv_memory, LoadedWeights(model, drafter), self._load_checked, self._use
         )
+        self._expert_loads = loads_of(model)
         self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None
 
     def _kv_cache_spec(
         self, model: CausalLM, drafter: AnyDrafter | None, config: EngineConfig, ranks: Ranks
     ) -> KVCacheSpec:
-        """Describe the KV of all layers; a drafter's layers come after the model's."""
+        """Choose the layout of the KV of all layers; a drafter's layers come after the model's."""
         of_drafter = layers_of(drafter)
         scales = _scales_of_all_stages(model.kv_scales, ranks, self.device)
         return kv_cache_spec(
@@ -183,12 +189,13 @@ class Worker:
 
     def _make_runner(self, loaded: LoadedModel, drafter: AnyDrafter | None) -> ModelRunner:
         memory, rejects = self.kv_memory, self.config.draft_acceptance == "rejection"
-        if getattr(drafter, "state_layers", ()):  # graphs do not keep states between layers
+        if getattr(drafter, "state_layers", ()):  # the drafter needs states that no graph keeps
             loaded = replace(loaded, config=replace(loaded.config, cuda_graphs=False))
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
             *(loaded, memory.tensor, self.max_model_len),
-            # With stages, plans contain all tokens (`engine/core/scheduler.py`).
+            # With several stages, plans contain all token ids, so none are sent
+            # (`engine/core/steps_in_flight.py`).
             sends_tokens=self.runs_ahead and self._ranks.num_stages == 1,
             drafting=make_drafting(
                 *(drafter, model, memory, backends, self.max_model_len), rejects=rejects
@@ -225,7 +232,7 @@ class Worker:
             return self._adapters.pack(adapter)
 
     def keep_cores(self) -> AbstractContextManager[None]:
-        """Lend no core inside this context, because the calling thread computes.
+        """Lend no core to other nodes inside this context, because the calling thread computes.
 
         Safe from any thread.
         """
@@ -237,24 +244,24 @@ class Worker:
         return self._adapters.load(adapter)
 
     def unload_adapter(self, digest: AdapterDigest) -> None:
-        """Unload an adapter between steps."""
+        """Unload an adapter from its slot; called between steps."""
         assert self._adapters is not None, "max_adapters is 0"
         self._adapters.unload(digest)
 
     # ------------------------------------------------------------------ other weights
 
     def begin_weights(self, folder: str, is_kept: bool) -> None:
-        """Begin to load new weights while steps continue; see `weights_problem`.
+        """Begin to load new weights while steps continue; `weights_problem` tells the outcome.
 
         Args:
-            folder: the weights, with the configuration of this worker's model.
-            is_kept: whether the files are permanent, so that their packed form should be cached on
+            folder: folder of the new weights and of the same configuration as this worker's model.
+            is_kept: whether the files will stay, so that their packed form is worth caching on
                 disk.
         """
         self._weights.begin(Path(folder), is_kept=is_kept)
 
     def weights_problem(self) -> str | None:
-        """Return why the new weights cannot be used; empty: usable; None: still loading."""
+        """Return why new weights cannot be used; empty: they can; None: they are still loading."""
         return self._weights.problem
 
     def use_weights(self) -> None:
@@ -262,11 +269,11 @@ class Worker:
         self._weights.use()
 
     def drop_weights(self) -> None:
-        """Drop the new weights."""
+        """Drop the new weights without using them."""
         self._weights.drop()
 
     def sleep(self, level: str, keeps_kv_memory: bool) -> None:
-        """Free memory until `wake` or `use_weights`; see `SleepLevel`."""
+        """Free memory as ``level`` says until `wake` or `use_weights`; see `SleepLevel`."""
         self._weights.sleep(SleepLevel(level), keeps_kv_memory=keeps_kv_memory)
 
     def wake(self) -> None:
@@ -274,7 +281,7 @@ class Worker:
         self._weights.wake()
 
     def _load_model(self, folder: Path, *, is_kept: bool = True) -> CausalLM:
-        """Load a model of this worker's configuration."""
+        """Load a folder's model, with the dtype, packing and options of this worker's model."""
         config = self.config
         return load_model(
             folder,
@@ -293,7 +300,7 @@ class Worker:
 
         Raises:
             ModelLoadError: a tensor is missing, unknown, of another shape or dtype, or not finite;
-                or layers would be computed or cached in another way than those of the old weights.
+                or a layer would be computed or cached differently than with the old weights.
         """
         make_current(self.device)
         with on_one_thread():  # on one thread, because all other threads compute steps
@@ -307,17 +314,25 @@ class Worker:
         return LoadedWeights(model, drafter)
 
     def _use(self, loaded: LoadedWeights | None) -> None:
-        """Compute with these weights from now on; None: free the model and compute nothing."""
+        """Compute with the given weights from now on; None: free the model and compute nothing."""
         if loaded is None:
             self._adapters = None
+            self._expert_loads = []
             self.runner.close()
             del self.runner
             return
         self._adapters = self._make_adapter_slots(loaded.model, self._ranks)
         self.runner = self._make_runner(self._frame(loaded.model), loaded.drafter)
+        self._expert_loads = loads_of(loaded.model)
+
+    def expert_loads(self) -> tuple[float, float]:
+        """Return the experts' rows of the busiest rank and of a mean rank; see `Executor`."""
+        loads = [one.tolist() for one in self._expert_loads]
+        most, rows = sum(one[0] for one in loads), sum(one[1] for one in loads)
+        return float(most), rows / self._ranks.group.size
 
     def num_blocks(self) -> int:
-        """Return the number of KV blocks; called by the engine on all workers."""
+        """Return the number of KV blocks of this worker; the engine asks all workers."""
         return self.kv_memory.num_blocks
 
     def prepare(self, plan: StepPlan, hooks: StepHooks) -> AnyPreparedStep:
@@ -326,32 +341,32 @@ class Worker:
 
     def launch(self, step: AnyPreparedStep, hooks: StepHooks) -> LaunchedStep:
         """Launch a prepared step, on any thread."""
-        # another thread may have loaded the model, which sets its own device
+        # This thread's current device may differ from that of the thread that loaded the model.
         make_current(self.device)
         if self._lent_cores is not None:
             self._lent_cores.borrow()
-            # the lent cores may change meanwhile
+            # Borrow before each layer, because the nodes that are idle may change.
             if isinstance(step, PreparedStep) and step.has_prompts:
                 after_layer = self._lent_cores.between_layers(hooks.after_layer)
                 hooks = replace(hooks, after_layer=after_layer)
         return self.runner.launch(step, hooks)
 
     def rest(self) -> None:
-        """Note that no step can be launched now, so that other nodes may use the cores."""
+        """Lend this worker's cores to other nodes, because no step can be launched now."""
         if self._lent_cores is not None:
             self._lent_cores.rest()
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
-        """Populate memory for a few KV blocks ahead; return whether more is left to do.
+        """Populate memory of a few KV blocks ahead of use; return whether more is left to populate.
 
-        Does nothing while another node computes on this node's cores, to avoid slowing it.
+        Does nothing while another node computes on this node's cores, to not slow that node down.
         """
         if self._lent_cores is not None and self._lent_cores.are_taken():
             return False
         return self._pages_ahead.find(num_used_blocks)
 
     def close(self) -> None:
-        """Release resources; nothing can be launched any more."""
+        """Release all resources; afterwards nothing can be launched."""
         if self._lent_cores is not None:
             self._lent_cores.close()
             self._lent_cores = None
@@ -365,12 +380,12 @@ def _weights_cache(config: EngineConfig) -> WeightsCache:
 def _scales_of_all_stages(
     scales: Sequence[tuple[float, float]], ranks: Ranks, device: torch.device
 ) -> list[tuple[float, float]]:
-    """Return the scales of all layers' keys and values, gathered from the layers' stages.
+    """Gather the scales of all layers' keys and values from the stages that have the layers.
 
-    All stages and nodes must use blocks with the same scales.
+    All ranks need all scales, because the description of a block has a digest of them.
 
     Args:
-        scales: scales of all layers; only those of this stage's layers are known.
+        scales: scales of all layers, of which only this stage's are known here.
         device: device on which ranks exchange tensors.
     """
     if ranks.num_stages == 1:

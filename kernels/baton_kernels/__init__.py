@@ -1,7 +1,7 @@
-"""The ops that a model may call; ``baton_kernels.dispatch`` chooses implementations.
+"""The ops (kernels) that a model may call; ``baton_kernels.dispatch`` chooses implementations.
 
-Each op is defined by its namesake in ``baton_kernels.reference``; ``baton_kernels.ops`` has the
-signatures. Refuses to know: models, requests, what tensors mean.
+``baton_kernels.reference`` defines each op in a function of the same name; ``baton_kernels.ops``
+has the signatures. Refuses to know: models, requests, what tensors mean.
 """
 
 from __future__ import annotations
@@ -25,14 +25,21 @@ from baton_kernels.packed import (
     WeightFormat,
 )
 from baton_kernels.quantized import GroupedWeight, QuantizedWeight, RoundedWeight
-from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
-from baton_kernels.routing import Routing, Scoring
+from baton_kernels.reference import (
+    FP8,
+    count_loads,
+    gather_kv,
+    paged_attention,
+    rotary,
+    store_kv,
+)
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare, Routing, Scoring
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
 
 class _OpsByDevice:
-    """``Ops`` that call the fastest ops for the device of their first tensor."""
+    """``Ops`` whose functions call the fastest implementation for their first tensor's device."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(first: Tensor | PackedWeight, *others: Any, **options: Any) -> Any:
@@ -76,10 +83,12 @@ experts = _ops.experts
 packed_experts = _ops.packed_experts
 
 __all__ = [
+    "ALL_EXPERTS",
     "E2M1_TWICE",
     "FORMATS_OF_ROWS",
     "FP8",
     "CodeLayout",
+    "ExpertShare",
     "Float8Rows",
     "GroupedIntegers",
     "GroupedWeight",
@@ -101,6 +110,7 @@ __all__ = [
     "add_rms_norm",
     "attend_runs",
     "causal_conv",
+    "count_loads",
     "experts",
     "gate_mul",
     "gated_delta_rule",

@@ -1,4 +1,4 @@
-"""Chooses the ops' implementation for a tensor: C on CPUs, Triton on GPUs, else the reference.
+"""Chooses the implementation of ops by device: C on CPUs, Triton on GPUs, else the reference.
 
 No other module chooses implementations. Refuses to know: what the ops compute.
 """
@@ -20,12 +20,12 @@ from baton_kernels.ops import Ops
 
 @functools.cache
 def native_ops() -> NativeOps | None:
-    """Return the native ops for CPU tensors; None if they are off or cannot be built."""
+    """Return the native ops for CPUs; None if they are switched off or cannot be built."""
     return None if are_kernels_off() else load_native_ops()
 
 
 def ops_for(tensor: Tensor) -> Ops:
-    """Return the ops for tensors on this tensor's device."""
+    """Return the fastest ops for the device of a tensor."""
     if tensor.is_cpu and (native := native_ops()) is not None:
         return native
     if tensor.is_cuda:
@@ -33,7 +33,7 @@ def ops_for(tensor: Tensor) -> Ops:
     return reference
 
 
-# Op -> module of Triton kernels with a function of the op's name.
+# Op -> module in baton_kernels.triton that has a function of the op's name.
 _TRITON = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
@@ -54,7 +54,7 @@ _TRITON = {
 
 @functools.cache
 def _triton_ops() -> Ops:
-    """Load the Triton ops; an op whose module cannot be imported is the reference's."""
+    """Load the Triton ops; use the reference's op if a module cannot be imported."""
     ops: Any = SimpleNamespace(
         packed_linear=reference.packed_linear,
         packed_gated_linear=reference.packed_gated_linear,

@@ -1,6 +1,6 @@
-"""Host memory in huge pages, which speed up long sequential reads and scattered reads.
+"""Allocates host memory in huge pages, which speed up long sequential and scattered reads.
 
-Refuses to know: the data.
+Refuses to know: what is stored there.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from torch import Tensor
 
 _HUGE_PAGE = 2**21
 _CHUNK = 64 * 2**20
-_LINE = 64  # alignment in bytes: tensors begin at multiples of a cache line
+_LINE = 64  # alignment of tensors in bytes: a cache line
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """Allocate `[num_bytes]` zero bytes, from the beginning of a huge page.
+    """Allocate `[num_bytes]` bytes of zeros that begin at the start of a huge page.
 
-    The kernel allocates memory when it is first written, in huge pages if huge pages are free and
-    allowed.
+    Linux provides the memory when it is first written, in huge pages if they are free and allowed.
 
     Raises:
         OSError, OverflowError: there is not enough memory.
     """
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
+    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     everything = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -everything.data_ptr() % _HUGE_PAGE
@@ -37,17 +36,17 @@ def huge_pages(num_bytes: int) -> Tensor:
 class WeightMemory:
     """Allocates tensors one after another in huge pages.
 
-    A tensor that torch allocates alone uses huge pages only where it covers whole ones: about half
-    of a tensor of a few MiB.
+    If torch allocated each tensor by itself, only the parts that cover whole huge pages would use
+    them: about half of a tensor of a few MiB.
     """
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate a tensor, with the arguments of ``torch.empty``.
+        """Allocate a tensor; the arguments are those of ``torch.empty``.
 
-        Memory is freed with the last tensor of its chunk.
+        Tensors are cut from large chunks. A chunk is freed when all its tensors are gone.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:

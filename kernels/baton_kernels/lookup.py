@@ -1,6 +1,6 @@
-"""Find an earlier occurrence of a text's last tokens; on the host, in C if possible.
+"""Finds an earlier occurrence of a text's last tokens, on the host, in C if possible.
 
-Refuses to know: requests, what the found tokens are used for.
+The tokens that follow the earlier occurrence can be used as drafts. Refuses to know: requests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
     Args:
         tokens: `[num_tokens]`.
-        least, most: limits of the run's length; longer matches than ``most`` are not searched.
+        least, most: minimum and maximum length of the run, in tokens.
 
     Returns:
-        The position after the latest earlier copy; -1: no earlier copy.
+        The position after the latest earlier copy of the run; -1: there is no earlier copy.
     """
     num = len(tokens)
     if num < 2:
@@ -38,7 +38,7 @@ def find_run(tokens: NDArray[np.int32], least: int, most: int) -> int:
 
 
 class Text:
-    """A growing text of tokens, with look-up of earlier occurrences of its last tokens."""
+    """A growing text of tokens, in which earlier occurrences of its last tokens can be found."""
 
     def __init__(self) -> None:
         ops = native_ops()
@@ -58,13 +58,14 @@ class Text:
         self.num_tokens = num_tokens
 
     def continuation(self, num_tokens: int, least: int, most: int) -> tuple[int, ...]:
-        """Return the tokens after the copy that `find_run` finds; empty without a copy.
+        """Return the tokens after the earlier copy of the text's last tokens; empty: no copy.
 
-        If the text ends before ``num_tokens`` are found, the tokens after the copy are repeated: a
-        repeating text probably continues to repeat.
+        If fewer than ``num_tokens`` tokens follow the copy, the result repeats these tokens,
+        because such a text probably continues to repeat.
 
         Args:
             num_tokens: number of tokens to return.
+            least, most: minimum and maximum length of the run to look for, in tokens.
         """
         num = self.num_tokens
         if self._find_run is None:

@@ -1,4 +1,4 @@
-"""LowRank: the matrices by which a LoRA adapter changes one layer's output, for CPUs and for GPUs.
+"""LowRank and LowRankSlots: matrices by which LoRA adapters change a layer, on CPUs and on GPUs.
 
     out = out * gains + (x @ A.T) @ B.T + shifts
 
@@ -26,12 +26,12 @@ from baton_kernels.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankPart:
-    """The columns of a layer's output that one module of an adapter changes.
+    """One module of an adapter: the columns of a layer's output that it changes, and how.
 
     Attributes:
-        first_rank: first of this module's rows of A.
-        first_column: first of the columns.
-        b: ``[num_columns, rank]``, with the adapter's scale.
+        first_rank: index of this module's first row in A.
+        first_column: index of the first column that the module changes.
+        b: ``[num_columns, rank]``, already multiplied by the adapter's scale.
         gains: ``[num_columns]`` float32, factors of the layer's own product; None: all are 1.
         shifts: ``[num_columns]`` float32, added to the columns; None: all are 0.
     """
@@ -44,12 +44,12 @@ class LowRankPart:
 
     @property
     def ranks(self) -> slice:
-        """Return this module's range of rows of A."""
+        """Return which rows of A belong to this module."""
         return slice(self.first_rank, self.first_rank + self.b.in_features)
 
     @property
     def columns(self) -> slice:
-        """Return the range of columns that the module changes."""
+        """Return which columns of the layer's output the module changes."""
         return slice(self.first_column, self.first_column + self.b.out_features)
 
 
@@ -58,8 +58,8 @@ class LowRank:
     """An adapter's matrices for one layer.
 
     Attributes:
-        a: ``[rank, in_features]``, the rows of all parts.
-        parts: the modules; no two change the same column.
+        a: ``[rank, in_features]``, the rows of A of all parts.
+        parts: the adapter's modules; a column is changed by at most one of them.
     """
 
     a: PackedWeight
@@ -67,7 +67,7 @@ class LowRank:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors."""
+        """Return all tensors of the matrices."""
         found = [*self.a.tensors]
         for part in self.parts:
             found += (*part.b.tensors, part.gains, part.shifts)
@@ -75,13 +75,13 @@ class LowRank:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory, in bytes."""
+        """Return the bytes of memory that all matrices take."""
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankSpan:
-    """The rows ``[first, end)`` of a step, which use one adapter."""
+    """The rows ``[first, end)`` of a step, and the matrices of the adapter that they use."""
 
     first: int
     end: int
@@ -92,19 +92,21 @@ class LowRankSpan:
 class LowRankSlots:
     """Adapters' matrices for one layer on a GPU, at addresses that do not change.
 
-    A slot has one adapter or none. A captured CUDA graph stays valid when a slot gets another
-    adapter.
+    A slot has one adapter or none. When a slot gets another adapter, the addresses stay, so
+    captured CUDA graphs stay valid.
 
     Attributes:
         a: ``[num_slots, num_parts, max_rank, in_features]``.
-        b: ``[num_slots, out_features, max_rank]``, with the adapters' scale.
-        ranks: ``[num_slots, num_parts]`` int32; 0: the adapter does not change the part's columns.
+        b: ``[num_slots, out_features, max_rank]``, already multiplied by the adapters' scales.
+        ranks: ``[num_slots, num_parts]`` int32, the rank of each part's module; 0: the adapter does
+            not change the part's columns.
         first_columns: ``[num_parts + 1]`` int32, the first column of each part, then the end of the
             last part.
-        most_columns: columns of the widest part.
+        most_columns: number of columns of the widest part.
         gains: ``[num_slots, out_features]`` float32, factors of the layer's own product; None: all
             are 1.
-        shifts: like ``gains``, but added; None if there are no gains.
+        shifts: ``[num_slots, out_features]`` float32, added to the results; None if there are no
+            gains.
     """
 
     a: Tensor
@@ -134,9 +136,10 @@ class LowRankSlots:
         """Allocate slots without adapters.
 
         Args:
-            like: a tensor of the matrices' device and dtype.
-            max_rank: largest rank of a module.
-            in_features: inputs of the layer.
+            like: a tensor with the device and dtype that the matrices get.
+            num_slots: number of slots.
+            max_rank: largest rank of an adapter's module.
+            in_features: number of inputs of the layer.
             columns: number of columns of each part; parts are adjacent.
             has_gains: whether adapters may have gains and shifts.
         """
@@ -164,6 +167,8 @@ class LowRankSlots:
         """Write one module of an adapter into its part of a slot.
 
         Args:
+            slot: index of the slot.
+            part: index of the part of the layer's output that the module changes.
             down: ``[rank, in_features]``.
             up: ``[num_columns, rank]``, already multiplied by the adapter's scale.
             gains: ``[num_columns]``, factors of the layer's own product; None: all are 1.
@@ -179,10 +184,10 @@ class LowRankSlots:
         self.ranks[slot, part] = rank
 
     def clear(self, slot: int) -> None:
-        """Remove a slot's adapter."""
+        """Remove the adapter of a slot."""
         self.ranks[slot] = 0
 
     def columns(self, part: int) -> slice:
-        """Return the range of columns that a part changes."""
+        """Return the columns of the layer's output that belong to a part."""
         first, end = self.first_columns[part : part + 2].tolist()
         return slice(first, end)

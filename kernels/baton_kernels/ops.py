@@ -1,4 +1,4 @@
-"""Ops: the signatures of all ops, for type checkers; each implementation has all of them."""
+"""Ops: the signatures of all ops, for type checkers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from baton_kernels.low_rank import LowRankSlots, LowRankSpan
 from baton_kernels.packed import Float8Rows, GroupedIntegers, PackedWeight
 from baton_kernels.quantized import QuantizedWeight
-from baton_kernels.routing import Routing
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare, Routing
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
 
 class Ops(Protocol):
-    """A set of ops; ``baton_kernels.reference`` defines each op under the same name."""
+    """The interface of an implementation of all ops, which ``baton_kernels.reference`` defines."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -177,6 +177,8 @@ class Ops(Protocol):
         biases: tuple[Tensor, Tensor] | None = None,
         activation: str = "silu",
         invariant: bool = False,
+        share: ExpertShare = ALL_EXPERTS,
+        loads: Tensor | None = None,
     ) -> Tensor: ...
 
     def packed_experts(
@@ -190,4 +192,6 @@ class Ops(Protocol):
         base_gate: Tensor | None = None,
         *,
         activation: str = "silu",
+        share: ExpertShare = ALL_EXPERTS,
+        loads: Tensor | None = None,
     ) -> Tensor: ...

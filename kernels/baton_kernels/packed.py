@@ -16,40 +16,40 @@ from torch.nn import functional
 
 INT8_LIMIT = 127
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_CAPABILITY = (8, 9)  # least compute capability of GPUs with float8 (Ada, Hopper)
-# Maximum number of inputs that share a scale, in weights that are stored as integer codes.
+FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 (Ada, Hopper)
+# Maximum number of inputs that share a scale when inputs are rounded for a product with codes.
 INPUT_BLOCK = 64
-# Number of inputs that share a factor, if scales are stored as multiples of a factor.
+# If a group's scale is stored as a multiple of a factor: number of inputs that share the factor.
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
-FLOAT8_GROUP = 128  # float8: group sizes are multiples of this number of inputs
+FLOAT8_GROUP = 128  # group sizes of float8 weights are multiples of this
 # Bits of a code -> rows are padded to a multiple of this number of inputs.
 _STEPS = {8: 8, 6: 16, 4: 8}
-# Values of e2m1 codes (OCP Microscaling Formats, 1.0), doubled to be integers; in the order of
+# Values of the 16 codes of e2m1 (OCP Microscaling Formats, 1.0), doubled to be integers, as in
 # codes.h.
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_QUAD = 4  # adjacent codes of one output that are read together
-_PAIR = 2  # adjacent bfloat16 weights of one output that are multiplied together
+_QUAD = 4  # adjacent codes of an output that kernels read together
+_PAIR = 2  # adjacent bfloat16 weights of an output that kernels multiply together
 
 
 class WeightFormat(Enum):
-    """Number formats of a packed weight."""
+    """The number formats of packed weights."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
-    # 8 bits, one scale per output; inputs are not rounded.
+    # int8 with a scale per output; inputs are not rounded.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # e4m3 with a scale per output, or per 128 of its inputs; inputs are not rounded.
+    # float8 (e4m3) with a scale per output, or per 128 inputs of an output; inputs are not rounded.
     FP8 = "fp8"
-    # 8-bit codes. Rows that Baton quantizes have a bfloat16 scale per 128 inputs. Inputs are also
-    # rounded to 8 bits.
+    # 8-bit codes. If Baton quantizes the weight, there is a bfloat16 scale per 128 inputs. Inputs
+    # are rounded to 8 bits, too.
     INT8 = "int8"
     # 6-bit codes, only for weights that a checkpoint stores as grouped integers. Inputs are rounded
     # to 8 bits.
     INT6 = "int6"
-    # 4-bit codes. Rows that Baton quantizes have an 8-bit scale and minimum per 32 inputs. Inputs
-    # are rounded to 8 bits.
+    # 4-bit codes. If Baton quantizes the weight, there are an 8-bit scale and an 8-bit minimum per
+    # 32 inputs. Inputs are rounded to 8 bits.
     INT4 = "int4"
 
     @property
@@ -59,17 +59,17 @@ class WeightFormat(Enum):
 
     @property
     def keeps_numbers(self) -> bool:
-        """Return whether weights are floating-point numbers without scales."""
+        """Return whether weights are kept as floating-point numbers without scales."""
         return self in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.FP16)
 
     @property
     def element(self) -> torch.dtype:
-        """Return the dtype of the panels' tensor."""
+        """Return the dtype of the tensor ``panels`` of a `PackedWeight`."""
         return _ELEMENTS.get(self, torch.uint8)
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> WeightFormat | None:
-        """Return the format that stores numbers of ``dtype`` unchanged, or None."""
+        """Return the format that stores numbers of ``dtype`` unchanged; None: there is none."""
         formats = {torch.float32: cls.FP32, torch.bfloat16: cls.BF16, torch.float16: cls.FP16}
         return formats.get(dtype)
 
@@ -83,28 +83,28 @@ _ELEMENTS = {
     WeightFormat.INT8_WEIGHT_ONLY: torch.int8,
     WeightFormat.FP8: FLOAT8,
 }
-# Formats to which rows of floating-point numbers can be packed.
+# Formats to which `pack_rows` can pack floating-point numbers.
 FORMATS_OF_ROWS = tuple(one for one in WeightFormat if one != WeightFormat.INT6)
-# Formats with one scale per output -> the stored number of the output's largest weight.
+# Formats with a scale per output -> number as which an output's largest weight is stored.
 _LARGEST = {WeightFormat.INT8_WEIGHT_ONLY: INT8_LIMIT, WeightFormat.FP8: torch.finfo(FLOAT8).max}
 _PAIRED = (WeightFormat.BF16, WeightFormat.FP8)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """Layout of a weight's codes, and of its groups' scales, minima and factors.
+    """The layout of a weight's codes, and of the scales, minima and factors of its groups.
 
     Attributes:
         format: `INT8`, `INT6` or `INT4`; or `FP8`, whose groups have only float32 scales.
         group_size: number of adjacent inputs that share a scale: 16, 32, or a multiple of
             `INPUT_BLOCK`; for `FP8`, a multiple of `FLOAT8_GROUP`.
-        scales: dtype of the scales. int8: a scale is an integer times a factor that `SUPER_GROUP`
-            inputs share.
-        minima: dtype of the minima; None: no minima, and codes are symmetric. int8: if scales have
-            factors, minima have separate factors; otherwise minima are zero points, in units of the
-            scale.
+        scales: dtype of the scales. If int8, a scale is this integer times a factor, which
+            `SUPER_GROUP` inputs share.
+        minima: dtype of the minima; None: no minima, and codes are symmetric. If int8 and there are
+            factors, a minimum is this integer times a separate factor; if int8 without factors, a
+            minimum is a zero point, this integer times the scale.
         factors: dtype of the factors; None: no factors.
-        is_e2m1: whether codes are indexes into `E2M1_TWICE`; needs 4 bits and no minima.
+        is_e2m1: whether codes are indices into `E2M1_TWICE`; only with 4 bits and no minima.
     """
 
     format: WeightFormat
@@ -124,9 +124,10 @@ _SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Scales, minima and factors of a weight's groups: ``[n, groups, ...]``; see `CodeLayout`.
+    """The scales, minima and factors of a weight's groups, as `CodeLayout` describes them.
 
-    Factors are ``[n, super groups, ...]``.
+    Scales and minima are ``[n, groups, ...]``, factors ``[n, super groups, ...]``; n counts rows or
+    panels.
     """
 
     scales: Tensor
@@ -136,11 +137,11 @@ class Groups:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all tensors, in order of the fields."""
+        """Return all tensors, in the order of the attributes."""
         return self.scales, self.minima, self.scale_factors, self.minimum_factors
 
     def widened(self, group_size: int) -> tuple[Tensor, Tensor | None]:
-        """Return scales and minima in float32."""
+        """Return scales and minima as float32, multiplied by their factors; no minima: None."""
         scales = _in_units(self.scales, self.scale_factors, group_size)
         if self.minima is None:
             return scales, None
@@ -150,13 +151,13 @@ class Groups:
         return scales, minima
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Groups:
-        """Apply ``function`` to each tensor."""
+        """Return groups whose tensors are the results of ``function`` for these tensors."""
         scales, *others = (None if one is None else function(one) for one in self.tensors)
         assert scales is not None
         return Groups(scales, *others)
 
     def of_smaller(self, times: int) -> Groups:
-        """Return the groups after dividing each into ``times`` equal groups."""
+        """Divide each group into ``times`` smaller groups with the same scale and minimum."""
         minima = None if self.minima is None else self.minima.repeat_interleave(times, dim=1)
         return replace(self, scales=self.scales.repeat_interleave(times, dim=1), minima=minima)
 
@@ -170,19 +171,19 @@ def _in_units(numbers: Tensor, factors: Tensor | None, group_size: int) -> Tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedIntegers:
-    """Rows of a weight that a checkpoint stores as integers, in groups.
+    """Rows of a weight that are stored as integers, in groups with a scale each.
 
     A weight is ``number * scale``, or with minima ``number * scale + minimum``.
 
     Attributes:
-        bits: bits of a number: 4, 6 or 8.
+        bits: number of bits of an integer: 4, 6 or 8.
         numbers: ``[n, in_features]``. Without minima, int8: -8 to 7 for 4 bits, -32 to 31 for 6,
             -128 to 127 for 8. With minima, uint8: 0 to 15 for 4 bits, 0 to 63 for 6, 0 to 255 for
             8. With ``is_e2m1``, -12 to 12.
         groups: scales and minima of the rows.
-        group_size: number of adjacent inputs that share a scale, see `CodeLayout`; or a whole row's
-            size.
-        is_e2m1: whether the numbers are values of e2m1 (4 bits), doubled.
+        group_size: number of adjacent inputs that share a scale, as in `CodeLayout`; if a whole row
+            has one scale, at least the row's size.
+        is_e2m1: whether the numbers are doubled values of e2m1 (4 bits).
     """
 
     bits: int
@@ -195,18 +196,18 @@ class GroupedIntegers:
     def of(
         cls, bits: int, numbers: Tensor, groups: Groups | Tensor, group_size: int
     ) -> GroupedIntegers | None:
-        """Make grouped integers; None if kernels do not support the group size or the bits.
+        """Make grouped integers; return None if kernels do not support the group size or bits.
 
         Args:
-            bits: bits of a number.
-            numbers: numbers of any integer type.
+            bits: number of bits of an integer.
+            numbers: the integers, ``[n, in_features]``, of any integer dtype.
             groups: scales and minima of the rows, or scales alone.
             group_size: number of adjacent inputs that share a scale.
         """
         in_features, fits = numbers.shape[1], bits in _FORMATS_OF_BITS
         if isinstance(groups, Tensor):
             groups = Groups(groups)
-        if groups.scales.shape[1] == 1:  # one group per row, whatever the given group size
+        if groups.scales.shape[1] == 1:  # a row is one group, whatever ``group_size`` is
             group_size = -(-in_features // INPUT_BLOCK) * INPUT_BLOCK
         fits = fits and (group_size in _SMALL_GROUPS or group_size % INPUT_BLOCK == 0)
         for one in (groups.scales, groups.minima):
@@ -222,7 +223,7 @@ class GroupedIntegers:
 
     @property
     def layout(self) -> CodeLayout:
-        """Return the codes' layout, which all parts of one weight must share."""
+        """Return the layout of codes and groups, which must be equal in all parts of one weight."""
         groups, format_ = self.groups, _FORMATS_OF_BITS[self.bits]
         minima = None if groups.minima is None else groups.minima.dtype
         factors = None if groups.scale_factors is None else groups.scale_factors.dtype
@@ -230,7 +231,7 @@ class GroupedIntegers:
         return CodeLayout(format_, self.group_size, *types, is_e2m1=self.is_e2m1)
 
     def codes(self) -> Tensor:
-        """Return the codes of the numbers, ``[n, in_features]`` uint8, from 0."""
+        """Return the numbers as codes, which count from 0: ``[n, in_features]`` uint8."""
         if self.is_e2m1:
             places = torch.tensor(E2M1_TWICE[:8]), self.numbers.abs().long()
             return (torch.searchsorted(*places) | (self.numbers < 0) << 3).to(torch.uint8)
@@ -238,7 +239,7 @@ class GroupedIntegers:
         return (self.numbers.to(torch.int16) + middle).to(torch.uint8)
 
     def part(self, rows: slice | Tensor | None, columns: slice | None) -> GroupedIntegers | None:
-        """Return a rectangle of rows and columns; None if it would divide a group."""
+        """Return some rows and columns; None if this would divide a group."""
         numbers, groups = self.numbers, self.groups
         if rows is not None:
             numbers, groups = numbers[rows], groups.map(lambda one: one[rows])
@@ -263,15 +264,15 @@ class GroupedIntegers:
         return replace(self, numbers=numbers, groups=groups)
 
     def dequantized(self) -> Tensor:
-        """Return the weight as ``[n, in_features]`` float32."""
+        """Return the rows as ``[n, in_features]`` float32."""
         scales, minima = self.groups.widened(self.group_size)
         return _scaled(self.numbers.float(), scales, minima, self.group_size)
 
     @classmethod
     def alike(cls, parts: Sequence[GroupedIntegers]) -> list[GroupedIntegers]:
-        """Convert parts of one weight to a common layout, without changing any value.
+        """Convert the parts of one weight to a common layout, without changing any value.
 
-        Scales or minima of different dtypes become float32.
+        If dtypes of scales or minima differ, all become float32.
         """
         if len({part.layout for part in parts}) == 1:
             return list(parts)
@@ -299,7 +300,7 @@ class GroupedIntegers:
 
 
 def _cut(part: GroupedIntegers, group_size: int) -> Groups:
-    """Return a part's groups, divided into groups of ``group_size``."""
+    """Divide a part's groups into smaller groups of ``group_size`` inputs."""
     num_groups = -(-part.numbers.shape[1] // group_size)
     groups = part.groups.of_smaller(part.group_size // group_size)
     minima = None if groups.minima is None else groups.minima[:, :num_groups]
@@ -307,14 +308,19 @@ def _cut(part: GroupedIntegers, group_size: int) -> Groups:
 
 
 def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers:
-    """Shift the numbers to start at 0, with minima (or ``zero_points``) that undo the shift."""
+    """Add a shift to the numbers, so that they start at 0, and minima that undo the shift.
+
+    Args:
+        part: the integers.
+        zero_points: whether minima are int8 zero points, if the scales allow it.
+    """
     groups = part.groups
     if groups.minima is not None:
         return part
-    # a power of 2, so the division is exact
+    # a power of 2, so minima are exact
     shift = 1 << max(-int(part.numbers.min()) - 1, 0).bit_length()
     factors, minima = groups.scale_factors, groups.scales * -shift
-    if factors is not None:  # the integers stay, and the factors change
+    if factors is not None:  # scale's integers serve as minima, with other factors
         factors, minima = factors * -shift, groups.scales
     elif zero_points and groups.scales.dtype != torch.float32:
         minima = torch.full_like(groups.scales, -shift, dtype=torch.int8)
@@ -327,7 +333,7 @@ def _with_minima(part: GroupedIntegers, *, zero_points: bool) -> GroupedIntegers
 
 
 def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None, group_size: int) -> Tensor:
-    """Return ``numbers * scales + minima``, ``[n, in_features]``, group by group."""
+    """Return ``numbers * scales + minima``, ``[n, in_features]``, with each group's scale."""
     size = numbers.shape[-1]
     numbers = numbers * scales.repeat_interleave(group_size, dim=-1)[..., :size]
     if minima is None:
@@ -337,12 +343,12 @@ def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None, group_size: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Rows:
-    """Rows of a weight that a checkpoint stores in float8.
+    """Rows of a weight that are stored in float8, in groups with a scale each.
 
     Attributes:
         numbers: ``[n, in_features]``, e4m3.
-        scales: ``[n, groups]`` float32, one factor per group of a row.
-        group_size: number of adjacent inputs in a group; maybe a whole row.
+        scales: ``[n, groups]`` float32.
+        group_size: number of adjacent inputs in a group; the row's size if a row is one group.
     """
 
     numbers: Tensor
@@ -350,7 +356,7 @@ class Float8Rows:
     group_size: int
 
     def part(self, rows: slice | Tensor | None, columns: slice | None) -> Float8Rows | None:
-        """Return a rectangle of rows and columns; None if it would divide a group."""
+        """Return some rows and columns; None if this would divide a group."""
         numbers, scales, size = self.numbers, self.scales, self.group_size
         if rows is not None:
             numbers, scales = numbers.view(torch.uint8)[rows].view(FLOAT8), scales[rows]
@@ -364,7 +370,7 @@ class Float8Rows:
         return Float8Rows(numbers[:, first:end], scales, size)
 
     def dequantized(self) -> Tensor:
-        """Return the weight as ``[n, in_features]`` float32."""
+        """Return the rows as ``[n, in_features]`` float32."""
         wide = self.scales.repeat_interleave(self.group_size, dim=1)
         return self.numbers.float() * wide[:, : self.numbers.shape[1]]
 
@@ -377,9 +383,10 @@ class PackedWeight:
 
         panels[p, k, i] * scales[p * width + i]  ==  weight[p * width + i, k]
 
-    The last panel is padded with zeros. In int8, each output's largest absolute weight is stored as
-    127; in float8, as 448. For CPU instructions that multiply pairs of inputs, bfloat16 and float8
-    are stored as ``[panel, pair, output, 2]``, padded with 0.
+    Here p is a panel, i an output within the panel, k an input. The last panel is padded with
+    zeros. In int8, each output's largest absolute weight is stored as 127; in float8, as 448. For
+    CPU instructions that multiply pairs of inputs, bfloat16 and float8 are stored as ``[panel,
+    pair, output, 2]``, padded with 0.
 
     Codes (integers with a scale per group of inputs) are stored as ``[panel, step, output, 4
     bytes]``::
@@ -391,21 +398,21 @@ class PackedWeight:
                  in the lowest bits
 
     A weight is ``(code - 2 ** (bits - 1)) * scale``; with minima, ``code * scale + minimum``. Codes
-    of e2m1 are indexes into `E2M1_TWICE`. Inputs are rounded before they are multiplied by codes,
-    see `rounded_inputs`.
+    of e2m1 are indices into `E2M1_TWICE`. Before inputs are multiplied by codes, `rounded_inputs`
+    rounds them.
     """
 
     format: WeightFormat
-    # [ceil(out_features / width), in_features, width] numbers; or pairs or codes, see above.
+    # [number of panels, in_features, width]; for pairs and codes, as described above.
     panels: Tensor
     scales: Tensor | None  # [out_features] float32; None: all are 1
-    groups: Groups | None  # [panels, groups of inputs, width]; only for codes
-    group_size: int  # inputs of a group, see `CodeLayout`
+    groups: Groups | None  # each [panels, groups, width]; None: no groups
+    group_size: int  # inputs that share a scale, as in `CodeLayout`
     bias: Tensor | None  # [out_features] float32
     out_features: int
     in_features: int
-    is_e2m1: bool = False  # see `CodeLayout`
-    has_fine_inputs: bool = False  # only for codes: inputs are rounded to 16 bits
+    is_e2m1: bool = False  # whether codes are indices into `E2M1_TWICE`
+    has_fine_inputs: bool = False  # only with codes: round inputs twice, to 16 bits
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -418,12 +425,12 @@ class PackedWeight:
         return self.panels.shape[2]
 
     def in_whole_panels(self, num_rows: int) -> int:
-        """Round a number of rows up to whole panels."""
+        """Round a number of rows up to a multiple of a panel's rows."""
         return -(-num_rows // self.width) * self.width
 
     @property
     def layout(self) -> CodeLayout | None:
-        """Return the codes' layout; None if weights are not codes."""
+        """Return the layout of the groups; None if there are no groups."""
         if self.groups is None:
             return None
         scales, minima, factors, _ = self.groups.tensors
@@ -434,7 +441,7 @@ class PackedWeight:
 
     @property
     def has_own_groups(self) -> bool:
-        """Return whether the groups, if any, have the layout that Baton's own quantization uses."""
+        """Return whether the groups, if any, are laid out as by Baton's own quantization."""
         return self.layout == _OWN_LAYOUTS.get(self.format)
 
     @classmethod
@@ -449,12 +456,13 @@ class PackedWeight:
         layout: CodeLayout | None = None,
         has_gaps: bool = False,
     ) -> PackedWeight:
-        """Allocate a weight whose rows are written later; the last panel is padded with zeros.
+        """Allocate a weight, and pad its last panel with zeros; the caller writes rows later.
 
         Args:
-            empty: allocates the large tensors.
-            layout: layout of codes; None: the layout that `pack_rows` uses.
-            has_gaps: whether rows of any panel may stay unwritten; then all rows begin as 0.
+            empty: function that allocates the large tensors, called as ``torch.empty``.
+            layout: layout of the groups; None: the layout that `pack_rows` makes.
+            has_gaps: whether some rows of any panel may never be written, so that all panels must
+                begin as zeros.
         """
         num_panels = -(-out_features // width)
         first_filled = 0 if has_gaps else -1
@@ -490,14 +498,22 @@ class PackedWeight:
         width: int,
         empty: Callable[..., Tensor] = torch.empty,
     ) -> PackedWeight:
-        """Pack a weight, ``[out_features, in_features]``, and its bias; see `empty`."""
+        """Pack a weight, ``[out_features, in_features]``, and its bias.
+
+        The other arguments are those of `empty`.
+        """
         out_features, in_features = weight.shape
         packed = cls.empty(out_features, in_features, format, width, empty)
         packed.write_rows(0, weight)
         return replace(packed, bias=None if bias is None else bias.float())
 
     def write_rows(self, first_row: int, rows: Tensor) -> None:
-        """Write the rows from ``first_row`` on, ``[n, in_features]`` of any floating dtype."""
+        """Round n rows to this weight's format, and write them from ``first_row`` on.
+
+        Args:
+            first_row: index of the first row to write.
+            rows: ``[n, in_features]`` of any floating dtype.
+        """
         numbers = rows = rows.detach()
         ids = torch.arange(first_row, first_row + len(rows))
         if self.groups is not None:
@@ -516,20 +532,20 @@ class PackedWeight:
         self._write_numbers(ids, numbers.to(self.panels.dtype))
 
     def write_float8(self, first_row: int, rows: Float8Rows) -> None:
-        """Write float8 rows unchanged; their groups must equal this weight's."""
+        """Write float8 rows unchanged; their group size must be this weight's."""
         ids = torch.arange(first_row, first_row + len(rows.numbers))
         self._write_numbers(ids, rows.numbers)
         self.write_scales(first_row, rows)
 
     def write_scales(self, first_row: int, rows: Float8Rows) -> None:
-        """Write the scales of float8 rows."""
+        """Write the scales of float8 rows, but not the numbers."""
         if self.scales is not None:
             self.scales[first_row : first_row + len(rows.scales)] = rows.scales.squeeze(1)
         else:
             self.write_groups(first_row, Groups(rows.scales))
 
     def _write_numbers(self, ids: Tensor, numbers: Tensor) -> None:
-        """Write rows of numbers in the panels' dtype, ``[n, in_features]``."""
+        """Write rows that already have the panels' dtype, ``[n, in_features]``."""
         numbers = _as_bytes(numbers)
         if self.format in _PAIRED:
             filled = functional.pad(numbers, (0, -self.in_features % _PAIR))
@@ -537,7 +553,7 @@ class PackedWeight:
         _put_rows(_as_bytes(self.panels), ids, numbers)
 
     def write_integers(self, first_row: int, rows: GroupedIntegers) -> None:
-        """Write rows of integers, in this weight's layout."""
+        """Write integers unchanged; they must have this weight's layout."""
         assert self.groups is not None
         assert rows.layout == self.layout
         ids = torch.arange(first_row, first_row + len(rows.numbers))
@@ -545,7 +561,7 @@ class PackedWeight:
         self.write_groups(first_row, rows.groups)
 
     def write_groups(self, first_row: int, groups: Groups) -> None:
-        """Write scales, minima and factors of some rows' groups."""
+        """Write the scales, minima and factors of the rows from ``first_row`` on."""
         assert self.groups is not None
         ids = torch.arange(first_row, first_row + len(groups.scales))
         for ours, theirs in zip(self.groups.tensors, groups.tensors, strict=True):
@@ -553,7 +569,10 @@ class PackedWeight:
                 _put_rows(ours, ids, theirs)
 
     def read_rows(self, ids: Tensor) -> Tensor:
-        """Read rows ``[...]``: ``[..., in_features]``, in the panels' dtype; float32 for codes."""
+        """Return the rows with indices ``ids``, ``[...]``: ``[..., in_features]``.
+
+        The dtype is that of the panels, or float32 for quantized formats.
+        """
         rows = _take_rows(_as_bytes(self.panels), ids)
         bits = self.format.code_bits
         if self.format in _PAIRED:  # rows: [..., pairs, 2]
@@ -573,17 +592,16 @@ class PackedWeight:
         return rows if self.scales is None else rows * self.scales[ids].unsqueeze(-1)
 
     def unpacked(self) -> Tensor:
-        """Return the weight as ``[out_features, in_features]`` float32."""
+        """Return the whole weight as ``[out_features, in_features]`` float32."""
         return self.read_rows(torch.arange(self.out_features)).float()
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Round inputs as `packed_linear` does before multiplying by codes: float32 ``[...,
-    in_features]``.
+    """Round inputs to 8 bits, as `packed_linear` does before it multiplies them by codes.
 
-    The inputs of one group of weights, at most ``INPUT_BLOCK``, share a scale that makes the
-    largest input 127. If the weight has fine inputs, the remainder is also rounded to 8 bits, and
-    added.
+    The inputs of a group of weights, or of `INPUT_BLOCK` of them if the group is larger, share a
+    scale, by which the largest input becomes 127. If the weight has fine inputs, what rounding cut
+    off is also rounded to 8 bits, and added. Returns float32 ``[..., in_features]``.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
@@ -595,22 +613,22 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _rounded_blocks(blocks: Tensor) -> Tensor:
-    """Round blocks, ``[..., size]`` float32, to 8 bits with one scale each; return float64."""
+    """Round blocks, ``[..., size]`` float32, to 8 bits with a scale per block; return float64."""
     limits = blocks.abs().amax(dim=-1, keepdim=True)
-    # torch divides by a Python number by multiplying by the reciprocal, which rounds twice.
+    # A tensor, because torch multiplies by the reciprocal of a Python number, which rounds twice.
     factors = torch.where(limits > 1e-30, torch.full_like(limits, INT8_LIMIT) / limits, 0.0)
-    # In float64, a product of two floats is exact, as in a fused multiply-add.
+    # In float64, the product of two float32 is exact, as in the kernels' fused multiply-adds.
     numbers = (blocks.double() * factors.double()).round()
     return numbers * (limits * (1 / INT8_LIMIT)).double()
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
-    """View float8 as bytes, because torch supports few operations on float8."""
+    """View a float8 tensor as bytes, because torch supports few operations on float8."""
     return numbers.view(torch.uint8) if numbers.dtype == FLOAT8 else numbers
 
 
 def _take_rows(panels: Tensor, ids: Tensor) -> Tensor:
-    """Read rows ``[...]`` of ``panels``, ``[panels, ..., width, ...]``: ``[..., ...]``."""
+    """Return the rows with indices ``ids``, ``[...]``, of ``[panels, ..., width, ...]``."""
     width = panels.shape[2]
     return panels.transpose(1, 2)[ids // width, ids % width]
 
@@ -629,7 +647,7 @@ def _empty_groups(
     empty: Callable[..., Tensor],
     first_filled: int,
 ) -> Groups:
-    """Allocate scales, minima and factors; from panel ``first_filled`` on they are 0."""
+    """Allocate scales, minima and factors; those of panels from ``first_filled`` on are 0."""
 
     def numbers_of(size: int, dtype: torch.dtype | None) -> Tensor | None:
         if dtype is None:
@@ -654,7 +672,7 @@ def _cut_into_groups(rows: Tensor, size: int) -> Tensor:
 
 
 def _eight_bits(rows: Tensor) -> GroupedIntegers:
-    """Make symmetric 8-bit codes: each group's largest weight becomes 127."""
+    """Round rows to symmetric 8-bit integers: each group's largest weight becomes 127."""
     layout = _OWN_LAYOUTS[WeightFormat.INT8]
     groups = _cut_into_groups(rows, layout.group_size)
     scales = (groups.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.scales)
@@ -665,7 +683,10 @@ def _eight_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _four_bits(rows: Tensor) -> GroupedIntegers:
-    """Make 4-bit codes with scales and minima of least squared error, as multiples of factors."""
+    """Round rows to 4-bit codes, with scales and minima of least squared error.
+
+    Scales and minima are multiples of factors.
+    """
     layout = _OWN_LAYOUTS[WeightFormat.INT4]
     groups = _cut_into_groups(rows, layout.group_size)
     found, wide = [], []
@@ -681,9 +702,9 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 
 
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Find scale and minimum of least squared error for each group; ``[n, groups]``.
+    """Find the scale and minimum with the least squared error for each group: ``[n, groups]``.
 
-    Tries twelve scales. For the codes of each scale, least squares gives a better scale and
+    Twelve scales are tried. Each gives codes, for which least squares finds the best scale and
     minimum, as in GGML's K-quants. Sums are float32 and in a fixed order, so that kernels compute
     equal bits.
     """
@@ -703,7 +724,7 @@ def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         scale = (size * products - count * total) / spread
         scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
         minimum = (total - scale * count) / size
-        error = -(scale * products + minimum * total)  # the constant sum of squares is left out
+        error = -(scale * products + minimum * total)  # squared error, except for a constant term
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)
@@ -719,7 +740,10 @@ def _sum_in_order(values: Sequence[Tensor]) -> Tensor:
 
 
 def _multiples_of_factors(numbers: Tensor, layout: CodeLayout) -> tuple[Tensor, Tensor]:
-    """Split ``[n, groups]`` into int8 integers, at most 127, and factors ``[n, super groups]``."""
+    """Split scales or minima, ``[n, groups]``, into int8 multiples and factors.
+
+    Factors are ``[n, super groups]``.
+    """
     supers = _cut_into_groups(numbers, SUPER_GROUP // layout.group_size)
     factors = (supers.abs().amax(dim=2, keepdim=True) / INT8_LIMIT).to(layout.factors)
     exact = factors.float()
@@ -729,7 +753,7 @@ def _multiples_of_factors(numbers: Tensor, layout: CodeLayout) -> tuple[Tensor, 
 
 
 def _bytes_of_codes(rows: GroupedIntegers) -> Tensor:
-    """Return ``[n, steps, 4]`` uint8."""
+    """Return the codes of rows as the bytes of a `PackedWeight`: ``[n, steps, 4]`` uint8."""
     codes = rows.codes()
     filling = 2 ** (rows.bits - 1)
     codes = functional.pad(codes, (0, -codes.shape[1] % _STEPS[rows.bits]), value=filling)
@@ -745,7 +769,7 @@ def _bytes_of_codes(rows: GroupedIntegers) -> Tensor:
 
 
 def _split_codes(bits: int, steps: Tensor) -> Tensor:
-    """Return the codes of `_bytes_of_codes`, in fours: ``[..., quads, 4]``."""
+    """Undo `_bytes_of_codes`: return the codes, four by four: ``[..., quads, 4]``."""
     if bits == 8:
         return steps
     if bits == 4:

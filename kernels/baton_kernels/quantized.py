@@ -1,4 +1,4 @@
-"""A linear layer's quantized weight in the layouts that GPU kernels read.
+"""GroupedWeight and RoundedWeight: quantized weights in the layouts that GPU kernels read.
 
     GroupedWeight    4 or 8 bits per weight; inputs are not rounded
     RoundedWeight    8 bits per weight; inputs are rounded to the weight's dtype, token by token
@@ -18,48 +18,55 @@ from torch.nn import functional
 
 from baton_kernels.packed import FLOAT8_GROUP, GroupedIntegers, Groups
 
-# words of a row that are read together; also the number of adjacent inputs in a plane
+# words of a row that kernels read together; also the number of adjacent inputs in a plane
 SIDE = 16
 _WORD_BITS = 32
 _FOUR_BITS_GROUP = 128
-_NUM_TRIED = 12  # number of scales to try for a group
-# Inputs in one 8-bit matrix product; group sizes of `RoundedWeight` are multiples of this number.
+_NUM_TRIED = 12  # number of scales that `four_bits` tries for a group
+# Number of inputs in one 8-bit matrix product. The group size of a `RoundedWeight` is a multiple of
+# this number.
 ROUNDED_BLOCK = FLOAT8_GROUP
 
 
 class QuantizedFormat(Enum):
-    """Formats to which a GPU's weights can be quantized."""
+    """The formats to which weights on a GPU can be quantized."""
 
-    # A scale per 128 inputs; inputs are not rounded.
+    # 4-bit integers with a scale per 128 inputs; inputs are not rounded.
     INT4 = "int4"
-    # One scale per output; inputs are not rounded.
+    # int8 with a scale per output; inputs are not rounded.
     INT8_WEIGHT_ONLY = "int8-weight-only"
-    # One scale per output; inputs are rounded to the weight's dtype, with a scale per token.
+    # int8 or float8 with a scale per output; inputs are rounded to the same dtype, with a scale per
+    # token.
     INT8 = "int8"
     FP8 = "fp8"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedWeight:
-    """``[out_features, in_features]`` integers in groups with a scale and maybe a minimum.
+    """A weight ``[out_features, in_features]`` of integers, in groups with a scale.
 
-    Inputs that are read together form a chunk of `SIDE` words; all rows' chunks are adjacent. Each
-    word has one code of every plane, the first plane in the lowest bits::
+    Groups may also have a minimum.
+
+    The inputs of a row that a kernel reads together are a chunk of `SIDE` words. The first chunks
+    of all rows are adjacent in memory, then the second chunks, and so on. A chunk's inputs are
+    divided into planes of 16 adjacent inputs, and each word has one code of every plane, the first
+    plane in the lowest bits::
 
         input of the chunk    0 ... 15  16 ... 31  32 ...       16 neighbours are a plane
         in word                0 ... 15   0 ... 15   0 ...
 
-    So all words of a plane are unpacked by one shift, and give numbers in the order that products
+    So one shift unpacks a plane in all words, which gives numbers in the order that matrix products
     need. A code is ``weight / scale + 2 ** (bits - 1)``, or ``(weight - minimum) / scale``.
 
     Attributes:
-        bits: bits of a code, 4 or 8.
+        bits: number of bits of a code, 4 or 8.
         codes: ``[chunks, out_features, SIDE]`` int32.
-        groups: the groups' scales, minima and factors (`CodeLayout`), ``[groups, out_features]``
-            each.
+        groups: scales, minima and factors of the groups (`CodeLayout`), each ``[groups,
+            out_features]``.
         group_size: number of adjacent inputs in a group.
-        in_features: inputs of a row; the last chunk's padding is multiplied by zeros.
-        arrived: ``[...]`` int32, number of finished parts of each sum; zero between launches.
+        in_features: number of inputs of a row; in products, padding in the last chunk meets zeros.
+        arrived: ``[...]`` int32, where a kernel counts finished parts of a sum; zero between
+            launches.
     """
 
     bits: int
@@ -88,7 +95,7 @@ class GroupedWeight:
     def empty(
         cls, out_features: int, like: GroupedIntegers, device: torch.device | str
     ) -> GroupedWeight:
-        """Allocate a weight in the layout of ``like``, whose rows are written later."""
+        """Allocate a weight in the layout of ``like``; the caller writes its rows later."""
         in_features, bits = like.numbers.shape[1], 4 if like.bits == 4 else 8
         chunks = -(-in_features // (SIDE * _WORD_BITS // bits))
         codes = torch.empty(chunks, out_features, SIDE, dtype=torch.int32, device=device)
@@ -101,7 +108,7 @@ class GroupedWeight:
         return cls(bits, codes, groups, like.group_size, in_features, arrived)
 
     def write_rows(self, first_row: int, rows: GroupedIntegers) -> None:
-        """Write some rows, in this weight's layout."""
+        """Write integers from ``first_row`` on; they must have this weight's layout."""
         here, count = self.codes.device, len(rows.numbers)
         codes = rows.numbers.to(here)
         if rows.groups.minima is None:
@@ -136,7 +143,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` supports these integers' group size; never e2m1 codes."""
+    """Return whether `GroupedWeight` supports these integers' group size; e2m1 is unsupported."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1
@@ -144,14 +151,17 @@ def is_kept(integers: GroupedIntegers) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """``[out_features, in_features]`` int8 or float8; inputs are rounded to the same dtype.
+    """A weight ``[out_features, in_features]`` of int8 or float8, for inputs of the same dtype.
+
+    Kernels round the inputs to the weight's dtype before the product.
 
     Attributes:
         numbers: ``[out_features, in_features]`` int8, or float8 (e4m3).
         scales: ``[groups, out_features]`` float32.
-        group_size: number of adjacent elements that share a scale, in rows and in inputs: a
-            multiple of `ROUNDED_BLOCK`; at least ``in_features`` if a whole row has one scale.
-        arrived: ``[...]`` int32, number of finished parts of each sum; zero between launches.
+        group_size: number of adjacent elements that share a scale, in the weight's rows and in the
+            inputs: a multiple of `ROUNDED_BLOCK`; at least ``in_features`` if a row has one scale.
+        arrived: ``[...]`` int32, where a kernel counts finished parts of a sum; zero between
+            launches.
     """
 
     numbers: Tensor
@@ -183,11 +193,14 @@ class RoundedWeight:
         group_size: int | None,
         device: torch.device | str,
     ) -> RoundedWeight:
-        """Allocate a weight whose rows are written later.
+        """Allocate a weight; the caller writes its rows later.
 
         Args:
+            out_features: number of rows.
+            in_features: size of a row.
             dtype: int8 or float8.
             group_size: number of adjacent elements that share a scale; None: a whole row.
+            device: device of the weight.
         """
         group_size = in_features if group_size is None else group_size
         return cls(
@@ -198,13 +211,13 @@ class RoundedWeight:
         )
 
     def write_rows(self, first_row: int, numbers: Tensor, scales: Tensor) -> None:
-        """Write rounded rows, ``[n, in_features]``, and their scales, ``[n, groups]``."""
+        """Write already rounded rows, ``[n, in_features]``, and their scales, ``[n, groups]``."""
         here = slice(first_row, first_row + len(numbers))
         self.numbers[here] = numbers.to(self.numbers.device)
         self.scales[:, here] = scales.to(self.scales).T
 
     def round_rows(self, first_row: int, rows: Tensor) -> None:
-        """Round rows, ``[n, in_features]`` of any floating dtype, and write them."""
+        """Round rows, ``[n, in_features]``, and write them from ``first_row`` on."""
         rows = rows.to(self.numbers.device)
         self.write_rows(first_row, *rounded_rows(rows, self.numbers.dtype, self.group_size))
 
@@ -218,7 +231,7 @@ QuantizedWeight = GroupedWeight | RoundedWeight
 
 
 def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """Round each row to ``dtype``, scaling each group's largest number to the dtype's largest.
+    """Round rows to ``dtype``, after scaling each group's largest number to the dtype's largest.
 
     Args:
         rows: ``[n, size]`` of any floating dtype.
@@ -226,7 +239,8 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
         group_size: number of adjacent elements that share a scale.
 
     Returns:
-        ``[n, size]`` of ``dtype``, and scales ``[n, groups]`` float32; 0 for a group of zeros.
+        The rounded rows, ``[n, size]`` of ``dtype``, and scales, ``[n, groups]`` float32. The scale
+        of a group of zeros is 0.
     """
     size = rows.shape[1]
     group_size = min(group_size, size)
@@ -235,7 +249,7 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
     largest = largest_of(dtype)
     limits = groups.abs().amax(dim=2, keepdim=True)
     factors = torch.where(limits > 1e-30, torch.full_like(limits, largest) / limits, 0.0)
-    if dtype == torch.int8:  # in float64, the product is exact, as in a fused multiply-add
+    if dtype == torch.int8:  # in float64, products are exact, as in a fused multiply-add
         numbers = (groups.double() * factors.double()).round().float()
     else:
         numbers = groups * factors
@@ -244,9 +258,10 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
 
 
 def four_bits(rows: Tensor) -> GroupedIntegers:
-    """Round ``[n, in_features]`` to 4 bits, with the scales of the least squared error.
+    """Round rows, ``[n, in_features]``, to 4 bits, with the scales of the least squared error.
 
-    Tries several scales; for the codes of each, least squares gives a better scale.
+    Several scales are tried for each group. Each gives codes, for which least squares finds the
+    best scale.
     """
     size = rows.shape[1]
     filled = functional.pad(rows.float(), (0, -size % _FOUR_BITS_GROUP))
@@ -272,7 +287,7 @@ def _codes(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 def largest_of(dtype: torch.dtype) -> float:
-    """Return the largest number of float8, or the largest int8 in use (127)."""
+    """Return the largest number that rounding produces: 127 for int8, 448 for float8."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 

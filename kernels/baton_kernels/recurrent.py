@@ -9,7 +9,7 @@ that later steps and requests can continue from there (`StateMetadata`)::
     tokens       x x x x x x x x x x x   x        a segment ends where a block of the cache ends
     slots        r     w       w     w   r w      r: read_slots, w: write_slots
 
-Refuses to know: models, who owns a slot.
+Refuses to know: models, which request a slot belongs to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from baton_kernels.state_metadata import StateMetadata
 
-_LENGTH_EPS = 1e-6  # added under the root that normalizes the delta rule's keys and queries
+_LENGTH_EPS = 1e-6  # added under the root when the delta rule's keys and queries are normalized
 
 
 def causal_conv(
@@ -41,10 +41,10 @@ def causal_conv(
 
     Args:
         x: ``[num_tokens, num_channels]``, rows of any stride.
-        weight: ``[num_channels, kernel_size]``; the last column is for the newest token.
+        weight: ``[num_channels, kernel_size]``; the last column is multiplied by the newest token.
         bias: ``[num_channels]``, or None.
-        states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides:
-            the last inputs, the newest last; updated after each segment.
+        states: ``[num_slots, num_channels, kernel_size - 1]`` in the dtype of ``x``, any strides: a
+            request's latest inputs, the newest last. Written after each segment.
         metadata: segments and state slots of the step.
         has_silu: whether to apply ``silu`` to the sums.
         in_gate: ``[num_tokens, num_channels]``, factors of ``x``; None: no gate.
@@ -86,18 +86,20 @@ def selective_scan(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Scan by Mamba 2's state space model (Dao and Gu, arXiv:2405.21060), token by token.
+    """Update and read states by Mamba 2's state space model (Dao and Gu, arXiv:2405.21060).
 
-    A head's state ``S`` has a column per dimension of the head. For each token, with ``dt`` after
-    bias and softplus::
+    A head's state ``S`` has ``state_dim`` rows and ``head_dim`` columns. For each token, with
+    ``dt`` after bias and softplus::
 
         S = exp(-exp(a_log) * dt) * S + b (x) (dt * x)        result = c @ S + d * x
 
     Args:
-        x: inputs, ``[num_tokens, num_heads, head_dim]``; tokens of any stride, here and below.
+        x: inputs, ``[num_tokens, num_heads, head_dim]``; tokens may have any stride, also in the
+            arguments below.
         dt: time steps, ``[num_tokens, num_heads]``, before bias and softplus.
-        b: factors of inputs, ``[num_tokens, num_groups, state_dim]``; adjacent heads share a group.
-        c: factors of states, ``[num_tokens, num_groups, state_dim]``.
+        b: factors by which inputs enter states, ``[num_tokens, num_groups, state_dim]``; adjacent
+            heads share a group.
+        c: factors by which states are read, ``[num_tokens, num_groups, state_dim]``.
         a_log: logarithms of the heads' decay rates, ``[num_heads]``.
         dt_bias: bias of the time steps, ``[num_heads]``.
         d: factors of the inputs in the result, ``[num_heads]``.
@@ -148,11 +150,12 @@ def gated_delta_rule(
         S = S + key (x) sigmoid(b) * (value - key @ S)        result = query @ S
 
     Args:
-        query: queries, ``[num_tokens, num_key_heads, key_dim]``; tokens of any stride, also below.
+        query: queries, ``[num_tokens, num_key_heads, key_dim]``; tokens may have any stride, also
+            in the arguments below.
         key: keys, ``[num_tokens, num_key_heads, key_dim]``.
         value: values, ``[num_tokens, num_heads, value_dim]``; adjacent heads share a key head.
-        a: time steps, ``[num_tokens, num_heads]``, before bias and softplus.
-        b: strengths of the corrections, ``[num_tokens, num_heads]``, before the sigmoid.
+        a: time steps before bias and softplus, ``[num_tokens, num_heads]``.
+        b: strengths of the state's corrections before the sigmoid, ``[num_tokens, num_heads]``.
         a_log: logarithms of the heads' decay rates, ``[num_heads]``.
         dt_bias: bias of the time steps, ``[num_heads]``.
         states: ``[num_slots, num_heads, key_dim, value_dim]`` float32, gapless within a slot.
@@ -160,7 +163,7 @@ def gated_delta_rule(
 
     Returns:
         ``[num_tokens, num_heads, value_dim]`` in the dtype of ``value``, zeros after the last
-        segment. Computed in float32, but ``sigmoid(b)`` is rounded to the dtype.
+        segment. Computed in float32, but ``sigmoid(b)`` is rounded to the dtype of ``b``.
     """
     heads_per_key = value.shape[1] // key.shape[1]
     query, key = (
@@ -201,11 +204,12 @@ def gated_rms_norm(
         gate: ``[num_tokens, size]``, rows of any stride.
         weight: ``[size]``, or ``[group_size]`` for every group.
         eps: added to the mean square.
-        group_size: elements that are normalized together; must divide ``size``.
-        norm_before_gate: whether the gate is applied after the norm.
+        group_size: number of elements that are normalized together; divides ``size``.
+        norm_before_gate: whether the gate is multiplied after the norm, not before.
 
     Returns:
-        ``[num_tokens, size]`` in the dtype of ``x``; rounded before and after applying the weight.
+        ``[num_tokens, size]`` in the dtype of ``x``, to which results are rounded before and after
+        the weight is applied.
     """
     wide = x.float().contiguous()  # [num_tokens, size]
     gated = functional.silu(gate.float())
@@ -219,7 +223,7 @@ def gated_rms_norm(
 
 
 class _Segment:
-    """A run of tokens, with slots of the states before and after the run."""
+    """A segment: a run of tokens, and the slots of the states before and after the run."""
 
     def __init__(self, tokens: slice, read_slot: int, write_slot: int) -> None:
         self.tokens = tokens
@@ -228,7 +232,7 @@ class _Segment:
 
 
 def _requests(metadata: StateMetadata) -> Iterator[list[_Segment]]:
-    """Yield the segments of each request that has any."""
+    """Yield, for each request with tokens in this step, its segments."""
     starts, borders = metadata.segment_start_loc.tolist(), metadata.request_start_loc.tolist()
     reads, writes = metadata.read_slots.tolist(), metadata.write_slots.tolist()
     for first, end in pairwise(borders):
@@ -240,7 +244,7 @@ def _requests(metadata: StateMetadata) -> Iterator[list[_Segment]]:
 
 
 def _initial(states: Tensor, slot: int) -> Tensor:
-    """Return a copy of a slot's state; slot -1 means zeros."""
+    """Return a copy of the state in a slot; zeros for slot -1."""
     return torch.zeros_like(states[0]) if slot < 0 else states[slot].clone()
 
 

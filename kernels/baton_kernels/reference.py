@@ -1,8 +1,8 @@
 """The definition of every op in plain torch; faster kernels are tested against it.
 
-Clarity wins over speed. Arithmetic is in float32 wherever Hugging Face uses float32, so a float32
-model agrees with ``transformers`` closely, and a bfloat16 model rounds at the same places. Refuses
-to know: devices, models, how requests are batched.
+Arithmetic is in float32 wherever Hugging Face's models use float32. So a float32 model agrees with
+``transformers`` closely, and a bfloat16 model rounds at the same places. Refuses to know: devices,
+models, how requests are batched.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from baton_kernels.recurrent import causal_conv as causal_conv
 from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
 from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
 from baton_kernels.recurrent import selective_scan as selective_scan
-from baton_kernels.routing import Routing, Scoring
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare, Routing, Scoring
 from baton_kernels.row_tiles import RowTiles
 
-# The dtype of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Every wider dtype
-# represents all float8 numbers exactly, so reading rounds nothing.
+# The dtype of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Reading does not round,
+# because all wider dtypes represent every float8 number exactly.
 FP8 = FLOAT8
 FP8_MAX = 448.0
 # gpt-oss clamps both halves of a gated unit (OpenAI, arXiv:2508.10925).
 CLAMPED_SWIGLU = "clamped_swiglu"
 SWIGLU_LIMIT = 7.0
-SWIGLU_ALPHA = 1.702  # gpt-oss: factor in the sigmoid's argument
+SWIGLU_ALPHA = 1.702  # factor in the argument of gpt-oss's sigmoid
 
 
 def _clamped_swish(gate: Tensor) -> Tensor:
@@ -39,9 +39,10 @@ def _clamped_swish(gate: Tensor) -> Tensor:
     return (wide * (SWIGLU_ALPHA * wide).sigmoid()).to(gate.dtype)
 
 
-# Activation of experts and MLPs without gates: squared ReLU.
+# Squared ReLU, the activation of experts and MLPs without gates.
 RELU2 = "relu2"
-# Activations of gates; "gelu_tanh" approximates (Hendrycks and Gimpel, arXiv:1606.08415).
+# Activations of gates; "gelu_tanh" is gelu's approximation (Hendrycks and Gimpel,
+# arXiv:1606.08415).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
@@ -61,9 +62,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        ``[..., size]`` in the dtype of ``x``. As in Hugging Face's Llama, the normalized value is
-        rounded to that dtype before the weight is applied; but a float32 weight with ``x`` of
-        another dtype is applied before rounding, as in Gemma and OLMo.
+        ``[..., size]`` in the dtype of ``x``. The normalized value is rounded to this dtype before
+        the weight is applied, as in Hugging Face's Llama. But if the weight is float32 and ``x`` is
+        not, the weight is applied before rounding, as in Gemma and OLMo.
     """
     wide = x.float()  # [..., size]
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
@@ -80,18 +81,18 @@ def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
         residual: ``[num_tokens, hidden_size]``, the residual stream; not changed.
-        factor: factor of a layer's output (Granite's residual multiplier).
+        factor: factor of the layer's output (Granite's residual multiplier).
     """
     return residual + (x if factor == 1.0 else x * factor)
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
-    """Append each row of ``y`` ``[n, b]`` to the row of ``x`` ``[n, a]``: ``[n, a + b]``."""
+    """Append each row of ``y``, ``[n, b]``, to a row of ``x``, ``[n, a]``: ``[n, a + b]``."""
     return torch.cat([x, y], dim=-1)
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the first index of each row's maximum: ``[n]`` int64."""
+    """Return the index of each row's largest number, the first if several are equal: ``[n]``."""
     return torch.from_numpy(x.float().numpy().argmax(axis=-1)) if x.is_cpu else x.argmax(dim=-1)
 
 
@@ -115,9 +116,10 @@ def add_rms_norm(
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate by position, half-split ("neox") style (Su et al., arXiv:2104.09864).
+    """Rotate queries and keys by their positions (RoPE: Su et al., arXiv:2104.09864).
 
-    Dimension ``i`` of the first half is paired with dimension ``i`` of the second half::
+    Dimension ``i`` of the first half is paired with dimension ``i`` of the second half ("neox"
+    style)::
 
         | x1 (rotary_dim / 2) | x2 (rotary_dim / 2) | untouched (head_dim - rotary_dim) |
 
@@ -145,7 +147,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up``: the unit of SwiGLU (Shazeer, arXiv:2002.05202).
+    """Return ``silu(gate) * up``, as in SwiGLU (Shazeer, arXiv:2002.05202).
 
     Args:
         gate_up: ``[..., 2 * size]``, gates in the first half, ups in the second.
@@ -157,12 +159,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """Return ``activation(gate) * up`` of the two halves of each row (Shazeer, arXiv:2002.05202).
+    """Return ``activation(gate) * up`` for the halves of each row (Shazeer, arXiv:2002.05202).
 
     Args:
         gate_up: ``[..., 2 * size]``, gates in the first half, ups in the second.
-        activation: one of ``ACTIVATIONS``; with ``CLAMPED_SWIGLU``, ups are also clamped, and
-            increased by 1.
+        activation: one of ``ACTIVATIONS``. With ``CLAMPED_SWIGLU``, gates and ups are clamped, and
+            1 is added to the ups.
 
     Returns:
         ``[..., size]``.
@@ -174,7 +176,7 @@ def gated_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Return ``activation(gate) * x``; ``relu`` of the same tensor twice is a squared ReLU.
+    """Return ``activation(gate) * x``; with ``relu`` and equal tensors, this is a squared ReLU.
 
     Args:
         gate: ``[num_rows, size]``, rows of any stride.
@@ -189,21 +191,21 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
     Args:
         x: ``[..., size]``.
-        cap: limit of the results' magnitude.
+        cap: limit that the results' magnitude approaches.
     """
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
 
 def attend_runs(query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Attend in both directions within runs of adjacent rows, such as the patches of an image.
+    """Attend among all rows of each run, such as the patches of an image, in both directions.
 
     Args:
         query: ``[num_rows, num_heads, head_dim]``.
         keys_values: ``[num_rows, 2, num_heads, head_dim]``, any strides.
-        runs: ``(count, length)`` pairs, in order: ``count`` runs of ``length`` rows each.
+        runs: pairs ``(count, length)``: ``count`` adjacent runs of ``length`` rows each.
 
     Returns:
-        ``[num_rows, num_heads, head_dim]``; products are scaled by ``head_dim ** -0.5``.
+        ``[num_rows, num_heads, head_dim]``; scores are scaled by ``head_dim ** -0.5``.
     """
     found, first = [], 0
     for count, length in runs:
@@ -219,7 +221,10 @@ def attend_runs(query: Tensor, keys_values: Tensor, runs: Sequence[tuple[int, in
 
 
 def quantize_fp8(x: Tensor, scale: float) -> Tensor:
-    """Round ``x / scale`` to the nearest float8; larger numbers become +-448, NaN stays NaN."""
+    """Round ``x / scale`` to the nearest float8; numbers out of range become 448 or -448.
+
+    NaN stays NaN.
+    """
     return (x.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
@@ -240,16 +245,16 @@ def store_kv(
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
         slot_mapping: ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 marks a
             padding token, which is not written.
-        key_scale: scale of keys in an ``FP8`` cache: a key is the stored number times the scale.
-            Other caches have no scales.
-        value_scale: scale of values in an ``FP8`` cache.
+        key_scale: scale of keys in an ``FP8`` cache: a key is the stored number times the scale;
+            ignored for other caches.
+        value_scale: scale of values in an ``FP8`` cache, used in the same way.
     """
     if kv_cache.dtype == FP8:
         key, value = quantize_fp8(key, key_scale), quantize_fp8(value, value_scale)
     block_size = kv_cache.shape[3]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")  # [num_tokens]
     offsets = slot_mapping - blocks * block_size  # [num_tokens]
-    # Padding tokens have slots in block -1, which indexing would take for the last block.
+    # Padding tokens have slot -1, so block -1, which indexing would take for the last block.
     if bool((blocks < 0).any()):
         written = blocks >= 0  # [num_tokens]
         blocks, offsets = blocks[written], offsets[written]
@@ -273,27 +278,27 @@ def norm_rotary_store(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Norm and rotate queries and keys after the fused projection, and store keys and values.
+    """Normalize and rotate the queries and keys of a fused projection; store keys and values.
 
     Args:
-        qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: query, key, value heads;
-            rows may have further whole heads at the end, which are not read.
-        num_heads: number of query heads; other sizes come from ``kv_cache``.
-        cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
-        sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
+        qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``: heads of queries, keys and
+            values. Further whole heads at the end of a row, such as gates, are not read.
+        num_heads: number of query heads; ``kv_cache`` tells the other sizes.
+        cos: ``[num_tokens, rotary_dim]``, cosines of the rotation.
+        sin: ``[num_tokens, rotary_dim]``, sines of the rotation.
         kv_cache: one layer of the paged cache, see :func:`store_kv`; receives this step's values
             and rotated keys.
-        slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
+        slot_mapping: ``[num_tokens]`` int64, each token's slot in the cache; -1: padding.
         query_weight: weight of the norm over each query head, ``[head_dim]``, or over all query
             heads, ``[num_heads * head_dim]``; None: no norm.
         key_weight: weight of the keys' norm, ``[head_dim]`` or ``[num_kv_heads * head_dim]``; None:
             no norm.
         eps: added to the mean square.
-        key_scale: scale of keys in an ``FP8`` cache, see :func:`store_kv`.
-        value_scale: scale of values in an ``FP8`` cache, see :func:`store_kv`.
+        key_scale: scale of keys in an ``FP8`` cache.
+        value_scale: scale of values in an ``FP8`` cache.
 
     Returns:
-        The rotated query, ``[num_tokens, num_heads, head_dim]``, a new tensor.
+        The rotated queries, ``[num_tokens, num_heads, head_dim]``, a new tensor.
     """
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     heads = qkv.view(len(qkv), -1, head_dim)  # [num_tokens, heads, head_dim]
@@ -309,7 +314,10 @@ def norm_rotary_store(
 
 
 def _norm_of_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMS norm to each head, or to all heads together: ``[num_tokens, heads, head_dim]``."""
+    """Apply RMS norm to each head, or to all heads together, as the weight's size tells.
+
+    Heads are ``[num_tokens, heads, head_dim]``.
+    """
     if len(weight) == heads.shape[-1]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
@@ -328,24 +336,25 @@ def norm_rotary_store_latent(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """Norm and rotate the latents, store them, and rotate queries, before attention over latents.
+    """Normalize, rotate and store latents, and rotate queries, before attention over latents.
 
-    Multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
+    This is a part of multi-head latent attention (DeepSeek-AI, arXiv:2405.04434, section 2.1).
 
     Args:
-        query: ``[num_tokens, num_heads, rotary_dim]``, the part of each head to rotate; rows of any
-            strides.
-        latent: ``[num_tokens, rank + rotary_dim]``: a part to normalize, and a key to rotate, which
-            all heads share.
-        cos: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
-        sin: ``[num_tokens, rotary_dim]``, see :func:`rotary`.
+        query: ``[num_tokens, num_heads, rotary_dim]``, the part of each head to rotate; any strides
+            of tokens and heads.
+        latent: ``[num_tokens, rank + rotary_dim]``: the part to normalize, then the part to rotate,
+            which is a key of all heads.
+        cos: ``[num_tokens, rotary_dim]``, cosines of the rotation.
+        sin: ``[num_tokens, rotary_dim]``, sines of the rotation.
         cache: ``[num_blocks, block_size, rank + rotary_dim]``, any strides of blocks and tokens;
             receives this step's latents.
-        slot_mapping: ``[num_tokens]`` int64, see :func:`store_kv`.
+        slot_mapping: ``[num_tokens]`` int64, each token's slot in the cache; -1: padding.
         weight: ``[rank]``, weight of the norm.
         eps: epsilon of the norm.
-        interleaved: whether adjacent dims are rotated as pairs, ``x0 y0 x1 y1 ..``, not halves. The
-            result has halves, ``x0 x1 .. y0 y1 ..``, which does not change any dot product.
+        interleaved: whether the dims of a pair are adjacent, ``x0 y0 x1 y1 ..``. The result always
+            has halves, ``x0 x1 .. y0 y1 ..``; this changes no dot product, because queries and keys
+            are reordered alike.
         out: ``[num_tokens, num_heads, rotary_dim]``; receives the rotated query.
     """
     rank, block_size = len(weight), cache.shape[1]
@@ -361,12 +370,13 @@ def norm_rotary_store_latent(
 
 
 def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
-    """Multiply each group of inputs by its own block of a block-diagonal weight.
+    """Multiply each group of inputs by the group's block of a block-diagonal weight.
 
     Args:
         x: ``[num_tokens, num_groups, in_features]``, any strides.
         weight: one block per group, each with ``n`` outputs, padded to whole panels
-            (`PackedWeight.in_whole_panels`). The weight holds numbers, not codes, and has no bias.
+            (`PackedWeight.in_whole_panels`). The weight's format has no codes, and there is no
+            bias.
         out: ``[num_tokens, num_groups, n]``, any strides; receives the result.
     """
     groups = weight.unpacked().view(x.shape[1], -1, x.shape[2])[:, : out.shape[2]]
@@ -374,11 +384,11 @@ def grouped_packed_linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
 
 
 def pack_rows(weight: PackedWeight, first_row: int, rows: Tensor) -> None:
-    """Write rows of a linear layer's weight into its panels.
+    """Round rows to a packed weight's format, and write them into its panels.
 
     Args:
         weight: the weight to write to.
-        first_row: first output to write.
+        first_row: index of the first row to write.
         rows: ``[n, in_features]``, float64, float32, bfloat16 or float16.
     """
     weight.write_rows(first_row, rows)
@@ -388,8 +398,8 @@ def pack_float8(weight: PackedWeight, first_row: int, rows: Float8Rows) -> None:
     """Write rows that a checkpoint stores in float8 into a weight's panels, unchanged.
 
     Args:
-        weight: a weight of format `FP8` with groups of the same size.
-        first_row: first output to write.
+        weight: a weight of format `FP8`, with groups of the size that the rows have.
+        first_row: index of the first row to write.
         rows: ``[n, in_features]``.
     """
     weight.write_float8(first_row, rows)
@@ -400,19 +410,19 @@ def pack_integers(weight: PackedWeight, first_row: int, integers: GroupedInteger
 
     Args:
         weight: the weight to write to.
-        first_row: first output to write.
-        integers: the rows, in the weight's layout.
+        first_row: index of the first row to write.
+        integers: the rows, in the layout of the weight.
     """
     weight.write_integers(first_row, integers)
 
 
 def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Read rows of a weight.
+    """Read rows of a packed weight.
 
     Args:
         weight: the weight to read.
         ids: ``[...]`` int64, indices of rows (outputs).
-        dtype: dtype of the result; None: the panels' dtype, or float32 for integers.
+        dtype: dtype of the result; None: the panels' dtype, or float32 for quantized formats.
 
     Returns:
         ``[..., in_features]``.
@@ -427,29 +437,30 @@ def unpack_rows(weight: PackedWeight, ids: Tensor, dtype: torch.dtype | None = N
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Apply a linear layer whose packed weight may have fewer bits per number than ``x``.
+    """Apply a linear layer with a packed weight.
 
     Args:
         x: ``[..., in_features]``.
         weight: weight of ``out_features`` outputs.
 
     Returns:
-        ``[..., out_features]`` in the dtype of ``x``; computed in float32. Products with codes
-        round the inputs to 8 bits.
+        ``[..., out_features]`` in the dtype of ``x``; computed in float32. If the weight has codes,
+        the inputs are first rounded to 8 bits.
     """
     inputs = rounded_inputs(x, weight) if weight.format.code_bits else x.float()
     return functional.linear(inputs, weight.unpacked(), weight.bias).to(x.dtype)
 
 
 def add_low_rank(out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None:
-    """Add LoRA adapters' products to rows of a layer's output, in place; see ``LowRank``.
+    """Add the products of LoRA adapters to rows of a layer's output, in place (`LowRank`).
 
     ``x @ A.T`` is rounded to the dtype of ``x``, and the result is rounded once.
 
     Args:
         out: ``[num_rows, out_features]``, the layer's own results.
         x: ``[num_rows, in_features]``, the layer's input.
-        spans: rows that have an adapter; other rows stay as they are. No row is in two spans.
+        spans: the rows that use an adapter, with its matrices; other rows are not changed. No row
+            is in two spans.
     """
     for span in spans:
         rows, low_rank = slice(span.first, span.end), span.low_rank
@@ -465,7 +476,7 @@ def add_low_rank(out: Tensor, x: Tensor, spans: Sequence[LowRankSpan]) -> None:
 def add_low_rank_by_slot(
     out: Tensor, x: Tensor, slots: LowRankSlots, ids: Tensor, tiles: RowTiles
 ) -> None:
-    """Add the product of each row's adapter to a layer's output, in place; see ``LowRankSlots``.
+    """Add the product of each row's adapter to a layer's output, in place (`LowRankSlots`).
 
     ``x @ A.T`` is rounded to the dtype of ``x``, and the result is rounded once.
 
@@ -473,9 +484,9 @@ def add_low_rank_by_slot(
         out: ``[num_rows, out_features]``, the layer's own results.
         x: ``[num_rows, in_features]``, the layer's input.
         slots: the adapters' matrices.
-        ids: ``[num_rows]`` int64, the slot of each row; ``num_slots``: the row has no adapter.
-        tiles: `RowTiles` of ``ids`` with ``num_slots + 1`` weights, made once for all layers of a
-            step.
+        ids: ``[num_rows]`` int64, the slot of each row's adapter; ``num_slots``: no adapter.
+        tiles: rows sorted by slot: `RowTiles` of ``ids`` with ``num_slots + 1`` weights. All layers
+            of a step use the same tiles.
     """
     for slot, ranks in enumerate(slots.ranks.tolist()):
         rows = (ids == slot).nonzero()[:, 0]
@@ -493,12 +504,12 @@ def add_low_rank_by_slot(
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear layer whose weight has 4 or 8 bits per number, in a layout for GPUs.
+    """Apply a linear layer with a quantized weight in a layout for GPUs.
 
     Args:
         x: ``[..., in_features]``.
-        weight: weight of ``out_features`` outputs; with a `RoundedWeight`, ``x`` is rounded to the
-            weight's dtype, token by token.
+        weight: the weight; if this is a `RoundedWeight`, ``x`` is first rounded to its dtype, token
+            by token.
         bias: ``[out_features]``.
 
     Returns:
@@ -516,23 +527,24 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor) -> Tensor:
-    """Apply a linear layer; a token's result does not depend on the number of other tokens.
+    """Apply a linear layer so that a token's result does not depend on other tokens of the batch.
 
     Args:
         x: ``[..., in_features]``.
         weight: ``[out_features, in_features]``, rows of any stride.
         bias: ``[out_features]``.
-        arrived: ``[out_features]`` int32, number of finished parts of each sum; zero between
-            launches.
+        arrived: ``[out_features]`` int32, where the kernel counts finished parts of each sum; zero
+            between launches.
 
     Returns:
-        ``[..., out_features]`` in the dtype of ``x``; this definition does not promise invariance.
+        ``[..., out_features]`` in the dtype of ``x``. Only the kernel, not this definition, gives
+        equal bits in every batch.
     """
     return functional.linear(x, weight, bias)
 
 
 def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Apply ``packed_linear`` with a float32 result for any dtype of ``x``."""
+    """Apply a linear layer with a packed weight; the result is float32 for any dtype of ``x``."""
     return packed_linear(x.float(), weight)
 
 
@@ -542,11 +554,12 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     Args:
         logits: ``[num_tokens, num_experts]``.
         routing: the rule by which experts are chosen and weighted.
-        bias: ``[num_experts]`` float32, added to scores for choosing experts, but not for weighting
-            them.
+        bias: ``[num_experts]`` float32, added to the scores when experts are chosen, but not when
+            they are weighted; None: no bias.
 
     Returns:
-        Experts ``[num_tokens, top_k]`` int64, the best first, and their float32 weights.
+        The experts, ``[num_tokens, top_k]`` int64, the best first, and their weights, float32 of
+        the same shape.
     """
     scores = logits.float()
     if routing.scoring == Scoring.SOFTMAX:
@@ -581,6 +594,8 @@ def experts(
     biases: tuple[Tensor, Tensor] | None = None,
     activation: str = "silu",
     invariant: bool = False,
+    share: ExpertShare = ALL_EXPERTS,
+    loads: Tensor | None = None,
 ) -> Tensor:
     """Apply each token's experts, which are gated MLPs, and sum their weighted results.
 
@@ -588,15 +603,22 @@ def experts(
         x: ``[num_tokens, hidden_size]``.
         ids: ``[num_tokens, top_k]`` int64, each token's experts.
         weights: ``[num_tokens, top_k]`` float32, factors of the experts' results.
-        gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``
-            ``[num_experts, inner_size, hidden_size]``.
+        gate_up: ``[num_experts, 2 * inner_size, hidden_size]``, gates before ups; with ``RELU2``,
+            which has no gates, ``[num_experts, inner_size, hidden_size]``.
         down: ``[num_experts, hidden_size, inner_size]``.
-        base: ``[num_tokens, hidden_size]``, results of shared experts to add, or None.
-        base_gate: ``[num_tokens, 1]`` float32 logits; ``sigmoid(base_gate)`` scales ``base``.
+        base: ``[num_tokens, hidden_size]``, results of shared experts, to be added; None: none.
+        base_gate: ``[num_tokens, 1]`` float32 logits, whose sigmoid scales ``base``; None: ``base``
+            is not scaled.
         biases: biases of ``gate_up``, ``[num_experts, 2 * inner_size]``, and of ``down``,
             ``[num_experts, hidden_size]``.
-        activation: activation of the gates, see :func:`gated_mul`; ``RELU2``: no gates.
-        invariant: whether a token's bits must not depend on the batch; ignored by this definition.
+        activation: activation of the gates, one of ``ACTIVATIONS``, or ``RELU2``.
+        invariant: whether a token's result must have equal bits in every batch; ignored by this
+            definition.
+        share: the experts whose weights are given, if ranks divide the experts. The results of all
+            other experts count as 0, so that the sum over all ranks is the mixture's result.
+        loads: two int64 numbers, to which are added: how many rows (a row is a pair of a token and
+            one of its experts) the busiest rank has, and how many all ranks have. None: not
+            counted.
 
     Returns:
         ``[num_tokens, hidden_size]``; summed in the order of ``ids``, in float32.
@@ -607,7 +629,7 @@ def experts(
         halves = functional.linear(rows, gate_up[expert], of_halves)
         return functional.linear(_middle(halves, activation), down[expert], of_down)
 
-    return _mix_experts(x, ids, weights, compute, base, base_gate)
+    return _mix_experts(x, ids, weights, compute, base, base_gate, share, loads)
 
 
 def packed_experts(
@@ -620,12 +642,14 @@ def packed_experts(
     base_gate: Tensor | None = None,
     *,
     activation: str = "silu",
+    share: ExpertShare = ALL_EXPERTS,
+    loads: Tensor | None = None,
 ) -> Tensor:
-    """Run `experts` with packed weights; one weight holds all experts, one after another.
+    """Compute `experts` with packed weights, each of which holds all experts, one after another.
 
-    Each expert's gates, ups and outputs are padded to whole panels (see
-    `PackedWeight.in_whole_panels`). Products with codes round the inputs (see ``rounded_inputs``).
-    The packed weights hold the biases.
+    Each expert's gates, ups and outputs are padded to whole panels
+    (`PackedWeight.in_whole_panels`). If weights have codes, inputs are first rounded
+    (``rounded_inputs``). The packed weights contain the biases.
     """
     hidden = x.shape[1]
     all_halves, all_downs = gate_up.unpacked(), down.unpacked()
@@ -644,7 +668,21 @@ def packed_experts(
         middle = _middle(halves, activation)[:, : down.in_features]
         return multiply(middle, down, all_downs, of_hidden)
 
-    return _mix_experts(x, ids, weights, compute, base, base_gate)
+    return _mix_experts(x, ids, weights, compute, base, base_gate, share, loads)
+
+
+def count_loads(ids: Tensor, share: ExpertShare, loads: Tensor) -> None:
+    """Add to ``loads`` how many rows the busiest rank has, and how many all ranks have.
+
+    Args:
+        ids: ``[num_tokens, top_k]``, each token's experts.
+        share: tells how many ranks divide the experts.
+        loads: two int64 numbers.
+    """
+    ranks = torch.arange(share.size, device=ids.device)
+    counts = (ids.reshape(-1, 1) % share.size == ranks).sum(0)
+    loads[0] += counts.max()
+    loads[1] += ids.numel()
 
 
 def _middle(halves: Tensor, activation: str) -> Tensor:
@@ -660,18 +698,23 @@ def _mix_experts(
     compute: Callable[[int, Tensor], Tensor],
     base: Tensor | None,
     base_gate: Tensor | None,
+    share: ExpertShare,
+    loads: Tensor | None,
 ) -> Tensor:
-    """Run `experts` with ``compute(expert, rows)`` for each expert."""
-    results = x.new_empty(*ids.shape, x.shape[1])  # [num_tokens, top_k, hidden_size]
+    """Compute `experts`, where ``compute(number, rows)`` returns the results of one own expert."""
+    if loads is not None:
+        count_loads(ids, share, loads)
+    results = x.new_zeros(*ids.shape, x.shape[1])  # [num_tokens, top_k, hidden_size]
     for expert in sorted(set(ids.flatten().tolist())):
-        tokens, places = (ids == expert).nonzero(as_tuple=True)
-        results[tokens, places] = compute(expert, x[tokens])
+        if expert % share.size == share.rank:
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            results[tokens, places] = compute(expert // share.size, x[tokens])
     total = torch.zeros_like(x, dtype=torch.float32)
     for place in range(ids.shape[1]):
         total += weights[:, place : place + 1] * results[:, place]
     if base is not None:
-        share = 1.0 if base_gate is None else base_gate.sigmoid()
-        total += share * base
+        factor = 1.0 if base_gate is None else base_gate.sigmoid()
+        total += factor * base
     return total.to(x.dtype)
 
 
@@ -681,7 +724,7 @@ def packed_gated_linear(x: Tensor, weight: PackedWeight, activation: str = "silu
     Args:
         x: ``[..., in_features]``.
         weight: rows of the gates, then as many rows of the ups.
-        activation: activation of the gate, see :func:`gated_mul`.
+        activation: activation of the gates, one of ``ACTIVATIONS``.
     """
     return gated_mul(packed_linear(x, weight), activation)
 
@@ -691,7 +734,8 @@ def gather_kv(kv_cache: Tensor, block_ids: Tensor, num_tokens: int) -> tuple[Ten
 
     Args:
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides.
-        block_ids: ``[n]`` integers, the request's blocks in token order; surplus ids are ignored.
+        block_ids: ``[n]`` integers, the request's blocks in the order of tokens; blocks beyond
+            ``num_tokens`` are not read.
         num_tokens: number of tokens to read.
 
     Returns:
@@ -729,20 +773,21 @@ def paged_attention(
         query 1   x x x x x x x x x x x
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, requests one after another; rows after the
-            last request are padding and become zeros.
+        query: ``[num_tokens, num_heads, head_dim]``, one request after another; rows after the last
+            request are padding, whose results are zeros.
         kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, any strides, with this
             step's tokens already stored; ``num_heads`` is a multiple of ``num_kv_heads``. For an
             ``FP8`` cache, callers multiply ``scale`` by the keys' scale, and the result by the
             values' scale.
         block_table: ``[num_requests, max_blocks]`` integers.
-        query_lens: tokens of each request in this step; 0 marks a padding request.
-        seq_lens: tokens of each request in the cache, this step's included.
+        query_lens: number of tokens of each request in this step; 0: a padding request.
+        seq_lens: number of tokens of each request in the cache, including this step's tokens.
         scale: factor of the dot products, usually ``head_dim ** -0.5``.
-        sliding_window: number of newest keys that a query attends to, its own included.
+        sliding_window: number of newest keys that a query attends to, including the query's own;
+            None: all keys.
         soft_cap: scaled products ``s`` become ``soft_cap * tanh(s / soft_cap)`` before the softmax
             (Gemma 2, arXiv:2408.00118); None: no cap.
-        value_dim: number of leading elements of each value to use; None: all.
+        value_dim: number of each value's elements to use, from the first on; None: all.
         sinks: ``[num_heads]`` float32: an additional score per head in the softmax, without a value
             (Xiao et al., arXiv:2309.17453; gpt-oss); None: no sinks.
         row_ends: ``[num_tokens]`` int32: each query attends to keys before this position, for

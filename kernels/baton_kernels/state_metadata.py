@@ -1,8 +1,8 @@
-"""The input, for one step, of kernels that carry a state from token to token.
+"""StateMetadata: the input of one step for kernels that carry a state from token to token.
 
 Convolutions over the last tokens and linear recurrences (Mamba2, gated delta net) keep one state
-per sequence, not keys and values per token. States lie in slots, which are blocks of a KV cache
-group: slot j of a sequence holds the state after the last computed token of its block j.
+per sequence, not keys and values per token. States are in slots, which are the blocks of a
+KV cache group: slot j of a sequence holds the state after the last computed token in block j.
 
     tokens of a request, blocks of 4    0 1 2 3 | 4 5 6 7 | 8 9
     computed before: 2 tokens           slot a
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """The tokens that one step computes, divided where states are kept.
+    """The tokens that one step computes, divided into segments at the places where states are kept.
 
     A segment is a run of tokens of one request within one block. Segments of a request are in
     order, and requests follow one another. A segment begins with the state in its read slot, and
@@ -30,10 +30,10 @@ class StateMetadata:
     may read the state that the previous segment wrote, so a request's segments are computed in
     order.
 
-    To pad a step to a captured size, tokens after the last segment and segments without tokens
-    (read and write slot -1) are padding. Then ``num_segments`` and ``num_tokens`` are those of the
-    captured size, and ``segment_lens`` those of its largest step. Results of padding tokens are
-    zeros.
+    If a step is padded to the size of a captured CUDA graph, tokens after the last segment and
+    segments without tokens (read and write slot -1) are padding. ``num_segments`` and
+    ``num_tokens`` then include padding, and ``segment_lens`` are those of the largest step of this
+    size. Results of padding tokens are zeros.
     """
 
     num_segments: int
@@ -43,4 +43,4 @@ class StateMetadata:
     # [num_segments] int32, slot for the new state; -1: none, as for padding.
     write_slots: Tensor
     request_start_loc: Tensor  # [num_requests + 1] int32, first segment of each request
-    segment_lens: tuple[int, ...]  # host copy: tokens of each segment
+    segment_lens: tuple[int, ...]  # number of tokens of each segment, on the host

@@ -1,1 +1,1 @@
-"""The hand-off between two nodes: messages, sender, receiver, peers, digests."""
+"""The protocol of the KV hand-off between two nodes: messages, state machines, peers, digests."""

@@ -1,4 +1,4 @@
-"""Inputs and actions of the protocol's state machines, as plain values.
+"""The inputs and the actions of the protocol's state machines, as plain values.
 
     a wish of the node, a decoded message, an action's result  ->  handle_input  ->  actions
     time                                                       ->  tick          ->  actions
@@ -23,21 +23,21 @@ from kvconnector.protocol.transfer import Piece
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Connect to a new peer, or greet a known peer again."""
+    """Wish: connect to a new peer, or greet a known peer again."""
 
     peer: PeerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Forget a peer that has left the router."""
+    """Wish: forget a peer that the router has lost."""
 
     engine_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Tell a decode node that its prompt is being computed; see `Sender.start`."""
+    """Wish: tell a decode node that a prompt is being computed for it (`Sender.start`)."""
 
     key: TransferKey
     engine_id: str
@@ -48,7 +48,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Write these blocks as soon as they are granted. ``at_s`` is the time of the wish."""
+    """Wish: write these blocks as soon as they are granted. ``at_s``: time of the wish."""
 
     push: BlockPush
     at_s: float
@@ -56,7 +56,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Write no more blocks of a transfer."""
+    """Wish of a prefill node: write no more blocks of a transfer."""
 
     key: TransferKey
     reason: str
@@ -64,7 +64,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Ask a prefill node to write no more blocks of a transfer."""
+    """Wish of a decode node: ask the prefill node to write no more blocks of a transfer."""
 
     key: TransferKey
     engine_id: str
@@ -72,7 +72,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Read all bytes that a dead process sent."""
+    """Wish of a decode node: read all bytes that a dead peer has sent."""
 
     engine_id: str
 
@@ -87,7 +87,7 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class ConnectEnded:
-    """Input: a peer was connected over ``path``; with a ``problem``, the connection failed."""
+    """Input: a peer was connected over the data path ``path``, or connecting has failed."""
 
     action: Connect
     path: str = ""
@@ -96,7 +96,7 @@ class ConnectEnded:
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """Input: the result of a `Send` with ``wants_result``. With a ``problem``, nothing was sent."""
+    """Input: a `Send` has succeeded or failed. If ``problem`` is not empty, nothing was sent."""
 
     action: Send
     problem: str = ""
@@ -104,10 +104,10 @@ class SendEnded:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """Input: a write was posted in ``posting_s``; its `WriteEnded` follows unless ``is_done``.
+    """Input: a write was posted, or posting has failed. `WriteEnded` follows unless ``is_done``.
 
     Attributes:
-        problem: why posting failed; if set, no `WriteEnded` follows.
+        problem: why posting failed; if not empty, no `WriteEnded` follows.
     """
 
     action: Write
@@ -121,7 +121,7 @@ class WriteEnded:
     """Input: the oldest write in flight of a transfer or probe has completed or failed.
 
     Attributes:
-        key: the transfer; `NO_TRANSFER` for a probe.
+        key: the transfer that the write belongs to; `NO_TRANSFER`: a probe's write.
     """
 
     engine_id: str
@@ -131,7 +131,7 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProbePosted:
-    """Input: ``num_writes`` writes of a probe are in flight; a `WriteEnded` follows for each."""
+    """Input: ``num_writes`` writes of a probe were posted; a `WriteEnded` follows for each."""
 
     action: WriteProbe
     num_writes: int
@@ -140,7 +140,7 @@ class ProbePosted:
 
 @dataclass(frozen=True, slots=True)
 class SlotRead:
-    """Input: the digest of the bytes that a peer has written to its slot."""
+    """Input: the result of `ReadSlot`: the digest of the bytes in the slot lent to a peer."""
 
     action: ReadSlot
     digest: bytes
@@ -148,14 +148,14 @@ class SlotRead:
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """Input: writes of a transfer, allowed before, can no longer arrive here."""
+    """Input: the result of `Forbid`: writes of the transfer can no longer arrive here."""
 
     action: Forbid
 
 
 @dataclass(frozen=True, slots=True)
 class PauseEnded:
-    """Input: all actions before a `Pause` are carried out, and their results are handled."""
+    """Input: the result of `Pause`: all earlier actions and their results were handled."""
 
 
 # ------------------------------------------------------------------ out
@@ -163,11 +163,11 @@ class PauseEnded:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect to a peer.
+    """Action: connect to a peer.
 
     Attributes:
-        then: a message to send over the new connection, after it failed over the old one, which is
-            closed first.
+        then: a message to send over the new connection, because sending over the old connection
+            failed. The old connection is closed first.
     """
 
     peer: PeerInfo
@@ -181,10 +181,11 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message.
+    """Action: send a message.
 
     Attributes:
-        wants_result: whether `SendEnded` also follows a success; it always follows a failure.
+        wants_result: whether `SendEnded` follows also if the message was sent; after a failure, it
+            always follows.
     """
 
     engine_id: str
@@ -194,10 +195,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write blocks to a peer's blocks ``remote_block_ids``.
+    """Action: write the blocks of ``piece`` to the peer's blocks ``remote_block_ids``.
 
     Attributes:
-        groups: KV group of each block; empty if the transport does not need groups.
+        groups: KV group of each block; empty: there is only one group.
     """
 
     engine_id: str
@@ -209,12 +210,15 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Carry out all earlier actions, then give the machine a `PauseEnded`."""
+    """Action: pass a `PauseEnded` to the state machine after all earlier actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteProbe:
-    """Write our pattern to a slot: once, then up to ``max_writes`` times within ``max_s``."""
+    """Action: write this node's pattern to the peer's slot.
+
+    The pattern is written ``max_writes`` times, or less often if ``max_s`` seconds have passed.
+    """
 
     engine_id: str
     slot: int
@@ -224,7 +228,7 @@ class WriteProbe:
 
 @dataclass(frozen=True, slots=True)
 class LendSlot:
-    """Clear a slot of this node's scratch memory for a peer."""
+    """Action: clear a slot of this node's scratch memory, to which a peer then writes."""
 
     slot: int
     engine_id: str
@@ -232,7 +236,7 @@ class LendSlot:
 
 @dataclass(frozen=True, slots=True)
 class ReadSlot:
-    """Digest the bytes that a peer has written to a slot; `SlotRead` follows."""
+    """Action: compute the digest of the bytes in the slot lent to a peer; `SlotRead` follows."""
 
     slot: int
     engine_id: str
@@ -240,7 +244,7 @@ class ReadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """Allow a peer to write these blocks."""
+    """Action: allow a peer to write these blocks of this node, for one transfer."""
 
     engine_id: str
     key: TransferKey
@@ -249,7 +253,10 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Forbid:
-    """Forbid a peer's writes. With ``wants_result``, `Forbidden` follows once none can arrive."""
+    """Action: forbid a transfer's writes.
+
+    With ``wants_result``, `Forbidden` follows if none of these writes can arrive any more.
+    """
 
     engine_id: str
     key: TransferKey
@@ -279,26 +286,26 @@ Action = (
 
 @dataclass(slots=True)
 class Turn:
-    """The current time and the pending actions, shared by all parts of one state machine."""
+    """The current time and the pending actions, which all parts of one state machine share."""
 
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
 
     def ask(self, action: Action) -> None:
-        """Append an action."""
+        """Add an action to those that the I/O loop will carry out."""
         self.actions.append(action)
 
     def pop_actions(self) -> list[Action]:
-        """Return the actions since the last call."""
+        """Return and remove the actions that were added since the last call."""
         actions, self.actions = self.actions, []
         return actions
 
 
 class StateMachine(Protocol):
-    """One end of the hand-off, or a filter around an end; one thread at a time may call it."""
+    """One end of the hand-off, or a filter around an end. Only one thread may call it at a time."""
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
-        """Handle an input; return the actions to carry out before the next input."""
+        """Handle an input; return actions, which the I/O loop carries out before the next input."""
 
     def tick(self, now: float) -> list[Action]:
-        """Handle the passing of time; return actions. The loop calls this once per round."""
+        """Handle the passing of time; return actions. The I/O loop calls this once per round."""

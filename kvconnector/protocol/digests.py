@@ -1,15 +1,15 @@
-"""Digests of blocks, which check that arrived bytes are those that the granted peer sent.
+"""Digests of blocks: a decode node (D) checks that it has the bytes that a prefill node (P) sent.
 
     P  digest of its memory when it posts a piece -> Digests, when the piece is complete
     D  digest of its own memory                   -> equal: verified; else Resend, which counts
                                                      attempts
 
-Digests are keyed (`pair_keys.py`): bytes of another writer or another block match none. Each end
-has a filter around its state machine; the machine does not know the filter. The sender's filter
-sends digests. The receiver's filter holds back watermarks and commits until their blocks are
-verified.
+Digests are keyed (`pair_keys.py`), so bytes that another process wrote, or bytes of another block,
+do not match. Each end has a filter around its state machine, which does not know the filter. The
+sender's filter sends digests. The receiver's filter holds back watermarks and commits until the
+blocks that they report are verified.
 
-Refuses to know: tokens, recovery from blocks that stay wrong.
+Refuses to know: tokens, what happens to a request whose blocks stay wrong.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ from kvconnector.protocol.seals import Channels
 
 logger = logging.getLogger(__name__)
 
-MAX_DIGESTS_PER_MESSAGE = 320  # with 8-byte indices: less than 8 KiB, one fragment of the transport
+# A message with 8-byte indices then stays below 8 KiB, one fragment of the transport
+MAX_DIGESTS_PER_MESSAGE = 320
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The identity of written blocks; their digests cover this identity, too.
+    """The identity of the blocks of one write; their digests cover this identity, too.
 
     Attributes:
         places: indexes of the blocks among the request's transferred blocks.
         layers: the written layers of each block.
-        attempt: how often these blocks were written before.
-        numbers: one unique number per digest.
-        peer: the other node.
+        attempt: how often the decode node has requested these blocks again; 0: the first write.
+        numbers: for each block, the number of its digest, never used before with the same key.
+        peer: engine id of the other node.
         groups: KV group of each block; empty: there is only one group.
     """
 
@@ -80,7 +81,7 @@ class Written:
     groups: Sequence[int] = ()
 
     def contexts(self) -> Iterator[bytes]:
-        """Yield the identity of each block as bytes."""
+        """Yield the identity of each block as bytes: request, epoch, place, layers and attempt."""
         before = self.epoch.to_bytes(8, "big")
         after = b"".join(number.to_bytes(8, "big") for number in (*self.layers, self.attempt))
         after += self.request_id.encode()
@@ -88,7 +89,7 @@ class Written:
 
 
 class BlockReader(Protocol):
-    """Computes digests of a node's blocks from its memory (`kvconnector/block_digests.py`)."""
+    """Computes the digests of blocks in this node's memory; `BlockDigests` implements it."""
 
     num_layers: int
 
@@ -101,14 +102,14 @@ class BlockReader(Protocol):
         *,
         writes: bool = True,
     ) -> bytes:
-        """Return the digest of each block; see `BlockDigests`."""
+        """Return the digests of all blocks, joined; see `BlockDigests.of`."""
 
 
 class SentDigests:
-    """Computes digests of a sender's writes, each with a number that is used only once.
+    """Computes the digests of a sender's writes; each digest has a number that is used only once.
 
     Args:
-        digests: computes digests of the sender's blocks.
+        digests: computes digests of blocks in the sender's memory.
         own_engine_id: the sender's engine id.
     """
 
@@ -118,11 +119,11 @@ class SentDigests:
         self._num_digests = 0
 
     def of(self, write: Write, key: BlockKey, slices: Slices | None = None) -> Digests:
-        """Return the digests that the decode node must find after this write.
+        """Return the message with the digests that the decode node must find after this write.
 
         Args:
-            key: the key for blocks to the decode node.
-            slices: the slices that the decode node receives.
+            key: the key for digests of blocks that this node sends to the decode node.
+            slices: how the ranks of both nodes divide a block; None: each block is one slice.
         """
         piece, (request_id, epoch) = write.piece, write.key
         first = self._num_digests
@@ -147,12 +148,12 @@ class SentDigests:
 
 
 class DigestTeller:
-    """A filter around a sender: sends digests of each completed write.
+    """A filter around the sender's state machine: sends the digests of each completed write.
 
     Args:
         machine: the sender's state machine.
-        digests: computes the digests of writes.
-        channels: hold the keys for digests of blocks to each peer.
+        digests: computes the digests of each write.
+        channels: hold, for each peer, the key for digests of blocks to the peer.
         manifest: layout of the sender's memory; None: all nodes have one rank.
     """
 
@@ -174,7 +175,7 @@ class DigestTeller:
         told: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
-                if problem:  # only the newest write failed; earlier writes may be in flight
+                if problem:  # this is the newest write; earlier writes may be in flight
                     self._take_off(engine_id, key, -1)
                 elif is_done:
                     told = self._tell(engine_id, key)
@@ -201,7 +202,7 @@ class DigestTeller:
         self._posted[write.engine_id, write.key].append(digests)
 
     def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Send the digests of a transfer's oldest write, unless this write failed."""
+        """Return the digests of a transfer's oldest write in messages; none if the write failed."""
         digests = self._take_off(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
@@ -215,7 +216,7 @@ class DigestTeller:
 
 
 def cut_digests(whole: Digests) -> Iterator[Digests]:
-    """Yield a message in parts short enough to send."""
+    """Yield a message in parts of at most ``MAX_DIGESTS_PER_MESSAGE`` digests."""
     for start in range(0, len(whole.indices), MAX_DIGESTS_PER_MESSAGE):
         end = start + MAX_DIGESTS_PER_MESSAGE
         yield msgspec.structs.replace(
@@ -228,14 +229,14 @@ def cut_digests(whole: Digests) -> Iterator[Digests]:
 
 @dataclass(slots=True)
 class Arrival:
-    """One granted request and its verified blocks.
+    """The blocks that were granted for one request, and which of them are verified.
 
     Attributes:
-        layers: verified layers of each block, as a bit mask.
-        attempts: how often a block's layers were requested again, by place and layers.
-        missing: places and layers that were requested again and have not arrived.
-        watermark: a held watermark, whose blocks are not all verified.
-        commit: a held commit; not all blocks are verified.
+        layers: for each block, a bit mask of its verified layers.
+        attempts: how often layers of a block were requested again, by the block's index and layers.
+        missing: index and layers of the blocks that were requested again and have not arrived.
+        watermark: the watermark that is held back, because its blocks are not all verified.
+        commit: the commit that is held back, because not all blocks are verified.
         asked_at: when the commit arrived, or when missing blocks were last requested again.
         groups: KV group of each block; empty: there is only one group.
     """
@@ -256,17 +257,17 @@ class Arrival:
 
 
 class DigestVerifier:
-    """A filter around a receiver: holds messages back until their blocks are verified.
+    """A filter around the receiver's state machine: holds messages back until blocks are verified.
 
     Args:
         machine: the receiver's state machine.
-        digests: computes digests of the receiver's blocks.
+        digests: computes digests of blocks in the receiver's memory.
         own_engine_id: the receiver's engine id.
-        channels: hold the keys for digests of blocks from each peer.
+        channels: hold, for each peer, the key for digests of blocks from the peer.
         manifest: layout of the receiver's memory; None: all nodes have one rank.
 
     Attributes:
-        num_wrong_blocks: number of blocks whose digest differed from the sender's.
+        num_wrong_blocks: number of arrived blocks whose digest differed from the sender's digest.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class DigestVerifier:
         return self._machine.tick(now)
 
     def __len__(self) -> int:
-        """Return the number of granted transfers that are not verified."""
+        """Return the number of granted transfers whose blocks are not all verified."""
         return len(self._arrivals)
 
     def _take(self, item: Input, now: float) -> None:
@@ -331,18 +332,22 @@ class DigestVerifier:
         self._said.append(Send(engine_id, message))
 
     def _keep(self, message: Watermark | Commit, now: float) -> None:
-        """Hold a message back until its blocks are verified; the sender may repeat its Commit."""
+        """Hold a message back until its blocks are verified.
+
+        If the sender repeats a held Commit, request the unverified blocks again.
+        """
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         if isinstance(message, Watermark):
             if arrival is not None:
                 arrival.watermark = message
                 self._pass_verified(arrival)
-        elif arrival is None:  # this node's Verified message was lost
+        elif arrival is None:  # all is verified: this node's Verified message was lost
             self._say_verified(message)
         elif arrival.commit is None:
             arrival.commit, arrival.asked_at = message, now
             self._pass_verified(arrival)
-        # Repeated by the sender, not duplicated by the network
+        # If the same Commit arrives again after this time, the sender has repeated it. An earlier
+        # copy may be a duplicate that the network made.
         elif now - arrival.asked_at >= REPEAT_S / 2:
             arrival.asked_at = now
             for resend in self._ask_again(arrival, message):
@@ -355,7 +360,8 @@ class DigestVerifier:
         key = self._channels[message.engine_id].keys.receive_blocks
         try:
             resend = self._compare(message, key)
-        except TransferError as error:  # another rank failed: request these blocks again
+        # Another rank failed: the blocks stay unverified, and are requested again later
+        except TransferError as error:
             logger.warning("request %s: blocks are not compared: %s", message.request_id, error)
             return
         if resend is not None:
@@ -370,7 +376,7 @@ class DigestVerifier:
         self._pass_verified(arrival)
 
     def _pass_verified(self, arrival: Arrival) -> None:
-        """Pass on held messages whose blocks are all verified now."""
+        """Pass held messages whose blocks are all verified now to the state machine."""
         watermark, commit = arrival.watermark, arrival.commit
         if commit is not None and self._is_verified(arrival, len(arrival.block_ids)):
             self._forget((commit.request_id, commit.epoch))
@@ -391,10 +397,10 @@ class DigestVerifier:
     def _expect(
         self, key: TransferKey, engine_id: str, block_ids: Sequence[int], first_block: int = 0
     ) -> None:
-        """Record the blocks that are granted to a peer.
+        """Record the blocks that were granted to a peer, as blocks to verify.
 
         Args:
-            first_block: index of the first granted block; the node already has the blocks before.
+            first_block: index of the first granted block; this node already has the earlier blocks.
         """
         here = [self._all_layers] * first_block
         self._arrivals[key] = Arrival(
@@ -402,7 +408,7 @@ class DigestVerifier:
         )
 
     def _find(self, key: TransferKey, engine_id: str) -> Arrival | None:
-        """Return the open transfer granted to a peer, or None."""
+        """Return the record of an open transfer from this peer, or None."""
         arrival = self._arrivals.get(key)
         return arrival if arrival is not None and arrival.engine_id == engine_id else None
 
@@ -415,12 +421,12 @@ class DigestVerifier:
             del self._arrivals[key]
 
     def _compare(self, message: Digests, key: BlockKey) -> Resend | None:
-        """Compare digests with this node's memory; return a request for wrong blocks, or None.
+        """Compare digests with this node's memory; return a request to resend blocks, or None.
 
         A late, duplicate or inconsistent message changes nothing.
 
         Args:
-            key: the key of the sender's digests of blocks.
+            key: the key for digests of blocks from the sender.
         """
         arrival = self._find((message.request_id, message.epoch), message.engine_id)
         layers = message.layers or (0, self._digests.num_layers)
@@ -480,11 +486,11 @@ class DigestVerifier:
         )
 
     def _ask_again(self, arrival: Arrival, commit: Commit) -> Iterator[Resend]:
-        """Yield requests for unverified blocks; call only if no write is in flight.
+        """Yield requests to resend unverified blocks; call only if no write is in flight.
 
-        Digests or a Resend were lost. Blocks that were requested before are requested again with
-        the same layers and the next attempt number. A write for the old Resend ends before a write
-        for the new Resend.
+        Blocks are still unverified after the commit if messages (Digests or Resend) were lost.
+        Blocks that were requested before are requested with the same layers and the next attempt
+        number.
         """
         unknown = []
         for index, layers in enumerate(arrival.layers):
@@ -509,7 +515,7 @@ class DigestVerifier:
                 )
 
     def _is_verified(self, arrival: Arrival, num_blocks: int) -> bool:
-        """Return whether the first ``num_blocks`` blocks are verified, and none is missing."""
+        """Return whether the first ``num_blocks`` blocks are verified, and none must be resent."""
         if any(index < num_blocks for index, _ in arrival.missing):
             return False
         return all(layers == self._all_layers for layers in arrival.layers[:num_blocks])
@@ -520,7 +526,7 @@ def _digest(digests: bytes, place: int) -> bytes:
 
 
 def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
-    """Return the longest possible ranges of consecutive 0 bits."""
+    """Return the ranges of consecutive 0 bits among the lowest ``num_bits`` bits."""
     runs = []
     first = 0
     for place in range(num_bits + 1):

@@ -1,8 +1,8 @@
-"""Inbox: queues of received messages, one queue per peer, read in turns.
+"""Inbox: one queue of received messages per peer; the queues are read in turns.
 
-The seal (MAC) of a message is checked on arrival, so nobody can fill another peer's queue. Refused
-messages are counted, and logged at intervals. Each peer gets a fair share of each round and of the
-inbox's memory.
+The seal (MAC) of a message is checked on arrival, so no process can fill another peer's queue.
+Refused messages are counted, and logged at intervals. Each peer gets a fair share of each round and
+of the inbox's memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from kvconnector.protocol.seals import Channels, Refusal, RefusedMessageError
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 8 * 2**20  # a grant of a million blocks is shorter
+# Maximum number of bytes of one message; a grant of a million blocks is shorter
+MAX_MESSAGE_BYTES = 8 * 2**20
 # Maximum number of bytes of one peer's waiting messages, not counting the first message
 MAX_KEPT_BYTES = 16 * 2**20
-OVERHEAD_BYTES = 256  # bytes added to each message's length when queues are measured
+OVERHEAD_BYTES = 256  # bytes added to each message's length when a queue's size is computed
 MESSAGES_PER_TURN = 64
 WARN_INTERVAL_S = 10.0
 
@@ -36,7 +37,7 @@ class _Queue:
 
 
 class Inbox:
-    """Keeps the messages of one end's peers until they are read.
+    """Keeps the messages from all peers of one end until the messages are read.
 
     Args:
         peers: engine ids whose messages are accepted.
@@ -63,8 +64,8 @@ class Inbox:
         """Queue a message, or refuse it.
 
         Args:
-            sender: the sender's engine id according to the transport; some transports pass on any
-                claim.
+            sender: the sender's engine id according to the transport. Some transports pass on an
+                engine id that the sender only claims.
         """
         try:
             self._put(sender, payload)
@@ -72,7 +73,7 @@ class Inbox:
             self._refuse(error.reason, sender, now)
 
     def pop_round(self, now: float) -> list[Message]:
-        """Return one round's messages: some from each peer, in order of arrival."""
+        """Remove and return one round's messages: some from each peer, in order of arrival."""
         taken = []
         for sender, queue in list(self._queues.items()):
             for body in itertools.islice(queue.bodies, MESSAGES_PER_TURN):
@@ -94,7 +95,7 @@ class Inbox:
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RefusedMessageError(Refusal.TOO_LONG)
         body = self._channels[sender].open(payload)
-        if not is_peer:  # a peer that hung and does not know that it was removed is no attacker
+        if not is_peer:  # may come from a peer that hung, and does not know that it was removed
             raise RefusedMessageError(Refusal.LEFT)
         queue = self._queues.setdefault(sender, _Queue())
         if queue.num_bytes > MAX_KEPT_BYTES:
@@ -108,7 +109,7 @@ class Inbox:
         except TransferError:
             self._refuse(Refusal.MALFORMED, sender, now)
             return None
-        if message.engine_id != sender:  # the message names another sender
+        if message.engine_id != sender:  # the message claims to be from another sender
             self._refuse(Refusal.FORGED, sender, now)
             return None
         return message

@@ -1,4 +1,4 @@
-"""Messages between sender and receiver: short, typed, checked when decoded.
+"""Messages between a prefill node (P) and a decode node (D): short, typed, checked when decoded.
 
 P -> D   Hello     are you there?                     D -> P   HelloAck  yes; try a write here
 P -> D   SelfTest  written, at this speed             D -> P   SelfTestResult
@@ -12,8 +12,9 @@ With digests, D checks the content before a transfer ends:
 P -> D   Digests   the blocks must have these     D -> P   Resend    these differ: write them again
                                                   D -> P   Verified  all blocks are right
 
-If a lost message were not repeated, its request would wait until the deadline. `Repeats` sends some
-messages again until they are answered or no longer needed; these messages are idempotent.
+If a message were lost for good, its request would wait until the request's deadline. So `Repeats`
+sends important messages again until they are answered or no longer needed; these messages are
+idempotent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvconnector.base import HandoffRecord, TransferKey
 MAX_TEXT_CHARS = 4096
 REPEAT_S = 1.0
 
-# Limits of the fields' values: peers are not trusted.
+# Types whose values are checked when a message is decoded, because peers are not trusted.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ByteCount = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -42,7 +43,7 @@ Places = Annotated[list[Count], msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages; ``engine_id`` names the sending process."""
+    """Base class of all messages; ``engine_id`` is the engine id of the node that sends it."""
 
     engine_id: Name
 
@@ -53,11 +54,12 @@ class _RequestMessage(_Message, frozen=True, kw_only=True):
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """P asks whether D knows P and is responsive.
+    """The prefill node asks whether the decode node knows it and is responsive.
 
     Attributes:
-        sent_at_s: time on P's clock; D returns it unchanged.
-        test: number of the self-test that P wants to run; each test has a greater number.
+        sent_at_s: time on the prefill node's clock, which the decode node returns unchanged.
+        test: number of the self-test that the prefill node wants to run; each new test has a
+            greater number.
     """
 
     sent_at_s: float = 0.0
@@ -65,7 +67,10 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class HelloAck(_Message, frozen=True, kw_only=True):
-    """D knows P, and P may write self-test ``test`` to ``slot``; None: no slot is free."""
+    """The decode node knows the prefill node, which may write self-test ``test`` to ``slot``.
+
+    If ``slot`` is None, the prefill node may not write a self-test now.
+    """
 
     sent_at_s: float = 0.0
     test: Count = 0
@@ -73,7 +78,7 @@ class HelloAck(_Message, frozen=True, kw_only=True):
 
 
 class SelfTest(_Message, frozen=True, kw_only=True):
-    """P has finished its test writes; D's slot must contain bytes with this ``digest``."""
+    """The prefill node's test writes have ended; the slot's bytes must have this ``digest``."""
 
     test: Count
     digest: Digest
@@ -84,7 +89,7 @@ class SelfTest(_Message, frozen=True, kw_only=True):
 
 
 class SelfTestResult(_Message, frozen=True, kw_only=True):
-    """D has checked its slot; ``problem`` is empty if the bytes are right."""
+    """The decode node has checked the slot; ``problem`` is empty if the slot's bytes are right."""
 
     test: Count
     problem: Text = ""
@@ -92,33 +97,33 @@ class SelfTestResult(_Message, frozen=True, kw_only=True):
 
 
 class Start(_RequestMessage, frozen=True, kw_only=True):
-    """P began to compute a prompt of ``num_tokens`` tokens."""
+    """The prefill node began to compute a prompt of ``num_tokens`` tokens."""
 
     num_tokens: Count
 
 
 class Grant(_RequestMessage, frozen=True, kw_only=True):
-    """P may write the prompt's blocks to D's ``block_ids``, in order, from ``first_block`` on.
+    """The prefill node may write the prompt's blocks, from ``first_block`` on, to ``block_ids``.
 
-    ``first_block`` is an index of transferred blocks (`BlockPush.first_block`); D already has the
-    blocks before.
+    ``first_block`` is an index among the prompt's transferred blocks; the decode node already has
+    the earlier blocks. ``block_ids`` are the decode node's blocks, in the same order.
     """
 
-    block_ids: BlockIds  # checked against the peer's blocks before use
+    block_ids: BlockIds  # the prefill node refuses ids that are too large for the decode node
     first_block: Count = 0
 
 
 class Watermark(_RequestMessage, frozen=True, kw_only=True):
-    """``num_tokens`` tokens are complete in D, in the first ``num_blocks`` granted blocks."""
+    """``num_tokens`` tokens are complete on the decode node, in the first ``num_blocks`` blocks."""
 
     num_tokens: Count
     num_blocks: Count = 0
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
-    """All blocks are complete in D's memory; D continues from ``record``.
+    """All blocks are complete in the decode node's memory; it continues from ``record``.
 
-    The other fields are the transfer's cost; they go into the receipt.
+    The other fields measure what the transfer cost, for the request's receipt.
     """
 
     record: HandoffRecord
@@ -131,34 +136,35 @@ class Commit(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Cancel(_RequestMessage, frozen=True, kw_only=True):
-    """D no longer wants this request's KV; P must answer Quiet."""
+    """The decode node no longer wants this request's KV; the prefill node must answer Quiet."""
 
 
 class Quiet(_RequestMessage, frozen=True, kw_only=True):
-    """P has no write in flight for this request, and will post no more."""
+    """The prefill node has no write in flight for this request, and will post no more."""
 
     reason: Text
 
 
 class Beat(_Message, frozen=True, kw_only=True):
-    """P is alive; D's answer, also a Beat, renews P's lease to write to D's memory.
+    """The prefill node is alive; so is the decode node, which answers with a Beat of its own.
 
-    ``sent_at_s``: time on P's clock; D returns it unchanged. The lease starts at this time, not
-    when the answer arrives, because the answer may wait in a queue.
+    The answer renews the prefill node's lease to write to the decode node's memory. ``sent_at_s``:
+    time on the prefill node's clock, which the answer returns unchanged. The lease starts at this
+    time, not when the answer arrives, because the answer may wait in a queue.
     """
 
     sent_at_s: float = 0.0
 
 
 class Digests(_RequestMessage, frozen=True, kw_only=True):
-    """Keyed digests of granted blocks whose writes are complete.
+    """The prefill node's keyed digests of granted blocks whose writes are complete.
 
     Attributes:
         indices: indexes of the blocks among the request's transferred blocks.
         layers: the written layers; None: all.
-        attempt: how often D has requested these blocks again.
-        first_number: number of the first digest; the next digests have the next numbers. Numbers
-            are never reused.
+        attempt: how often the decode node has requested these blocks again; 0: the first write.
+        first_number: number of the first digest; the next digests have consecutive numbers. The
+            prefill node never uses a number twice.
     """
 
     indices: Places
@@ -169,7 +175,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Resend(_RequestMessage, frozen=True, kw_only=True):
-    """D asks P to write blocks again, because their content differs from P's digests."""
+    """The prefill node must write blocks again, because their content differs from its digests."""
 
     indices: Places
     layers: tuple[Count, Count]
@@ -177,7 +183,7 @@ class Resend(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Verified(_RequestMessage, frozen=True, kw_only=True):
-    """D has compared all blocks and found them right; P may release its blocks."""
+    """The decode node found all blocks right; the prefill node may release its blocks."""
 
 
 Message = (
@@ -206,7 +212,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Decode a message; raise TransferError for bytes that are no known message."""
+    """Decode a message; raise TransferError if the bytes are not a valid message."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -215,7 +221,7 @@ def decode(payload: bytes) -> Message:
 
 @dataclass(slots=True)
 class Repeat:
-    """A message that is sent again until it is answered."""
+    """A message that is sent again and again until it is answered."""
 
     engine_id: str
     message: Message
@@ -223,22 +229,22 @@ class Repeat:
 
 
 class Repeats:
-    """All repeated messages of one end, at most one per transfer."""
+    """All messages that one end repeats; at most one per transfer."""
 
     def __init__(self) -> None:
         self._repeats: dict[TransferKey, Repeat] = {}
-        self._next_at = math.inf  # no message is due before this time
+        self._next_at = math.inf  # no message must be repeated before this time
 
     def __len__(self) -> int:
         return len(self._repeats)
 
     def add_message(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
-        """Start to repeat ``message`` every ``REPEAT_S``."""
+        """Repeat ``message`` every ``REPEAT_S`` seconds from now on."""
         self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
         self._next_at = min(self._next_at, now + REPEAT_S)
 
     def put_off(self, key: TransferKey, engine_id: str, now: float) -> None:
-        """Postpone a repeat, because the peer has just sent a message about the transfer."""
+        """Postpone the next repeat, because the peer has just sent a message about the transfer."""
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             repeat.next_at = now + REPEAT_S
@@ -246,19 +252,19 @@ class Repeats:
     def remove(self, key: TransferKey, engine_id: str) -> None:
         """Stop repeating a transfer's message.
 
-        Do nothing if no message to this peer is repeated.
+        Do nothing if no message of this transfer is repeated.
         """
         repeat = self._repeats.get(key)
         if repeat is not None and repeat.engine_id == engine_id:
             del self._repeats[key]
 
     def remove_peer(self, engine_id: str) -> None:
-        """Stop repeating messages to a lost peer."""
+        """Stop repeating all messages to a lost peer."""
         for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
             del self._repeats[key]
 
     def take_due(self, now: float) -> list[tuple[TransferKey, Repeat]]:
-        """Return the messages that are due now. Takes O(1) while no message is due."""
+        """Return the messages to repeat now. Takes O(1) while no message is due."""
         if now < self._next_at:
             return []
         due = [(key, repeat) for key, repeat in self._repeats.items() if now >= repeat.next_at]

@@ -1,9 +1,9 @@
 """Pair keys: secrets that two ends of the KV connector share.
 
-Each process start draws an X25519 key. The public part is sent in `PeerInfo` over the authenticated
-links to the router, which learns no secret from it. Each derived key is for one pair of process
-starts and one direction. The key does not authenticate messages of another pair, of an earlier
-process start, or of the other direction.
+Each process draws an X25519 key at its start. The public part is sent in `PeerInfo` over the
+authenticated links to the router, which learns no secret from it. Each derived key is for one pair
+of processes and one direction. The key does not authenticate messages of another pair, of an
+earlier start of the same node, or of the other direction.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _LABEL = b"baton kv 1"
 class BlockKey:
     """Makes keyed digests of KV blocks: GMAC (NIST SP 800-38D) with AES-256.
 
-    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). A number may be used only
+    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). Each number may be used only
     once per key.
     """
 
     def __init__(self, key: bytes) -> None:
-        self.secret = key  # the node's other ranks need the key, too
+        self.secret = key  # the node's other ranks get the key, too
         self._aead = AESGCM(key)
 
     def digest(self, number: int, context: bytes, data: memoryview) -> bytes:
-        """Return the digest of data and its context; it has ``DIGEST_BYTES`` bytes."""
+        """Return the digest of the data and its context, in ``DIGEST_BYTES`` bytes."""
         # Only the short context is encrypted; the data is authenticated without a copy.
         return self._aead.encrypt(number.to_bytes(12, "big"), context, data)[-DIGEST_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)
 class PairKeys:
-    """The keys that an end shares with a peer.
+    """The keys that one end shares with one peer.
 
     Attributes:
         send, receive: keys for messages to the peer, and from the peer.
@@ -63,12 +63,12 @@ class KeyPair:
         self.public = self._private.public_key().public_bytes_raw()
 
     def agree(self, own_id: str, peer_id: str, peer_public: bytes) -> PairKeys:
-        """Derive the keys shared with a peer; raise TransferError for a bad public key."""
+        """Derive the keys that are shared with a peer; raise TransferError for a bad public key."""
         if len(peer_public) != PUBLIC_KEY_BYTES:
             raise TransferError(f"{peer_id} has no public key for KV messages")
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(peer_public))
-        # A point of small order gives a result that anybody can compute
+        # A public key of small order gives a shared secret that anybody can compute
         except ValueError as error:
             raise TransferError(f"{peer_id} has a bad public key for KV messages") from error
         there = (own_id.encode(), peer_id.encode(), self.public, peer_public)

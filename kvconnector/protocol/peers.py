@@ -1,14 +1,15 @@
-"""Peers: the table of an end's peers, with one state machine per peer.
+"""Peers: the table of one end's peers, with the state of each peer.
 
     GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or unreachable; may return
         `----------`-------------`-> LEAVING -> gone
 
 A peer becomes CONNECTED only after a probe has passed (`probe.py`). A sender sends Hello before the
-probe, and Beat afterwards; a receiver answers both. A sender's lease to write to a peer's memory
-starts when it sends the beat that is answered. So a process that was stopped for a while finds its
-lease expired, even if answers have arrived meanwhile.
+probe, and Beat afterwards; a receiver answers both. An answer renews the sender's lease to write to
+the peer's memory; the lease starts when the sender sent the answered beat. So a sender that was
+stopped for a while finds its lease expired, even if answers have arrived meanwhile.
 
-Refuses to know: requests. The owner's ``is_busy`` tells whether writes to a peer are in flight.
+Refuses to know: requests. The owner's function ``is_busy`` returns whether writes to a peer are in
+flight.
 """
 
 from __future__ import annotations
@@ -29,25 +30,24 @@ from kvconnector.transports.paths import judge_path
 logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.25
-# A peer that is silent for this long becomes suspect. The lease has the same length. A sender
-# counts the lease from sending a beat, a receiver from the beat's arrival, so the sender's lease
+# Seconds of silence after which a peer becomes suspect, and seconds for which a lease is valid. A
+# sender counts them from sending a beat, a receiver from the beat's arrival, so the sender's lease
 # ends first.
 LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and greeted less often
-MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to meet or reach a peer
-# Number of read rounds, and seconds, after which no more bytes of a dead peer can arrive; see
-# `DeadPeers`.
+MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a peer
+# After this many read rounds and seconds, no more bytes of a dead peer can arrive (`DeadPeers`).
 DRAIN_READS, DRAIN_S = 10, 0.5
 
 
 class PeerState(Enum):
-    """Stages of a peer, as one end sees them."""
+    """The states of a peer, as one end sees the peer."""
 
-    GREETING = "GREETING"  # known, but has not answered yet
+    GREETING = "GREETING"  # known, but no probe has passed yet
     CONNECTED = "CONNECTED"
-    SUSPECT = "SUSPECT"  # reported as failed; may recover
-    LEAVING = "LEAVING"  # lost by the router; forgotten once no write to it is in flight
+    SUSPECT = "SUSPECT"  # reported as failed; may become CONNECTED again
+    LEAVING = "LEAVING"  # the router has lost the peer; forgotten once no write to it is in flight
 
 
 @dataclass(slots=True)
@@ -56,15 +56,15 @@ class Peer:
 
     Attributes:
         path: name of the data path to the peer.
-        alive_at: latest time, by this node's clock, at which the peer was certainly alive.
-        speak_at: time of the next Hello or Beat.
+        alive_at: the latest time, on this node's clock, at which the peer was certainly alive.
+        speak_at: time at which this end sends the next Hello or Beat.
         back_off_s: seconds until the next attempt to reconnect; doubles with each attempt.
-        is_broken: whether the transport's connection failed and must be replaced.
+        is_broken: whether the transport's connection to the peer has failed and must be replaced.
         probe: number of the peer's next probe.
-        is_probing: whether a probe runs; the next Hello is sent when the probe ends.
+        is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe measured.
-        problem: the last problem that was reported.
+        problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.
     """
 
@@ -90,18 +90,20 @@ class Peer:
 
     @property
     def is_expected(self) -> bool:
-        """Return whether the peer is expected to connect, for the first time or again."""
+        """Return whether the peer can become CONNECTED, for the first time or again."""
         return self.state in (PeerState.GREETING, PeerState.SUSPECT)
 
 
 class Peers:
-    """All peers of one end.
+    """The table of all peers of one end.
 
     Args:
         turn: current time and pending actions of the state machine.
         own: this node's peer info.
-        greets: whether this end sends Hello and Beat; if not, it answers them.
-        is_busy: returns whether writes to a peer are in flight; these need the peer's connection.
+        greets: whether this end sends Hello and Beat (a sender); false: it answers them (a
+            receiver).
+        is_busy: returns whether writes to a peer are in flight; until they end, the peer's
+            connection is kept.
         on_lost: called with the reason when a peer becomes suspect.
     """
 
@@ -139,7 +141,7 @@ class Peers:
     def meet(self, info: PeerInfo) -> None:
         """Connect to a peer, or greet a known peer again; report PEER_FAILED if connecting fails.
 
-        A process start has only one `PeerInfo`. Another `PeerInfo` with a known engine id is
+        An engine id has only one `PeerInfo`. A different `PeerInfo` with a known engine id is
         ignored.
         """
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
@@ -148,14 +150,14 @@ class Peers:
         self._turn.ask(Connect(info))
 
     def take_connected(self, result: ConnectEnded) -> None:
-        """Greet a connected peer, or send the message that waited; report a failed connection."""
+        """Greet a connected peer, or send the action's message ``then``; report a failure."""
         info, then = result.action.peer, result.action.then
         known = self._peers.get(info.engine_id)
         if then is None and result.problem:
             self._report(info.engine_id, result.problem)
         elif then is None:
             self._peers[info.engine_id] = self._new_peer(info, result.path, known)
-        elif known is not None and result.problem:  # the connection is tried again later
+        elif known is not None and result.problem:  # connecting is tried again later
             logger.warning("cannot connect to %s: %s", info.engine_id, result.problem)
             self._lose_unreached(known)
         elif known is not None:
@@ -168,29 +170,30 @@ class Peers:
         if known is not None:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
             peer.is_probing = known.is_probing
-            if not self._greets:  # a receiver waits until the sender asks for a probe
+            # A receiver keeps the last probe's result: the sender decides whether to probe again
+            if not self._greets:
                 peer.is_probed, peer.path = known.is_probed, known.path
                 peer.bandwidth_bytes_per_s = known.bandwidth_bytes_per_s
         return peer
 
     def leave(self, engine_id: str) -> None:
-        """Note that the router has lost a peer.
+        """Set a peer's state to LEAVING, because the router has lost the peer.
 
-        Remove the peer once no write to it is in flight.
+        The owner calls `remove` once no write to the peer is in flight.
         """
         peer = self._peers.get(engine_id)
         if peer is not None:
             peer.state = PeerState.LEAVING
 
     def remove(self, engine_id: str) -> None:
-        """Forget a peer."""
+        """Forget a peer, and disconnect from it."""
         self._peers.pop(engine_id, None)
         self._turn.ask(Disconnect(engine_id))
 
     # ------------------------------------------------------------------ signs of life
 
     def note_alive(self, engine_id: str, at_s: float) -> None:
-        """Note that a peer was alive at a time of this node's clock."""
+        """Note that a peer was alive at the time ``at_s`` on this node's clock."""
         peer = self._peers[engine_id]
         # The time comes from the network: do not trust a time in the future.
         if at_s <= self._turn.now:
@@ -203,7 +206,7 @@ class Peers:
             self.confirm(engine_id)
 
     def confirm(self, engine_id: str) -> None:
-        """Connect a probed peer that has answered or sent a request."""
+        """Set a probed peer, which has just sent a message, to CONNECTED; report PEER_CONNECTED."""
         peer = self._peers[engine_id]
         if not peer.is_probed or not peer.is_expected:
             return
@@ -220,9 +223,9 @@ class Peers:
         )
 
     def try_begin_probe(self, engine_id: str, number: int) -> bool:
-        """Start a probe if a peer has answered the current Hello.
+        """Mark a peer as being probed if it has answered the current Hello.
 
-        Return whether a probe started.
+        Return whether a probe must start now.
         """
         peer = self._peers[engine_id]
         waits = peer.is_expected and self._is_fresh(peer)
@@ -242,7 +245,7 @@ class Peers:
         )
 
     def pass_probe(self, engine_id: str, path: str, bandwidth_bytes_per_s: float) -> None:
-        """Connect a peer whose probe's bytes have arrived."""
+        """Record a probe that has passed, and set its peer to CONNECTED."""
         peer = self._peers[engine_id]
         peer.is_probed = True
         peer.path, peer.bandwidth_bytes_per_s = path, bandwidth_bytes_per_s
@@ -254,7 +257,7 @@ class Peers:
             self._peers[engine_id].is_probing = False
 
     def fail_probe(self, engine_id: str, problem: str) -> None:
-        """Report once why a probe failed; the peer's next answer starts another probe."""
+        """Report why a probe failed, once per reason; the peer's next answer starts a new probe."""
         peer = self._peers.get(engine_id)
         if peer is None:
             return
@@ -269,7 +272,7 @@ class Peers:
         return peer is not None and peer.state in (PeerState.GREETING, PeerState.CONNECTED)
 
     def may_write(self, engine_id: str) -> bool:
-        """Return whether the lease on a peer's memory is valid; if not, suspect the peer."""
+        """Return whether the lease on a peer's memory is valid; if not, set the peer to SUSPECT."""
         peer = self._peers.get(engine_id)
         if peer is None or not peer.is_probed:
             return False
@@ -279,7 +282,7 @@ class Peers:
         return False
 
     def tick(self) -> None:
-        """Suspect silent peers; send Hello and Beat when they are due."""
+        """Set silent peers to SUSPECT; send Hello and Beat when they are due."""
         for peer in self:
             self._lose_if_silent(peer)
             if self._greets:
@@ -287,7 +290,7 @@ class Peers:
 
     @property
     def is_meeting(self) -> bool:
-        """Return whether a new peer's answer is expected soon."""
+        """Return whether a new peer may answer soon, so that the loop polls more often."""
         now = self._turn.now
         return any(p.state is PeerState.GREETING and now < p.report_at for p in self)
 
@@ -311,7 +314,7 @@ class Peers:
         self.send(peer.engine_id, hello)
 
     def is_fresh(self, engine_id: str) -> bool:
-        """Return whether a known peer's lease is valid."""
+        """Return whether the lease of a peer in the table is valid."""
         return self._is_fresh(self._peers[engine_id])
 
     def _is_fresh(self, peer: Peer) -> bool:
@@ -323,10 +326,10 @@ class Peers:
             self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """Make a peer suspect, and report this once."""
+        """Set a peer to SUSPECT, and report PEER_FAILED once."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
-        if self._greets:  # greet the peer again, so that it asks for a new probe
+        if self._greets:  # greet the peer again, because a new probe must pass
             peer.is_probed = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)
@@ -334,10 +337,11 @@ class Peers:
     # ------------------------------------------------------------------ messages
 
     def send(self, engine_id: str, message: Message, *, wants_result: bool = False) -> bool:
-        """Send a message; if the peer cannot be reached, report the peer once and return False.
+        """Send a message; return False if the peer is unknown or cannot be reached.
 
         Args:
-            wants_result: whether `SendEnded` also follows a success; it always follows a failure.
+            wants_result: whether `SendEnded` follows also if the message was sent; after a failure,
+                it always follows.
         """
         peer = self._peers.get(engine_id)
         if peer is None:
@@ -349,9 +353,9 @@ class Peers:
         return True
 
     def send_again(self, result: SendEnded) -> bool:
-        """Send a failed message again over a new connection; return False if impossible.
+        """Send a message that failed again over a new connection; return False if impossible.
 
-        The old connection stays broken, even if the peer works again.
+        The old connection is not used again: it stays broken even if the peer works again.
         """
         action = result.action
         logger.warning("cannot reach %s: %s", action.engine_id, result.problem)
@@ -367,10 +371,9 @@ class Peers:
             self._lose(peer, f"{peer.engine_id} cannot be reached")
 
     def _send_anew(self, peer: Peer, action: Send) -> bool:
-        """Reconnect and send, unless the back-off pause lasts or writes are in flight.
+        """Reconnect and send, unless the back-off pause is not over or writes are in flight.
 
-        Writes in flight use the old connection. Writes in flight end soon, because this peer's
-        transfers fail.
+        Writes in flight need the old connection. They end soon, because the peer's transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):
@@ -398,7 +401,7 @@ class _DeadPeer:
 
 
 class DeadPeers:
-    """Dead peers of one receiver whose last bytes may still be in this node's sockets.
+    """One receiver's dead peers whose last bytes may still be in this node's sockets.
 
     On TCP, a thread of this node reads bytes from a socket and writes them to this node's memory. A
     dead process posts nothing more, but bytes in its send buffer and in this node's receive buffer
@@ -406,7 +409,7 @@ class DeadPeers:
 
     The transport does not tell when a socket is empty. Each successful read continues until the
     socket is empty. Between reads, the kernel delivers further bytes at once, or when a timer of
-    about 200 ms fires. So several reads over a longer time find all bytes. Waiting alone would
+    about 200 ms fires. So several reads over more than 200 ms find all bytes. Time alone would
     prove nothing, because a stopped thread reads nothing.
     """
 
@@ -414,7 +417,7 @@ class DeadPeers:
         self._dead_peers: dict[str, _DeadPeer] = {}
 
     def add_dead_peer(self, engine_id: str, now: float, num_read_rounds: int) -> None:
-        """Add a peer whose death was noticed now, after ``num_read_rounds`` read rounds."""
+        """Add a peer whose death was noticed at ``now``, after ``num_read_rounds`` read rounds."""
         self._dead_peers.setdefault(engine_id, _DeadPeer(now, num_read_rounds))
 
     def take_drained(self, now: float, num_read_rounds: int) -> list[str]:

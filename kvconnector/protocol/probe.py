@@ -1,14 +1,14 @@
 """Probe: tests, before the first KV is sent, whether written bytes reach a peer, and how fast.
 
-    P                                D
+    prefill node                     decode node
     Hello (test 7)          ->       clears a slot of its scratch memory, if one is free
                             <-       HelloAck (test 7, slot 2)
     write once; then repeatedly, within limits of time and bytes, to measure bandwidth
     SelfTest (7, digest)    ->       compares; repeated until answered
                             <-       SelfTestResult (7, problem)
 
-Each round writes a little, so that other peers' KV keeps moving. Posted writes cannot be cancelled,
-so an abandoned probe lasts until its writes have ended.
+Each round of the I/O loop writes only a little of a probe, so that KV for other peers is not
+delayed. Posted writes cannot be cancelled, so an abandoned probe lasts until its writes have ended.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ TIMEOUT_S = 3.0
 OFFER_S = 2 * TIMEOUT_S  # seconds after which a slot is free again, even if its peer is silent
 REPEAT_S = 0.05  # seconds between repeats of an unanswered SelfTest
 # Limits on a bandwidth measurement: the number of writes, and the seconds spent posting them. The
-# result is right for a slow path. For a path that the I/O thread cannot fill, it is a lower bound.
+# measured bandwidth of a slow path is right. If the I/O thread cannot post fast enough to fill the
+# path, the measured bandwidth is a lower bound.
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
-ROUND_S = 0.001  # seconds per round for posting writes that copy; then other peers get their turn
+ROUND_S = 0.001  # most seconds per round for posting, which may copy; other peers wait meanwhile
 
 
 @dataclass(slots=True)
 class _Probe:
-    """A probe that the sender began.
+    """A probe that the sender has begun, with the peer's slot that it writes to.
 
     Attributes:
-        num_in_flight: number of posted writes that may be incomplete.
-        timed_from: when the first write was complete; that write sets up the connection.
+        num_in_flight: number of posted writes that are not complete.
+        timed_from: when the first write was complete. The first write sets up the connection, so
+            the bandwidth is measured from then on.
         num_posted: number of posted writes, including the first.
         bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
-        is_over: whether the probe was answered or abandoned; only its writes may remain.
+        is_over: whether the probe was answered or abandoned; its writes may still be in flight.
     """
 
     number: int
@@ -105,14 +107,14 @@ class Probes:
             self._probes[peer_id] = _Probe(ack.test, slot, self._turn.now)
 
     def on_result(self, result: SelfTestResult) -> None:
-        """Handle a peer's result of this end's probe."""
+        """Handle the peer's result of a probe that this end began."""
         peer_id = result.engine_id
         probe = self._probes.get(peer_id)
         if probe is None or probe.is_over or probe.number != result.test:
             return
         if result.problem:
             self._fail(peer_id, probe, result.problem)
-        # The answer came too late: ask the peer again.
+        # The result came too late to count: ask the peer again.
         elif self._peers.is_fresh(peer_id):
             probe.is_over = True
             path = self._peers[peer_id].path
@@ -120,7 +122,7 @@ class Probes:
             self._peers.pass_probe(peer_id, path, probe.bandwidth_bytes_per_s)
 
     def take_posted(self, result: ProbePosted) -> None:
-        """Count the probe writes that were posted."""
+        """Count the writes of a probe that the I/O loop has posted."""
         peer_id = result.action.engine_id
         probe = self._probes[peer_id]
         probe.num_in_flight += result.num_writes
@@ -136,7 +138,7 @@ class Probes:
             self._fail(result.engine_id, probe, f"the self-test's write failed: {result.problem}")
 
     def tick(self) -> None:
-        """Continue all probes."""
+        """Post writes, repeat questions to peers, and abandon probes that take too long."""
         for peer_id, probe in list(self._probes.items()):
             if not probe.is_over:
                 self._go_on(peer_id, probe)
@@ -156,7 +158,7 @@ class Probes:
             self._write(peer_id, probe)
 
     def _write(self, peer_id: str, probe: _Probe) -> None:
-        """Post the next writes, or compute the bandwidth once all are complete."""
+        """Post a probe's next writes, or compute the bandwidth once all writes are complete."""
         now = self._turn.now
         if probe.num_posted == 0:
             self._turn.ask(WriteProbe(peer_id, probe.slot))
@@ -177,7 +179,7 @@ class Probes:
             self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
 
     def _say(self, peer_id: str, probe: _Probe) -> None:
-        """Ask the peer to check its slot. The message may be lost, so it is repeated."""
+        """Ask the peer to check its slot; repeat the question, because it may be lost."""
         now = self._turn.now
         if now < probe.say_at:
             return
@@ -201,12 +203,12 @@ class Probes:
 
 @dataclass(slots=True)
 class _Offer:
-    """The last probe that this end offered to a peer.
+    """The last probe for which this end offered a slot to a peer.
 
     Attributes:
-        slot: the slot that the peer may write to; None: the slot was read already.
-        seen: the message that the peer sends after writing; None: not received yet.
-        problem: the result: empty if the bytes were right; None: no result yet.
+        slot: the slot that the peer may write to; None: the slot is no longer the peer's.
+        seen: the message that says that the peer has written; None: not received yet.
+        problem: what was wrong with the bytes; empty: they were right; None: not checked yet.
     """
 
     number: int
@@ -233,7 +235,7 @@ class ProbeSlots:
 
     @property
     def is_lent(self) -> bool:
-        """Return whether any peer may be writing to a slot."""
+        """Return whether any peer may write to a slot now."""
         return any(offer.slot is not None for offer in self._offers.values())
 
     def offer(self, engine_id: str, number: int) -> int | None:
@@ -242,7 +244,8 @@ class ProbeSlots:
         if known is not None and number <= known.number:
             return known.slot if number == known.number else None
         if known is not None:
-            known.slot = None  # a peer starts a new test only after its old writes have ended
+            # The old slot is free: a peer starts a new test only after its old writes have ended
+            known.slot = None
         taken = {offer.slot for offer in self._offers.values()}
         slot = next((slot for slot in range(NUM_SLOTS) if slot not in taken), None)
         if slot is not None:
@@ -251,7 +254,7 @@ class ProbeSlots:
         return slot
 
     def look(self, message: SelfTest) -> None:
-        """Read a peer's slot if the slot was offered for this probe."""
+        """Read the peer's slot if it was offered for this probe; send a known result again."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return
@@ -263,7 +266,7 @@ class ProbeSlots:
             self._answer(offer, message)
 
     def judge(self, result: SlotRead) -> None:
-        """Connect a peer whose bytes are right, and send the result to the peer."""
+        """Set a peer whose bytes are right to CONNECTED, and send the result to the peer."""
         offer = self._offers.get(result.action.engine_id)
         if offer is None or offer.seen is None:
             return
@@ -296,7 +299,7 @@ class ProbeSlots:
                 del self._offers[engine_id]
 
     def forget(self, engine_id: str) -> None:
-        """Forget a peer, whose late writes can spoil another peer's probe, but no KV."""
+        """Forget a peer and its slot. Its late writes can spoil another peer's probe, but no KV."""
         self._offers.pop(engine_id, None)
 
 

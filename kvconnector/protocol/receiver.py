@@ -1,7 +1,7 @@
 """ReceiveMachine: the decode node's end of the hand-off, without I/O.
 
-Translates between messages and events. The node decides which peer may write to which blocks, and
-until when (`decode_node/reservations.py`).
+Turns peers' messages into events for the node, and the node's wishes into messages. The node
+decides which peer may write to which blocks, and until when (`decode_node/reservations.py`).
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ SenderMessage = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | D
 
 
 class ReceiveMachine:
-    """Decides what a decode node's end sends and reports; a `StateMachine`.
+    """Decides which messages and events a decode node's end sends and reports; a `StateMachine`.
 
     Args:
         own: this node's peer info.
-        make_peers: makes the table of peers.
+        make_peers: makes the table of peers and their states.
 
     Attributes:
-        grants: Grant messages to repeat for transfers that have neither committed nor ended.
+        grants: the Grant messages that are repeated until their transfers have committed or ended.
     """
 
     def __init__(self, own: PeerInfo, make_peers: Callable[..., Peers] = Peers) -> None:
@@ -72,7 +72,7 @@ class ReceiveMachine:
         self._slots = ProbeSlots(self._turn, own, self.peers)
         self.grants = Repeats()
         self._dead_peers = DeadPeers()
-        self._num_read_rounds = 0  # number of rounds in which the transport's messages were read
+        self._num_read_rounds = 0  # number of rounds in which messages were read from the transport
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._turn.now = now
@@ -88,7 +88,8 @@ class ReceiveMachine:
         self.peers.tick()
         for engine_id in self._dead_peers.take_drained(now, self._num_read_rounds):
             self._report(TransferEventKind.PEER_DRAINED, engine_id)
-        # A sender that ended the transfer, but whose last message was lost, answers with Quiet.
+        # If the sender has ended the transfer and this message was lost, the sender answers a
+        # repeated Grant with Quiet.
         for _, grant in self.grants.take_due(now):
             self.peers.send(grant.engine_id, grant.message)
         self._slots.tick()
@@ -101,13 +102,13 @@ class ReceiveMachine:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether a peer may be writing a probe, whose speed is being measured."""
+        """Return whether a peer may be writing a probe, for which the I/O loop must poll fast."""
         return self._slots.is_lent
 
     # ------------------------------------------------------------------ the node's wishes
 
     def _handle_wish_or_result(self, item: Input) -> None:
-        """Handle a wish of the node, or an action's result."""
+        """Handle a wish of the node, or the result of an action."""
         match item:
             case ReadFailed():
                 self._num_read_rounds -= 1
@@ -129,7 +130,8 @@ class ReceiveMachine:
             case SlotRead():
                 self._slots.judge(item)
             case Forbidden(action=forbid):
-                # The transport drops the peer's late writes, so this end need not wait for Quiet.
+                # The transport drops late writes from now on, so this end need not wait for the
+                # sender's Quiet.
                 self._report(TransferEventKind.FAILED, forbid.engine_id, forbid.key)
             case Meet(peer=peer):
                 self.peers.meet(peer)
@@ -194,7 +196,8 @@ class ReceiveMachine:
                 key = (message.request_id, message.epoch)
                 self._end(key, peer_id)
                 self._report(TransferEventKind.FAILED, peer_id, key, reason=message.reason)
-            case Digests():  # only a sign of life: `digests.py` compares the digests
+            # Here only a sign of life: the filter (`digests.py`) compares the digests
+            case Digests():
                 pass
 
     def _end(self, key: TransferKey, engine_id: str) -> None:
@@ -202,7 +205,7 @@ class ReceiveMachine:
         self._turn.ask(Forbid(engine_id, key))
 
     def _answer_beat(self, message: Beat) -> None:
-        """Answer a peer that passed a probe; ignore any other peer, so that it sends Hello."""
+        """Answer a probed peer's Beat; ignore other peers' Beats, so that they send Hello."""
         if self.peers[message.engine_id].is_probed:
             beat = Beat(engine_id=self._own.engine_id, sent_at_s=message.sent_at_s)
             self.peers.send(message.engine_id, beat, wants_result=True)

@@ -1,11 +1,11 @@
-"""Seals: each message carries a MAC for its pair and direction, and a number used only once.
+"""Seals: each message carries a MAC for its pair of ends and its direction, and a number.
 
     tag, 16 bytes | number, 8 bytes | message          tag = BLAKE2b(key of the direction)
 
-An accepted message was sent to this node by this peer, within these two process starts, and was not
-accepted before. Forged, altered, shortened, reflected or repeated messages, and messages of other
-pairs, are refused. A refused message counts as lost: the protocol repeats important messages with a
-new number.
+The sender uses each number only once. An accepted message was sent to this node by this peer since
+the last start of both, and was not accepted before. Forged, altered, shortened, reflected or
+repeated messages, and messages between other nodes, are refused. A refused message counts as lost:
+the protocol repeats important messages with a new number.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from kvconnector.protocol.pair_keys import KeyPair, PairKeys
 TAG_BYTES = 16
 NUMBER_BYTES = 8
 HEADER_BYTES = TAG_BYTES + NUMBER_BYTES
-# A message is refused if its number is this far below its sender's highest accepted number.
+# A message is refused if its number is lower than its sender's highest accepted number by this
+# much.
 WINDOW = 4096
 _WINDOW_BITS = (1 << WINDOW) - 1
-# Maximum number of channels that are kept. Departed peers' channels are kept, too, because these
-# peers may return.
+# Maximum number of channels, including those of peers that the router has lost: these peers may
+# return.
 MAX_CHANNELS = 4096
 
 
 class Refusal(Enum):
-    """Why a message was refused."""
+    """The reasons for which messages are refused."""
 
     STRANGER = "stranger"  # no known peer has this name
     LEFT = "left"  # from a peer that the router has lost
     TOO_LONG = "too long"
     FORGED = "forged"  # altered, or not from this peer to this node
-    REPLAYED = "replayed"  # accepted before, or far too late
+    REPLAYED = "replayed"  # accepted before, or so late that this is unknown
     MALFORMED = "malformed"  # from this peer, but not decodable
-    FLOOD = "flood"  # exceeds the messages kept per peer
+    FLOOD = "flood"  # too many messages of this peer wait to be read
 
 
 class RefusedMessageError(TransferError):
-    """A message was refused."""
+    """Raised for a message that is refused, with the reason."""
 
     def __init__(self, reason: Refusal) -> None:
         super().__init__(reason.value)
@@ -53,14 +54,14 @@ class RefusedMessageError(TransferError):
 
 
 class ReplayWindow:
-    """Accepts each message number once, in any order, unless it is too old (RFC 4303, 3.4.3)."""
+    """Accepts each message number once, in any order; refuses old numbers (RFC 4303, 3.4.3)."""
 
     def __init__(self) -> None:
         self._highest = 0
-        self._seen = 0  # bit i: the number `highest - i` was accepted
+        self._seen = 0  # bit i is set if the number `highest - i` was accepted
 
     def accept_number(self, number: int) -> bool:
-        """Accept a number; return False if it was accepted before or is too old."""
+        """Accept a number; return False if the number was accepted before or is too low."""
         ahead = number - self._highest
         if ahead > 0:
             kept = self._seen << ahead if ahead < WINDOW else 0
@@ -74,12 +75,12 @@ class ReplayWindow:
 
 
 class Channel:
-    """Seals messages to one peer and opens messages from this peer.
+    """Seals the messages to one peer, and opens the messages from this peer.
 
     Args:
         public_key: the peer's public key.
-        keys: the keys shared with the peer.
-        numbers: yields a new number for each message to any peer.
+        keys: the keys that this end shares with the peer.
+        numbers: yields a new number for each message that this end sends to any peer.
     """
 
     def __init__(self, public_key: bytes, keys: PairKeys, numbers: Iterator[int]) -> None:
@@ -93,7 +94,7 @@ class Channel:
         return _tag(self.keys.send, numbered) + numbered
 
     def open(self, payload: bytes) -> bytes:
-        """Open a message; raise RefusedMessageError unless it is new and from the peer."""
+        """Return a message's content; raise RefusedMessageError unless it is new and authentic."""
         numbered = payload[TAG_BYTES:]
         tag = _tag(self.keys.receive, numbered)
         if len(payload) < HEADER_BYTES or not hmac.compare_digest(tag, payload[:TAG_BYTES]):
@@ -104,7 +105,7 @@ class Channel:
 
 
 class Channels:
-    """The channels to all peers of one process start.
+    """One end's channels to all its peers; new at each start of the process.
 
     Args:
         own_id: engine id of this end.
@@ -118,7 +119,7 @@ class Channels:
 
     @property
     def public_key(self) -> bytes:
-        """Return the public key of this process start."""
+        """Return this end's public key, which is new at each start of the process."""
         return self._key_pair.public
 
     def __contains__(self, engine_id: object) -> bool:
@@ -128,13 +129,14 @@ class Channels:
         return self._channels[engine_id]
 
     def learn(self, peer: PeerInfo, present: Container[str] = ()) -> None:
-        """Agree on keys with a peer, once per pair of process starts.
+        """Derive the keys that are shared with a peer, if they are not known yet.
 
         Args:
-            present: engine ids whose channels are kept when there are too many channels.
+            present: engine ids of present peers; their channels are kept when others are dropped
+                because there are too many.
 
-        Raises TransferError for a bad public key, or for a key that differs from the peer's earlier
-        key: an engine id belongs to one process start.
+        Raises TransferError for a bad public key, or for a public key that differs from the peer's
+        earlier one: an engine id has only one key.
         """
         known = self._channels.pop(peer.engine_id, None)
         if known is None:
@@ -147,7 +149,8 @@ class Channels:
                         f"{len(self._channels)} peers are connected, the most that may be"
                     )
                 del self._channels[gone]
-        self._channels[peer.engine_id] = known  # remove the newest channel last
+        # Moves the peer's channel to the end, so that it is dropped last
+        self._channels[peer.engine_id] = known
         if known.public_key != peer.public_key:
             raise TransferError(f"{peer.engine_id} is known with another public key")
 

@@ -60,20 +60,21 @@ UNREACHED = "the decode node cannot be reached"
 
 
 class SendMachine:
-    """Decides what a prefill node's end sends and writes; a `StateMachine`.
+    """Decides what a prefill node's end sends, writes and reports; a `StateMachine`.
 
     Args:
         own: this node's peer info.
         digest: digest of the pattern that probes write.
-        portions: limits of bytes posted at once.
+        portions: limits on the bytes posted at once.
         is_verified: whether transfers stay open after their commit until the decode node has
             verified the blocks (`digests.py`).
-        make_peers: makes the table of peers.
+        make_peers: makes the table of peers and their states.
 
     Attributes:
-        transfers: the open transfers.
-        repeats: messages to repeat: Start until granted, and Commit until all blocks are verified.
-        totals: counts of posted blocks and bytes, for the metrics.
+        transfers: the open transfers, by request id and epoch.
+        repeats: the messages that are repeated: Start until it is granted, and Commit until all
+            blocks are verified.
+        totals: counts of all posted blocks, bytes and memory ranges, for the metrics.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class SendMachine:
     ) -> None:
         self._own = own
         self._num_layers = own.manifest.layers_per_unit
-        self._slices: dict[str, Slices] = {}  # by peer; kept while transfers to the peer are open
+        # Slices by the peer's engine id; kept while transfers to the peer are open
+        self._slices: dict[str, Slices] = {}
         self._portions = portions
         self._is_verified = is_verified
         self._turn = Turn()
@@ -98,7 +100,8 @@ class SendMachine:
         self.transfers: dict[TransferKey, Transfer] = {}
         self.repeats = Repeats()
         self.totals = PushTotals()
-        self._to_post: deque[Transfer] = deque()  # transfers to post in this round
+        # Transfers whose pieces may still be posted in this round
+        self._to_post: deque[Transfer] = deque()
         # Bytes that may still be posted to each peer in this round
         self._room_bytes: dict[str, int] = {}
 
@@ -192,10 +195,10 @@ class SendMachine:
         transfer.pieces += cut(push, max(1, blocks_per_write))
 
     def _leave(self, engine_id: str) -> None:
-        """Fail a peer's transfers; forget the peer once no write to it is in flight.
+        """Fail a peer's transfers; each ends once none of its writes is in flight.
 
         The router has lost the peer, but the peer may be alive, and posted writes may still reach
-        it. Quiet is sent only after the last write.
+        its memory. So Quiet is sent only after a transfer's last write.
         """
         self.peers.leave(engine_id)
         self._fail_all(engine_id, "the decode node is gone")
@@ -205,13 +208,13 @@ class SendMachine:
     def _handle_message(self, message: Grant | Cancel | Resend | Verified) -> None:
         transfer = self.transfers.get((message.request_id, message.epoch))
         if transfer is None:
-            # This end has ended the transfer. Send Quiet again: the peer may still hold blocks for
-            # the transfer.
+            # This end has ended the transfer. Quiet is sent again, because the peer may still keep
+            # blocks for the transfer.
             self._send_quiet(message.engine_id, message.request_id, message.epoch, "unknown")
         elif transfer.engine_id != message.engine_id:
             logger.warning("dropped a message about another node's transfer")
         elif isinstance(message, Cancel):
-            self._fail(transfer, "")  # no reason is reported: the decode node knows it
+            self._fail(transfer, "")  # no reason is reported: the decode node itself cancelled
         elif isinstance(message, Resend):
             self._send_again(transfer, message)
         elif isinstance(message, Verified):
@@ -246,14 +249,14 @@ class SendMachine:
 
     def _on_send_ended(self, result: SendEnded) -> None:
         message = result.action.message
-        if not result.problem:  # the message was a Commit that needs no answer
+        if not result.problem:  # the message was a Commit, after which nothing is verified
             assert isinstance(message, Commit)
             self._end(self.transfers.get((message.request_id, message.epoch)))
         elif not self.peers.send_again(result):
             self._give_up(message)
 
     def _give_up(self, message: Message) -> None:
-        """Fail a message's transfer if the message was essential."""
+        """Fail a transfer whose Start or Commit message cannot be sent; ignore other messages."""
         if isinstance(message, Start | Commit):
             transfer = self.transfers.get((message.request_id, message.epoch))
             self._fail(transfer, UNREACHED)
@@ -265,7 +268,7 @@ class SendMachine:
     def _begin_round(self) -> None:
         """Refill each peer's byte budget.
 
-        Post computed and granted pieces, one transfer at a time.
+        Then post computed and granted pieces of all open transfers, one transfer after another.
         """
         if not self.transfers:
             return
@@ -279,7 +282,7 @@ class SendMachine:
         self._turn.ask(Pause())  # `_post_next` runs after this action
 
     def _post_next(self) -> None:
-        """Post the next piece if its peer's byte budget allows it and the lease is valid."""
+        """Post the next piece of this round whose peer has byte budget left and a valid lease."""
         while self._to_post:
             transfer = self._to_post[0]
             write = self._next_write(transfer)
@@ -291,7 +294,8 @@ class SendMachine:
 
     def _next_write(self, transfer: Transfer) -> Write | None:
         grant, engine_id = transfer.granted, transfer.engine_id
-        # Checked before each post: this process may have been stopped since the last post.
+        # The lease is checked before each post, because this process may have been stopped since
+        # the last post.
         while (
             self._room_bytes[engine_id] > 0
             and transfer.can_post
@@ -299,7 +303,7 @@ class SendMachine:
         ):
             assert grant is not None
             piece = transfer.pieces.popleft().from_place(grant.first_block)
-            if piece.indices:  # the decode node already has the other blocks
+            if piece.indices:  # the decode node already has the blocks before ``first_block``
                 remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
                 key = transfer.request_id, transfer.epoch
                 return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
@@ -335,9 +339,9 @@ class SendMachine:
         self._count_off(transfer)
 
     def _count_off(self, transfer: Transfer) -> None:
-        """Remove the oldest write, which has completed, and send its watermark."""
+        """Remove a transfer's oldest write, which has ended, and send its watermark."""
         watermark = transfer.writes.popleft().watermark
-        # The last push needs no watermark: the Commit follows.
+        # After the last push, no watermark is sent: the Commit says that all blocks are complete.
         if watermark is not None and transfer.failure is None and not transfer.record:
             self.peers.send(
                 transfer.engine_id,
@@ -351,13 +355,13 @@ class SendMachine:
             )
 
     def _num_bytes(self, engine_id: str, num_blocks: int, layers: LayerRange | None) -> int:
-        """Return the bytes of blocks, or of some of their layers, over all ranks."""
+        """Return the number of bytes that all ranks write for these blocks (or for some layers)."""
         return num_blocks * self._slices_to(engine_id).num_bytes(layers)
 
     def _slices_to(self, engine_id: str) -> Slices:
-        """Return the slices between this node's and a peer's ranks.
+        """Return the slices of blocks that each of this node's ranks writes to a peer's ranks.
 
-        For an unknown peer, as if both were equal.
+        An unknown peer is assumed to have the same layout as this node.
         """
         if engine_id not in self._slices:
             theirs = self.peers[engine_id].info if engine_id in self.peers else self._own
@@ -371,7 +375,7 @@ class SendMachine:
     # ------------------------------------------------------------------ ends
 
     def _repeat(self) -> None:
-        """Repeat messages that were not answered in time."""
+        """Repeat the messages that were not answered in time."""
         for key, repeat in self.repeats.take_due(self._turn.now):
             transfer = self.transfers.get(key)
             if transfer is None or not transfer.waits_for_answer:
@@ -381,7 +385,7 @@ class SendMachine:
                 self.peers.send(repeat.engine_id, repeat.message)
 
     def _finish_if_quiet(self, transfer: Transfer) -> None:
-        """End a failed transfer, or commit a complete one, unless a write is in flight."""
+        """End a failed transfer or commit a complete transfer, unless its writes are in flight."""
         key = (transfer.request_id, transfer.epoch)
         if transfer.writes or key not in self.transfers:
             return
@@ -413,16 +417,16 @@ class SendMachine:
         self.repeats.remove(key, transfer.engine_id)
 
     def _fail(self, transfer: Transfer | None, reason: str) -> None:
-        """Stop posting a transfer's writes; `_finish_if_quiet` ends it once none is in flight.
+        """Post no more writes of a transfer; `_finish_if_quiet` ends the transfer later.
 
         Args:
-            transfer: the transfer to fail; None: it has ended already, so nothing is done.
+            transfer: the transfer to fail; None: the transfer has ended already.
         """
         if transfer is not None:
             transfer.fail(reason)
 
     def _fail_all(self, engine_id: str, reason: str) -> None:
-        """Fail all transfers to a peer."""
+        """Fail all open transfers to a peer."""
         for transfer in self.transfers.values():
             if transfer.engine_id == engine_id:
                 self._fail(transfer, reason)

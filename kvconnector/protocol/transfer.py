@@ -10,7 +10,7 @@ from kvconnector.base import BlockPush, HandoffRecord, PushTotals
 from kvconnector.blocks import LayerRange, count_runs
 from kvconnector.protocol.messages import Commit, Grant
 
-MAX_ATTEMPTS = 3  # maximum number of rewrites of blocks with a wrong digest
+MAX_ATTEMPTS = 3  # how often a block with a wrong digest is written again, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,13 @@ class Piece:
     """A part of a push that is posted as one write.
 
     Attributes:
-        indices: indexes of ``block_ids`` among the request's transferred blocks.
-        watermark: numbers of prompt tokens and of transferred blocks that are complete once this
-            and all earlier pieces have arrived.
-        is_computed: returns whether the GPU has computed the blocks; None: the blocks are computed.
-        attempt: how often the decode node has requested the piece's blocks again.
+        indices: for each of ``block_ids``, its index among the request's transferred blocks.
+        watermark: how many prompt tokens, and how many transferred blocks, are complete once this
+            and all earlier pieces have arrived; None: as many as before.
+        is_computed: returns whether the GPU has computed the blocks by now; None: the blocks were
+            computed before the push.
+        attempt: how often the decode node has requested the piece's blocks again; 0: the first
+            write.
     """
 
     indices: tuple[int, ...]
@@ -47,21 +49,22 @@ class Piece:
 
 @dataclass(slots=True)
 class Transfer:
-    """One attempt to hand over one request's KV.
+    """One attempt to hand over one request's KV: a request with one epoch.
 
     Attributes:
         groups: KV group of each transferred block; empty: there is only one group.
         granted: the decode node's grant; None: not granted yet.
-        pieces: pieces to post, in order.
+        pieces: pieces that must still be posted, in order.
         writes: posted pieces that are not complete, in order.
         record: the hand-off record of the last push; None: the last push has not been queued.
         last_at: when the last push was queued.
         failure: why the transfer fails; None: it has not failed. A failed transfer posts nothing
             more.
         block_ids: this node's ids of posted blocks, by index among the transferred blocks.
-        attempts: how often blocks were requested again, by index and layers.
-        commit_is_sent: whether the Commit was sent. If blocks are verified, the transfer stays open
-            after the Commit.
+        attempts: how often the decode node has requested layers of a block again, by the block's
+            index and layers.
+        commit_is_sent: whether the Commit was sent. If the decode node verifies blocks, the
+            transfer stays open after the Commit.
     """
 
     request_id: str
@@ -86,14 +89,17 @@ class Transfer:
 
     @property
     def can_post(self) -> bool:
-        """Return whether the next piece is both granted and computed."""
+        """Return whether the next piece exists, is granted, and is computed."""
         if self.granted is None or self.failure is not None or not self.pieces:
             return False
         is_computed = self.pieces[0].is_computed
         return is_computed is None or is_computed()
 
     def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
-        """Make the Commit message of node ``engine_id`` once all blocks are written."""
+        """Make the sender's Commit message, after all blocks have been written.
+
+        ``engine_id`` is the sender's.
+        """
         assert self.record is not None
         return Commit(
             engine_id=engine_id,
@@ -124,18 +130,18 @@ class Transfer:
         """Count a piece that was posted to the decode node's blocks ``remote``.
 
         Args:
-            num_ranges: number of memory ranges per block, which depends on both nodes' ranks.
+            num_ranges: number of memory ranges per block, which depends on the ranks of both nodes.
             num_layers: number of layers of a whole block.
         """
         self.block_ids.update(zip(piece.indices, piece.block_ids, strict=True))
-        # A block that is sent in parts is not contiguous with its neighbours, so no ranges are
+        # The parts of neighbouring blocks are not contiguous in memory, so their ranges cannot be
         # merged.
         layers = piece.layers
         is_whole = layers in (None, (0, num_layers)) and num_ranges == 1
         num_descriptors = (
             count_runs(piece.block_ids, remote) if is_whole else num_ranges * len(remote)
         )
-        # A block that is sent in parts is counted with its first part.
+        # A block that is sent in ranges of layers is counted with the first range.
         num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
         if piece.attempt == 0:
             self.num_blocks_pushed += num_blocks
@@ -148,9 +154,9 @@ class Transfer:
         self.totals.posting_s += posting_s
 
     def send_again(self, indices: list[int], layers: LayerRange, attempt: int) -> None:
-        """Queue blocks to be written again.
+        """Queue layers of blocks to be written again, because the decode node has requested them.
 
-        Repeated or late requests for the same attempt count once.
+        Repeated or late requests for the same attempt are ignored.
 
         Fails the transfer after too many attempts.
         """
@@ -172,7 +178,7 @@ class Transfer:
 
     @property
     def waits_for_answer(self) -> bool:
-        """Return whether the sender waits for a message from the decode node."""
+        """Return whether the sender waits for the decode node's Grant or Verified message."""
         return self.failure is None and (self.granted is None or self.commit_is_sent)
 
     @property

@@ -1,1 +1,1 @@
-"""Nodes of several ranks: each rank has a transport and memory; the leading rank commands all."""
+"""Connectors of nodes with several ranks: the leading rank commands the transports of all ranks."""

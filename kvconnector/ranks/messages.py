@@ -1,7 +1,7 @@
 """Messages between a node's leading process and the transports of the node's other ranks.
 
-The messages are plain values in msgpack, sent over a private connection. A call is answered at
-once, a write when it has ended.
+The messages are plain values in msgpack, sent over a private connection. The rank answers a call
+with `Answer` at once, and reports a write with `Ended` when the write has ended.
 """
 
 from __future__ import annotations
@@ -15,27 +15,33 @@ from kvconnector.peer_info import RankMemory
 
 
 class Open(msgspec.Struct, frozen=True):
-    """The first message to a rank: open a transport of this kind for this node."""
+    """The first message to a rank: open a transport of this kind for this node.
+
+    Attributes:
+        address: socket to which the rank connects for this transport; empty: the rank uses its
+            first connection.
+    """
 
     connector: str
     engine_id: str
+    address: str = ""
 
 
 class Learn(msgspec.Struct, tag=True, frozen=True):
-    """A call: connect to a peer; the answer is the path."""
+    """A call: connect to a peer. The answer is the name of the data path."""
 
     call: int
     peer: bytes
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Disconnect a peer."""
+    """A message without an answer: disconnect from a peer."""
 
     engine_id: str
 
 
 class WriteBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Post this rank's slices of these blocks; see `KVTransport.write`."""
+    """A write: post this rank's slices of these blocks; see `KVTransport.write`."""
 
     number: int
     engine_id: str
@@ -48,7 +54,7 @@ class WriteBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class WriteSlot(msgspec.Struct, tag=True, frozen=True):
-    """Post this rank's part of a self-test; see `KVTransport.write_scratch`."""
+    """A write: post this rank's part of a self-test; see `KVTransport.write_scratch`."""
 
     number: int
     engine_id: str
@@ -56,7 +62,7 @@ class WriteSlot(msgspec.Struct, tag=True, frozen=True):
 
 
 class LendSlot(msgspec.Struct, tag=True, frozen=True):
-    """A call: clear a slot of the scratch memory for a peer."""
+    """A call: clear a slot of this rank's scratch memory, to which a peer then writes."""
 
     call: int
     slot: int
@@ -64,14 +70,14 @@ class LendSlot(msgspec.Struct, tag=True, frozen=True):
 
 
 class DigestSlot(msgspec.Struct, tag=True, frozen=True):
-    """A call: digest a slot; the answer is the digest of the slot's bytes."""
+    """A call: compute and answer the digest of the bytes in a slot."""
 
     call: int
     slot: int
 
 
 class DigestSlices(msgspec.Struct, tag=True, frozen=True):
-    """A call: digest this rank's slices of blocks; see `BlockDigests.of_slices`."""
+    """A call: compute the digests of this rank's slices (`BlockDigests.of_slices`)."""
 
     call: int
     engine_id: str
@@ -85,7 +91,7 @@ class DigestSlices(msgspec.Struct, tag=True, frozen=True):
 
 
 class Permit(msgspec.Struct, tag=True, frozen=True):
-    """Allow a peer to write these blocks; bytes may arrive soon afterwards."""
+    """A message without an answer: allow a peer to write these blocks."""
 
     engine_id: str
     request_id: str
@@ -96,7 +102,7 @@ class Permit(msgspec.Struct, tag=True, frozen=True):
 class Prohibit(msgspec.Struct, tag=True, frozen=True):
     """A call: forbid a transfer's writes.
 
-    The answer is whether none of them can arrive any more.
+    The answer is whether none of these writes can arrive any more.
     """
 
     call: int
@@ -106,13 +112,13 @@ class Prohibit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The first message from a rank: the addresses of the rank's memory."""
+    """The first message from a rank, sent when its transport is open: its memory's addresses."""
 
     memory: RankMemory
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a call; ``problem`` is the error that the call raised."""
+    """A rank's answer to a call; ``problem`` is the error that the call raised; empty: none."""
 
     call: int
     value: Any = None
@@ -120,7 +126,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """A rank's write is complete at the peer, or has failed and is no longer in flight."""
+    """A rank's report that a write is complete, or has failed and is no longer in flight."""
 
     number: int
     problem: str = ""

@@ -2,8 +2,8 @@
 
     commands of the leading process -> post, connect, read       each write's end is reported
 
-The service also drives the transport, which may have to read peers' writes from sockets. The
-service makes no decisions.
+The service also calls the transport regularly, because the transport may have to read peers' writes
+from sockets. The leading process makes all decisions.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from kvconnector.ranks.messages import (
     WriteBlocks,
     WriteSlot,
 )
+from kvconnector.ranks.more_links import connect_rank
 from kvconnector.transports.base import KVTransport, PendingWrite
 
 logger = logging.getLogger(__name__)
@@ -53,13 +54,13 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_POLL_S = 0.0001
 EXPECTING_POLL_S = 0.001
 IDLE_POLL_S = 0.025
-MAX_READ_FAILURES = 100  # consecutive failures after which the transport counts as broken
+MAX_READ_FAILURES = 100  # consecutive failed reads after which the transport counts as broken
 _SELECTABLE = 1024  # `select` accepts only file descriptors below this number
 _WARM_S = 2.0  # seconds of fast polling after a command
 
 
 def open_transport(start: Open, memory: KVMemory) -> KVTransport:
-    """Open the transport of one rank."""
+    """Open the transport of one rank, over this rank's memory."""
     return KV_CONNECTORS.load(start.connector)(start.engine_id, memory)
 
 
@@ -67,10 +68,14 @@ def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
     """Serve this rank's transport until the leading process closes the connection.
 
     Args:
+        connection: the rank's first connection; unused if the message names a socket.
         memory: this rank's KV memory.
-        argument: an encoded `Open`.
+        argument: an encoded `Open` message.
     """
-    transport = open_transport(msgspec.msgpack.decode(argument, type=Open), memory)
+    start = msgspec.msgpack.decode(argument, type=Open)
+    if start.address:
+        connection = connect_rank(start.address, memory.rank)
+    transport = open_transport(start, memory)
     try:
         RankService(connection, memory, transport).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -80,12 +85,12 @@ def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
 
 
 class RankService:
-    """Serves commands to one rank's transport on one thread.
+    """Carries out the leading process's commands on one rank's transport, on one thread.
 
     Args:
         connection: connection to the leading process.
         memory: this rank's KV memory.
-        transport: this rank's transport over that memory.
+        transport: this rank's transport, which uses that memory.
     """
 
     def __init__(self, connection: Connection, memory: KVMemory, transport: KVTransport) -> None:
@@ -113,7 +118,7 @@ class RankService:
             self.round(self._pause_s())
 
     def round(self, pause_s: float = 0.0) -> None:
-        """Run pending commands, waiting up to ``pause_s``, then collect finished writes."""
+        """Wait up to ``pause_s`` for a command, run all commands, then report finished writes."""
         while self._has_come(pause_s):
             self._take(TO_RANK.decode(self._connection.recv_bytes()))
             self._warm_until = time.monotonic() + _WARM_S
@@ -131,7 +136,7 @@ class RankService:
             self._say(Ended(number, problem))
 
     def _progress(self) -> None:
-        """Let the transport make progress by reading messages, although a rank receives none."""
+        """Read messages only so that the transport makes progress: this rank receives none."""
         try:
             self._transport.take_notifications()
         except TransferError as error:
@@ -143,9 +148,9 @@ class RankService:
             self._num_failures = 0
 
     def _has_come(self, wait_s: float) -> bool:
-        """Return whether a command has arrived.
+        """Return whether a command has arrived; wait up to ``wait_s`` for it.
 
-        `Connection.poll` can wait only whole milliseconds.
+        `Connection.poll` is not used, because it can wait only whole milliseconds.
         """
         descriptor = self._connection.fileno()
         if not 0.0 < wait_s < 0.001 or descriptor >= _SELECTABLE:

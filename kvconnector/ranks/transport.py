@@ -4,8 +4,8 @@
             └── the other ranks' transports, by messages   is complete when all ranks' parts are
 
 The leading processes of two nodes exchange protocol messages over their own transports. If a rank's
-process has ended, its writes are never reported as failed: a reported failure means that nothing is
-in flight. The rank's node ends, and its peers notice the end.
+process has ended, its writes are never reported as failed, because after a reported failure nothing
+may be in flight. Instead the whole node ends, and its peers notice the end.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from kvconnector.transports.write_parts import WriteParts
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
-_NOBODY_WAITS = 0  # number of a call whose answer is dropped
+_NOBODY_WAITS = 0  # call number of calls whose answer is dropped
 
 
 class OtherRank:
     """Another rank's transport, as the leading process sees it.
 
     Args:
-        rank: number of the rank.
-        connection: connection to its `RankService`.
+        rank: the rank's number.
+        connection: connection to the rank's `RankService`.
 
     Attributes:
-        is_gone: whether the connection is broken; if so, messages are dropped.
+        is_gone: whether the connection is broken; messages to the rank are then dropped.
     """
 
     def __init__(self, rank: int, connection: Connection) -> None:
@@ -80,7 +80,7 @@ class OtherRank:
             self.is_gone = True
 
     def hear(self, wait_s: float = 0.0) -> None:
-        """Receive all waiting messages; wait up to ``wait_s`` for the first one."""
+        """Receive all messages from the rank that wait; wait up to ``wait_s`` for the first."""
         try:
             while not self.is_gone and self._poll.poll(wait_s * 1e3):
                 wait_s = 0.0
@@ -97,7 +97,7 @@ class OtherRank:
             self.is_gone = True
 
     def answer(self, call: int, deadline: float) -> Any:
-        """Wait for a call's answer, and return it; raise TransferError if none comes."""
+        """Wait until ``deadline`` for a call's answer; raise TransferError if none comes."""
         self._wait(lambda: call in self._answers, deadline)
         answer = self._answers.pop(call)
         if answer.problem:
@@ -111,7 +111,7 @@ class OtherRank:
         return self._memory
 
     def take_end(self, number: int) -> str | None:
-        """Return the problem of an ended write; empty: complete; None: still in flight."""
+        """Return why a write failed; empty: the write is complete; None: it is still in flight."""
         if number not in self._ended:
             self.hear()
         return self._ended.pop(number, None)
@@ -138,7 +138,7 @@ class _RankWrite:
         self._rank, self._number = rank, number
 
     def is_done(self) -> bool:
-        """Return whether the write is complete; writes of a lost rank stay in flight."""
+        """Return whether the write is complete; if the rank is gone, the write stays in flight."""
         problem = self._rank.take_end(self._number)
         if problem:
             raise TransferError(problem)
@@ -146,7 +146,7 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """The scratch memory of all ranks; a self-test passes if every rank's slot is right."""
+    """The scratch memory of all ranks. A slot is right if it is right in every rank's memory."""
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call
@@ -178,7 +178,7 @@ class RanksTransport:
 
     Args:
         local: the transport of this process's rank; this object closes it.
-        connections: connections to the other ranks' transports, by rank.
+        connections: connections to the other ranks' services, by rank.
     """
 
     def __init__(self, local: KVTransport, connections: Mapping[int, Connection]) -> None:
@@ -195,7 +195,9 @@ class RanksTransport:
         self.scratch = RanksScratch(local.scratch, self.call)
 
     def call(self, make: Callable[[int], Call], own: Callable[[], Any]) -> list[Any]:
-        """Send a call to all ranks; return this rank's answer first, then the others' by rank.
+        """Call all other ranks, and run ``own`` here; return this rank's answer, then the others.
+
+        ``make`` returns the message for the number of the call.
 
         Raises TransferError if a rank does not answer, or answers with a problem.
         """
@@ -207,7 +209,7 @@ class RanksTransport:
         return [answer, *(other.answer(number, deadline) for other in self._others)]
 
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
-        """Return the digests that each other rank computed, by rank; see `BlockDigests`."""
+        """Send each other rank the message that ``make`` returns; return the digests by rank."""
         _, *found = self.call(make, lambda: None)
         ranks = [other.rank for other in self._others]
         return dict(zip(ranks, found, strict=True))
@@ -256,7 +258,7 @@ class RanksTransport:
         make: Callable[[int], WriteBlocks | WriteSlot],
         post: Callable[[], PendingWrite],
     ) -> PendingWrite:
-        """Post a write on all ranks. If a part fails, raise once no part is in flight."""
+        """Post a write on all ranks; return the write that consists of all ranks' parts."""
         number, parts, problem = next(self._numbers), list[PendingWrite](), ""
         for other in self._others:
             other.say(make(number))

@@ -1,1 +1,1 @@
-"""Transports: copy bytes between nodes by NIXL, TLS sockets or memory, with optional faults."""
+"""Transports: copy bytes between nodes by NIXL, by TLS sockets, or in one process's memory."""

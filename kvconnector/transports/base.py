@@ -1,6 +1,6 @@
 """The contract of a transport, which copies bytes between nodes' KV and sends short messages.
 
-Refuses to know: the protocol's messages, and the requests to which blocks belong.
+Refuses to know: the content of the protocol's messages, the requests to which blocks belong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Certificates(Protocol):
-    """A certificate with its chain and key, and the trusted CAs; all in PEM."""
+    """A node's certificate with its chain and private key, and the trusted CAs; all in PEM."""
 
     @property
     def chain(self) -> bytes: ...
@@ -32,10 +32,10 @@ class Certificates(Protocol):
 
 
 class CertificateFiles(Protocol):
-    """Certificate files that may be replaced while the process runs."""
+    """A node's certificate files, which may be replaced while the process runs."""
 
     def current(self) -> Certificates:
-        """Return the current certificates; the object stays the same until a file changes."""
+        """Return the files' certificates: the same object again unless a file has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class TransportOptions:
     """Options of all transports; a transport ignores options that it does not use.
 
     Attributes:
-        listen: host:port at which peers reach the transport; port 0: any free port.
+        listen: host:port on which the transport listens for peers; port 0: any free port.
         tls: certificates to show to peers; None: the transport makes its own certificate.
     """
 
@@ -55,14 +55,14 @@ NO_OPTIONS = TransportOptions()
 
 
 class PendingWrite(Protocol):
-    """A posted one-sided write; cannot be cancelled."""
+    """A write that was posted to a peer's memory; cannot be cancelled."""
 
     def is_done(self) -> bool:
-        """Return whether all bytes have arrived; raise TransferError if they never will."""
+        """Return whether all bytes have arrived; raise TransferError if the write has failed."""
 
 
 class SelfTestMemory(Protocol):
-    """Memory that peers' self-tests write to; see `Scratch`."""
+    """The memory that peers' self-tests write to; `Scratch` implements it."""
 
     @property
     def memory(self) -> torch.Tensor: ...
@@ -79,7 +79,7 @@ class SelfTestMemory(Protocol):
 
 
 class KVTransport(Protocol):
-    """Moves bytes between nodes. One I/O thread calls all methods; no method waits long."""
+    """Copies bytes between nodes. Only the I/O thread calls the methods; no method waits long."""
 
     @property
     def peer_info(self) -> PeerInfo: ...
@@ -90,13 +90,13 @@ class KVTransport(Protocol):
 
     @property
     def num_connections(self) -> int:
-        """Return the number of peers with an open connection, including kept connections."""
+        """Return the number of peers with an open connection, also if they were disconnected."""
 
     def connect(self, peer: PeerInfo) -> str:
-        """Connect to a peer; return the name of the path to it. Raises TransferError."""
+        """Connect to a peer; return the name of the data path. Raises TransferError."""
 
     def disconnect(self, engine_id: str) -> None:
-        """Forget a peer; do nothing if it is unknown."""
+        """Forget a peer; do nothing if the peer is unknown."""
 
     def write(
         self,
@@ -107,46 +107,46 @@ class KVTransport(Protocol):
         transfer: TransferKey = NO_TRANSFER,
         groups: Sequence[int] = (),
     ) -> PendingWrite:
-        """Post this node's slices of blocks, or of some layers of blocks, to a peer's memory.
+        """Post a write of blocks, or of some of their layers, to blocks of a peer.
 
         Args:
-            transfer: the transfer for which the peer allowed the write (`allow`).
-            groups: KV group of each block; empty: all blocks are sliced alike.
+            transfer: the transfer for which the peer has allowed writes to these blocks (`allow`).
+            groups: KV group of each block; empty: there is only one group.
 
         Raises TransferError if the write cannot be posted, and ValueError for unknown ids or
         layers.
         """
 
     def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
-        """Post this node's pattern to a slot of a peer's scratch memory."""
+        """Post a write of this node's pattern to a slot of a peer's scratch memory."""
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
-        """Allow a peer to write these blocks for a transfer.
+        """Allow a peer to write these blocks of this node for a transfer.
 
-        One-sided writes are always possible.
+        Does nothing in a transport whose writes are one-sided: peers can always write.
         """
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
         """Forbid a transfer's writes; return whether none of them can arrive any more.
 
-        A transport with one-sided writes cannot refuse writes, and returns False.
+        A transport whose writes are one-sided cannot refuse them, and returns False.
         """
 
     def notify(self, engine_id: str, payload: bytes) -> None:
-        """Send a short message; its order relative to writes is undefined. Raises TransferError."""
+        """Send a short message; it may overtake writes, or arrive later. Raises TransferError."""
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return received messages with their senders; also let the transport make progress.
+        """Return received messages with their senders. Also does the transport's pending work.
 
-        The sender is an engine id that the transport knows, or only a claim of the other end. The
-        message's MAC proves the sender (`seals.py`).
+        Some transports pass on an engine id that the sender only claims. The message's MAC proves
+        the sender (`seals.py`).
         """
 
     def close(self) -> None: ...
 
 
 class MakeTransport(Protocol):
-    """Signature of the function that makes a registered transport."""
+    """Signature of the function that makes a transport of the registry."""
 
     def __call__(
         self, engine_id: str, memory: KVMemory, options: TransportOptions = NO_OPTIONS, /

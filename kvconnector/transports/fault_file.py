@@ -1,7 +1,7 @@
 """FaultFile: reads the faults to inject from a file while the node runs.
 
-A load test or drill writes a fault spec (as for `--inject-faults`) to the file, and later empties
-the file. Refuses to know: transports.
+A load test or failure drill writes a fault spec (as for `--inject-faults`) to the file, and later
+empties it to end the faults. Refuses to know: transports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_FAULTS = FaultSpec()
 
 
 class FaultFile:
-    """Reads the fault file again whenever it has changed.
+    """Returns the fault file's faults; reads the file again whenever it has changed.
 
     Args:
         path: the fault file; a missing file raises ConfigError.
@@ -41,9 +41,9 @@ class FaultFile:
         return f"as {self._path} says"
 
     def __call__(self) -> FaultSpec:
-        """Return the present faults. A bad text is logged and changes nothing.
+        """Return the present faults. An invalid spec is logged, and changes nothing.
 
-        Nothing is raised.
+        Never raises.
         """
         now = self._clock()
         if now < self._look_at:
@@ -61,7 +61,7 @@ class FaultFile:
 
 
 def faults_of(option: str, node_name: str) -> FaultSpec | FaultFile | None:
-    """Parse ``--inject-faults``: a spec, ``@FILE``, or ``@FOLDER`` with one file per node name.
+    """Parse ``--inject-faults``: a spec, ``@FILE``, or ``@FOLDER`` with one file per node.
 
     Returns None if the option is empty. Raises ConfigError for a bad option.
     """

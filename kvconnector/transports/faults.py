@@ -1,8 +1,8 @@
-"""Faults on request: a transport that loses, delays, duplicates and reorders messages.
+"""Injected faults: a transport that loses, delays, duplicates and reorders messages on request.
 
 Faults are for tests and drills. Faults are off by default; a warning is logged when they are on.
-The sender and receiver do not notice that a transport is wrapped. Faults are drawn in the order of
-events: the same seed and the same order give the same faults.
+The sender and the receiver do not know that their transport is wrapped. Random numbers are drawn in
+the order of events: the same seed and the same order of events give the same faults.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvconnector.transports.base import KVTransport, PendingWrite, SelfTestMemor
 logger = logging.getLogger(__name__)
 
 OPTION = "inject_faults"
-WRITE = "Write"  # the name of write events in kill points, beside the names of messages
+WRITE = "Write"  # the name of a write in kill points; other names are types of messages
 MESSAGE_NAMES = tuple(kind.__name__ for kind in typing.get_args(Message))
 MAX_SWAP_S = 0.1  # maximum number of seconds that a reordered message waits for the next message
 MAX_REMEMBERED_GRANTS = 1000
@@ -48,11 +48,11 @@ MAX_REMEMBERED_GRANTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class KillPoint:
-    """The moment at which this process kills itself: just before the ``count``-th such event.
+    """The moment at which this process kills itself: just before an event's ``count``-th time.
 
     Attributes:
-        name: a message's type, or ``Write``.
-        when: ``send`` or ``recv``.
+        name: the event: the type of a message, or ``Write``.
+        when: ``send``: the message is sent; ``recv``: it is received.
     """
 
     name: str
@@ -62,25 +62,25 @@ class KillPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """Faults to inject. Each probability is per message, write or commit.
+    """The faults to inject. A probability applies to each message, write or commit.
 
     Attributes:
         drop: probability that a message is lost.
         duplicate: probability that a message is delivered twice.
         reorder: probability that a message is sent only after the next message to the same peer.
-        delay_s: least and most seconds by which each message is delayed, in both directions.
-        alter: probability that one bit of a message is flipped on arrival, as if by an attacker.
-        corrupt: probability that one bit of a transfer's blocks is flipped before its commit record
-            is read.
+        delay_s: minimum and maximum of the seconds by which each sent message is delayed.
+        alter: probability that one bit of a message is flipped on arrival, as an attacker could do.
+        corrupt: probability that one bit of a transfer's arrived blocks is flipped before the
+            Digests or Commit message about them is read.
         fail_post: probability that a write cannot be posted.
-        corrupt_test: probability that one bit of a self-test is flipped before the self-test is
-            checked.
-        drop_test: probability that a message that ends a self-test is lost, independent of
+        corrupt_test: probability that one bit of a self-test's arrived bytes is flipped before they
+            are checked.
+        drop_test: probability that a SelfTest or SelfTestResult message is lost, in addition to
             ``drop``.
-        kill: when this process kills itself; None: never.
-        hang_engine: number of rounds with work after which the engine's thread hangs; 0: never.
-        poison: text: the process ends after computing a part of a request whose id contains this
-            text; empty: never.
+        kill: the moment at which this process kills itself; None: never.
+        hang_engine: number of the engine's rounds with work after which its thread hangs; 0: never.
+        poison: if a request's id contains this text, the process ends after it has computed a part
+            of the request; empty: never.
         seed: seed of all random numbers.
     """
 
@@ -183,28 +183,28 @@ _PARSERS: dict[str, Callable[[str, str], object]] = {
 
 @dataclass(slots=True)
 class _Waiting:
-    """A message to be sent later."""
+    """A message that is delayed, and sent later."""
 
     engine_id: str
     payload: bytes
     due_at: float
-    is_swapped: bool  # sent right after the next message to the peer
+    is_swapped: bool  # sent right after the next message to the same peer
 
 
 def _end_process() -> None:
-    close_logging()  # flushed, so that the log shows why the process ended
+    close_logging()  # writes out the log, which shows why the process ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyTransport:
-    """A transport that adds faults to another one, and breaks the contract only as specified.
+    """A transport that wraps another transport, and adds only the specified faults.
 
     Args:
-        transport: the transport that moves bytes; this object closes it.
+        transport: the wrapped transport, which moves bytes; this object closes it.
         memory: the KV memory that peers write to.
         spec: the faults, or a function that returns the present faults.
         clock: returns monotonic seconds.
-        end_process: kills this process.
+        end_process: kills this process at the kill point.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class FaultyTransport:
                 del self._granted[next(iter(self._granted))]
         spec = self._spec
         dropped, doubled, swapped = map(self._happens, (spec.drop, spec.duplicate, spec.reorder))
-        # Draw a number even if unused, so that the sequence of numbers does not change
+        # Always draw two numbers, so that later random numbers do not depend on ``doubled``
         delays = [self._random.uniform(*spec.delay_s) for _ in range(2)]
         if isinstance(message, HelloAck) and message.slot is not None:
             self._slots[engine_id] = message.slot
@@ -315,7 +315,7 @@ class FaultyTransport:
         for _, payload in payloads:
             try:
                 message = peek(payload)
-            except TransferError:  # the other end has already reported the error
+            except TransferError:  # cannot be decoded: the inbox refuses it
                 continue
             self._pass(type(message).__name__, "recv")
             if isinstance(message, Commit | Digests):
@@ -330,7 +330,7 @@ class FaultyTransport:
         return self._random.random() < probability
 
     def _pass(self, name: str, when: str) -> None:
-        """Count an event; kill this process if its kill point is reached."""
+        """Count an event; kill this process if the spec's kill point is reached."""
         kill = self._spec.kill
         if kill is None or (kill.name, kill.when) != (name, when):
             return
@@ -348,7 +348,7 @@ class FaultyTransport:
         for waiting in sorted(due, key=lambda waiting: waiting.due_at):
             try:
                 self._transport.notify(waiting.engine_id, waiting.payload)
-            except TransferError as error:  # the peer may have left
+            except TransferError as error:  # the router may have lost the peer
                 logger.warning("a delayed message to %s is lost: %s", waiting.engine_id, error)
 
     def _altered(self, payload: bytes) -> bytes:
@@ -359,11 +359,12 @@ class FaultyTransport:
         return bytes(changed)
 
     def _spoil(self, message: Commit | Digests) -> None:
-        """Flip a bit in memory, after these writes landed and before anything reads the bytes."""
+        """Flip a bit in the blocks that a message reports, before this node reads the blocks."""
         key = (message.request_id, message.epoch)
         grant = self._granted.get(key)
         block_ids = [] if grant is None else grant.block_ids
-        if isinstance(message, Digests):  # with digests, bytes are compared now, not at the commit
+        # With digests, the blocks are compared now, not at the Commit
+        if isinstance(message, Digests):
             self._digested.add(key)
             if grant is not None:
                 places = [index - grant.first_block for index in message.indices]

@@ -1,4 +1,4 @@
-"""InMemoryTransport: connects nodes in one process; a write is a copy. For tests."""
+"""InMemoryTransport: connects nodes in one process, for tests; a write copies memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Done:
 
 
 class InMemoryTransport:
-    """Reaches every other InMemoryTransport of this process.
+    """A transport that reaches every other InMemoryTransport of this process.
 
     Args:
-        engine_id: name of this node.
+        engine_id: this node's engine id.
         memory: the KV memory that peers write to.
     """
 
@@ -130,7 +130,7 @@ class InMemoryTransport:
             self._ends.pop(self._name, None)
 
     def _end(self, engine_id: str, rank: int | None = None) -> InMemoryTransport:
-        """Return the transport of a peer's rank; ``rank`` None: of the peer's leading rank."""
+        """Return the transport of a peer's rank; ``rank`` None: the peer's leading rank."""
         name = engine_id
         if rank is not None:
             leader = self._peers[engine_id][0].manifest.leader

@@ -3,9 +3,9 @@
     row 0          this process's own pattern: written to peers, never changed
     row 1 + slot   one peer's pattern
 
-Scratch memory does not hold KV blocks, so a dead peer's late write can only make another peer's
-test fail, because the patterns differ. Transports that can refuse writes prevent this failure, too:
-only the peer to which a slot was given may write to it.
+Scratch memory does not hold KV blocks, so a dead peer's late write can at worst make another peer's
+self-test fail. Transports that can refuse writes prevent even this: only the peer to which a slot
+was given may write to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOT_BYTES = 2 * 2**20
 
 
 class Scratch:
-    """The memory for self-tests of one process start.
+    """The memory for self-tests of one worker, with the pattern that it writes to peers.
 
     Args:
         engine_id: seed of this process's pattern.
@@ -42,8 +42,8 @@ class Scratch:
         self.digest = xxhash.xxh3_64_digest(pattern.data)
         self._borrowers: dict[int, str] = {}  # by slot
         shape = (1 + NUM_SLOTS, slot_bytes)
-        # A peer's write does not wait for a CUDA stream, so each method returns only when its work
-        # is complete.
+        # A peer's write does not wait for this process's CUDA streams, so each method returns only
+        # when its GPU work is complete.
         self._side_stream = SideStream(kv_cache)
         with self._side_stream.entered():
             self.memory = torch.zeros(shape, dtype=torch.uint8, device=kv_cache.device)
@@ -63,11 +63,11 @@ class Scratch:
         )
 
     def may_write(self, slot: int, engine_id: str) -> bool:
-        """Return whether a peer may write to a slot. Only transports that can refuse writes ask."""
+        """Return whether a slot was given to this peer; for transports that can refuse writes."""
         return self._borrowers.get(slot, engine_id) == engine_id
 
     def lend(self, slot: int, engine_id: str) -> None:
-        """Clear a slot and give it to a peer.
+        """Clear a slot, and give the slot to a peer.
 
         Transports with one-sided writes cannot keep other peers from writing to the slot.
         """

@@ -1,8 +1,8 @@
-"""SideStream: reads and clears KV memory on a GPU without waiting for launched steps.
+"""SideStream: reads and clears GPU memory without waiting for the model's launched steps.
 
-Work on the CUDA stream of the steps would begin only after all launched steps. The memory that is
-read here is already complete: a fence or a peer has confirmed it. Refuses to know: the meaning of
-the bytes.
+Work on the steps' own CUDA stream would begin only after all launched steps. The memory that is
+read here is already complete: a CUDA event or a peer's message has confirmed this. Refuses to know:
+the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 
 class SideStream:
-    """A separate CUDA stream for GPU memory; does nothing for host memory.
+    """A separate CUDA stream for one tensor on a GPU; does nothing for a tensor in host memory.
 
     Args:
-        memory: the memory to read.
+        memory: the tensor to read or clear.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run the block's GPU work on the side stream; wait for the work at the end."""
+        """Run the GPU work of a ``with`` block on the side stream; wait for it at the end."""
         if self._stream is None:
             yield
             return

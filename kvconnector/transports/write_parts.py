@@ -1,4 +1,4 @@
-"""WriteParts: one write made of several posted writes, to or from several ranks."""
+"""WriteParts: one write that consists of several posted writes, to or from several ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvconnector.transports.base import PendingWrite
 
 
 class WriteParts:
-    """A write posted in parts; a `PendingWrite`.
+    """A write that was posted in several parts; a `PendingWrite`.
 
-    If a part fails, the error is raised once no part is in flight, because callers reuse the blocks
-    then.
+    If a part fails, the error is raised only once no part is in flight, because callers reuse the
+    blocks after an error.
     """
 
     def __init__(self, parts: list[PendingWrite], problem: str = "") -> None:
@@ -37,7 +37,7 @@ class WriteParts:
 
 
 def post_all(posts: Iterable[Callable[[], PendingWrite]]) -> PendingWrite:
-    """Post the parts one after another, up to the first failure.
+    """Post the parts of a write one after another, up to the first failure.
 
     Raises TransferError if the first part cannot be posted.
     """

@@ -1,1 +1,1 @@
-"""Faults during a load test: their schedule, the processes that they hit, and leaked blocks."""
+"""Faults during a load test: their schedule, the affected processes, and leaked KV blocks."""

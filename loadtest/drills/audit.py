@@ -1,7 +1,7 @@
-"""Audit: asks a router for KV blocks without an owner, or held for ended requests.
+"""Audit: asks a router for KV blocks that have no owner, or are held for ended requests.
 
 While requests run, most blocks are held for good reasons. One look finds blocks whose request the
-router has forgotten; only a later look can tell whether these are lost for good.
+router no longer has; only a later look shows whether the nodes never free these blocks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # an owner that holds its blocks for ever, which is no leak
-_MOST_REQUESTS = 2**31 - 1  # limit that is larger than the number of open requests
+# Owners that keep blocks without a request, which is no leak. "cache" is that of encode nodes.
+_NO_REQUEST = frozenset({"null block", "cache"})
+_MOST_REQUESTS = 2**31 - 1  # maximum length of a list; more than can be open
 
-Block = tuple[str, str, int]  # (node, request that holds the block or empty, number)
+# (node name, id of the request that holds the block; empty: none does, block id)
+Block = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAudit:
-    """The ledgers of the nodes that answered.
+    """Totals of the block ledgers of the nodes that answered.
 
     Attributes:
-        num_orphans: blocks with more references than owners, or more owners than references.
-        num_held: blocks that are held.
+        num_orphans: number of blocks with more references than owners, or more owners than
+            references.
+        num_held: number of blocks that are held, with or without an owner.
         problems: nodes that could not be asked, with the reasons.
     """
 
@@ -44,11 +47,11 @@ class BlockAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The blocks at one moment.
+    """The held blocks of all nodes at one moment.
 
     Attributes:
-        held: blocks that have an owner, or references without an owner.
-        stale: held blocks without an owner, or whose request is no longer open.
+        held: blocks with an owner, and blocks whose references have no owner.
+        stale: those of the held blocks that have no owner, or whose request is no longer open.
     """
 
     audit: BlockAudit
@@ -60,9 +63,9 @@ class Auditor:
     """Asks a router for the ledgers of its nodes.
 
     Args:
-        router: ``host:port``.
-        token: an operator's token; empty: none.
-        tls: certificates.
+        router: the router's address, ``host:port``.
+        token: an operator's token for the router; empty: none is needed.
+        tls: certificates for the connection to the router.
     """
 
     def __init__(self, router: str, token: str, tls: TlsOptions = NO_TLS) -> None:
@@ -71,16 +74,17 @@ class Auditor:
         self._metadata = bearer(token)
 
     async def look(self) -> Look:
-        """Ask the router what its nodes hold.
+        """Ask the router which blocks its nodes hold.
 
-        Never raises, because a silent router is a finding, too.
+        Never raises: a router that does not answer becomes one of the audit's problems.
         """
         async with open_channel(self._router, read_tls(self._tls)) as channel:
             stub: Any = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
             call = {"timeout": _TIMEOUT_S, "metadata": self._metadata}
             try:
                 found: admin_pb2.AuditResponse = await stub.Audit(admin_pb2.AuditRequest(), **call)
-                # List requests after the audit, so that one that ends meanwhile is no leak.
+                # List the open requests after the audit, so that the list contains requests that
+                # began in between: their blocks are no leak.
                 listed: admin_pb2.ListRouterRequestsResponse = await stub.ListRequests(
                     admin_pb2.ListRouterRequestsRequest(limit=_MOST_REQUESTS, open_only=True),
                     **call,
@@ -94,7 +98,7 @@ class Auditor:
         return _look(nodes, open_ids, problems)
 
     async def look_until_free(self, timeout_s: float) -> Look:
-        """Look repeatedly after the last request, until no block is held or the time is up."""
+        """Look again and again after the last request, until no block is held or time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             found = await self.look()
@@ -106,7 +110,7 @@ class Auditor:
 def _look(
     nodes: Sequence[admin_pb2.NodeAudit], open_ids: Set[str], problems: tuple[str, ...]
 ) -> Look:
-    """Collect the nodes' held blocks; ``open_ids``: the router's open requests (`scoped_id`)."""
+    """Collect the nodes' held blocks; ``open_ids``: the ids of the router's open requests."""
     unowned = [
         (one.node_name, part)
         for one in nodes
@@ -116,7 +120,7 @@ def _look(
         (one.node_name, holding)
         for one in nodes
         for holding in one.ledger.holdings
-        if holding.owner != _NO_REQUEST
+        if holding.owner not in _NO_REQUEST
     ]
     orphans = {block for node, part in unowned for block in _blocks(node, "", [part])}
     held = {

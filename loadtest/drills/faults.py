@@ -1,12 +1,12 @@
-"""Faults: what happens to the server's processes during a run, and when. Causes none of them.
+"""Faults: parses what is done to the server's processes during a run, and when.
 
     kill p0 @30s                        kill -9
     stop d0 @30-35s                     stopped for this time (SIGSTOP, SIGCONT)
     restart p0 @40s                     killed if it runs, and started again
     drop 1% of pushes @40-50s           writes of KV blocks fail ("of messages": messages are lost)
-    inject delay=1ms-20ms on p0 @40-50s any text that a node's --inject-faults accepts
+    inject delay=1ms-20ms on p0 @40-50s any spec that a node's --inject-faults accepts
 
-Times are seconds since the run began, warm-up included.
+Times are seconds since the run began; the warm-up is part of the run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _WHAT = {"pushes": "fail_post", "messages": "drop"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault that a run causes at a given time.
+    """A fault to cause during a run, and its time.
 
     Attributes:
         act: kill, stop, restart or inject.
         node: name of the affected node; empty: all nodes.
-        spec: faults to inject, as in a node's --inject-faults.
-        end_s: end of the fault; equal to begin_s if it has no duration.
+        spec: the faults that a node injects, as for its --inject-faults.
+        end_s: end of the fault; equal to ``begin_s`` if the fault has no duration.
         text: the fault as the user wrote it.
     """
 
@@ -78,10 +78,11 @@ class FaultEvent:
     """A fault that was carried out; times in seconds since the run began.
 
     Attributes:
-        num_orphans: KV blocks without an owner, counted before the next fault or at the end; None:
+        num_orphans: number of KV blocks without an owner, before the next fault or at the end;
+            None: unknown.
+        num_leaked: number of KV blocks that never became free, and that were first found stale
+            (without an owner, or held for an ended request) between this fault and the next; None:
             unknown.
-        num_leaked: KV blocks that never became free, and that were first found stale (without
-            owner, or held for an ended request) between this fault and the next; None: unknown.
     """
 
     fault: Fault

@@ -16,22 +16,22 @@ _LOOK_BEFORE_S = 0.5
 
 
 class Schedule:
-    """The faults of one run.
+    """Causes the faults of one run, and audits the nodes' KV blocks before each and at the end.
 
     Args:
         faults: faults in order of their times; they may overlap.
-        auditor: checks the nodes' blocks; None: no checks.
+        auditor: audits the nodes' KV blocks; None: no audits.
 
     Attributes:
-        events: the faults and actions that were carried out.
-        audit: the blocks' audit after the last request.
+        events: the faults that were carried out.
+        audit: the audit after the last request; None: none was made.
     """
 
     def __init__(self, faults: Sequence[Fault], site: Site, auditor: Auditor | None) -> None:
         self._faults = faults
         self._site = site
         self._auditor = auditor
-        # Audits, by index of the next fault; the last audit follows the run.
+        # Audits by index of the fault that follows; the last audit is made after the run.
         self._looks: dict[int, Look] = {}
         self._done: dict[int, FaultEvent] = {}
         self.audit: BlockAudit | None = None
@@ -50,14 +50,15 @@ class Schedule:
         ]
 
     def _leaks(self) -> dict[int, int]:
-        """Count blocks that never became free, by index of the fault that made them stale."""
+        """Count blocks that never became free, by index of the fault that they followed."""
         if self.audit is None:
             return {}
         *_, last = (look for _, look in sorted(self._looks.items()))
         leaks: dict[int, int] = {}
         seen: set[Block] = set()
         for place, look in sorted(self._looks.items()):
-            # Without running requests, any held block is a leak, whatever its request's state.
+            # After the run no request runs, so any held block is a leak, whatever the state of its
+            # request.
             new = (last.held if look is last else look.stale & last.held) - seen
             seen |= new
             if new or not self.audit.problems:  # 0 is certain only if all nodes answered
@@ -65,7 +66,7 @@ class Schedule:
         return leaks
 
     async def play(self, clock: RunClock) -> None:
-        """Play all faults; if cancelled, undo the faults that have begun."""
+        """Cause all faults at their times; if cancelled, undo the faults that have begun."""
         async with asyncio.TaskGroup() as group:
             for place, fault in enumerate(self._faults):
                 group.create_task(self._do(place, fault, clock))
@@ -77,7 +78,7 @@ class Schedule:
         self._done[place] = await self._site.do(fault, clock)
 
     async def check_leaks(self) -> None:
-        """Look for leaked blocks after the last request."""
+        """Make the audit after the last request, which finds leaked blocks."""
         if self._auditor is None:
             return
         last = await self._auditor.look_until_free(FREE_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""Site: the server's processes that this load test can affect.
+"""Site: the server's processes that this load test can kill, stop and restart.
 
-The load test has either started them (`--up`), or was given their process ids.
+The load test has started these processes itself (`--up`), or was given their process ids.
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ READY_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """The deployment to start; see `baton up`.
+    """Options of the deployment that the load test starts; see `baton up`.
 
     Attributes:
-        decode_args: additional arguments for decode nodes.
-        cores: cores that the nodes divide and the router shares; empty: those of this process.
+        node_args: additional arguments for prefill and decode nodes.
+        decode_args, encode_args: additional arguments for nodes of one role.
+        cores: cores that the nodes divide, and on which the router also runs; empty: all cores of
+            this process.
         lend_cores: whether a node may compute on another node's idle cores.
     """
 
     model: str
     num_prefill: int = 1
     num_decode: int = 1
+    num_encode: int = 0
     router_args: tuple[str, ...] = ()
     node_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
+    encode_args: tuple[str, ...] = ()
     admin_token: str = field(default="", repr=False)
     can_inject: bool = False
     cores: tuple[int, ...] = ()
@@ -48,11 +52,11 @@ class UpOptions:
 
 
 class Site:
-    """The processes that faults can hit.
+    """The processes that faults can affect, and the ways to do so.
 
     Args:
-        pids: process ids by name.
-        deployment: the deployment that this process started; None: it started none.
+        pids: process ids by name of router or node.
+        deployment: the deployment that the load test started; None: it started none.
         fault_files: by node name, the file from which a node reads its faults.
     """
 
@@ -72,7 +76,7 @@ class Site:
         return self._deployment.admin_token if self._deployment else ""
 
     def check(self, faults: Sequence[Fault]) -> None:
-        """Check that all faults can be carried out from here; raises ConfigError."""
+        """Raise ConfigError unless this load test can cause all faults."""
         known = [child.name for child in self._deployment.children] if self._deployment else []
         known += self._pids
         for fault in faults:
@@ -121,7 +125,7 @@ class Site:
                 write_whole(path, "")
 
     def _signal(self, name: str, number: int) -> None:
-        """Send a signal to a process; do nothing if it is gone."""
+        """Send a signal to a process; do nothing if the process has ended."""
         pid = self._pids.get(name)
         if pid is None:
             assert self._deployment is not None
@@ -155,9 +159,9 @@ def parse_pids(texts: Sequence[str]) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tuple[Site, str]]:
-    """Start a deployment on this machine; once it is ready, yield it and its router's address.
+    """Run a deployment; once it is ready, yield its site and its router's address.
 
-    Raises ConfigError or NodeUnavailableError if it does not start.
+    Raises ConfigError or NodeUnavailableError if the deployment does not start.
     """
 
     def progress(children: list[Child]) -> None:
@@ -172,9 +176,11 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
             listen=free_address(),
             num_prefill=options.num_prefill,
             num_decode=options.num_decode,
+            num_encode=options.num_encode,
             router_args=options.router_args,
             node_args=(*options.node_args, *faults),
             decode_args=options.decode_args,
+            encode_args=(*options.encode_args, *faults),
             admin_token=options.admin_token,
             lend_cores=options.lend_cores,
         )
@@ -188,12 +194,12 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
 
 
 def _tell_of_build() -> None:
-    """Print a line on standard error that explains why the start takes long."""
+    """Print on standard error that kernels are being built, so the start takes long."""
     sys.stderr.write(f"{BUILDING}\n")
 
 
 def _enter_on(deployment: LocalDeployment, cores: Sequence[int]) -> None:
-    """Start the deployment on these cores; call this on a separate thread."""
+    """Start the deployment on these cores, to which this thread is bound meanwhile."""
     before = os.sched_getaffinity(0)
     try:
         if cores:
@@ -208,6 +214,7 @@ def _fault_files(options: UpOptions, folder: Path) -> dict[str, Path]:
         return {}
     names = [f"p{i}" for i in range(options.num_prefill)]
     names += [f"d{i}" for i in range(options.num_decode)]
+    names += [f"e{i}" for i in range(options.num_encode)]
     files = {name: folder / name for name in names}
     for path in files.values():
         path.touch()

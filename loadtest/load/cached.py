@@ -1,7 +1,7 @@
-"""CacheReport: cached prompt tokens of a run, and whether the load itself explains them.
+"""CacheReport: cached prompt tokens of a run, and how many this run's own prompts explain.
 
-A prompt that the server has seen before costs almost nothing. Prompts of one load share some
-beginnings on purpose. Any further cached tokens come from another run.
+A prompt that the server has cached costs almost nothing. Prompts of one load share some beginnings
+on purpose. Any further cached tokens were cached by another run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from loadtest.load.record import RequestRecord
 
-# Shares of prompt tokens that may be cached by chance, such as a chat template's beginning, or a
-# block that two prompts share.
+# Share of prompt tokens that may be cached without another run: the beginning of a chat template,
+# or a block that two prompts share by chance.
 UNEXPLAINED = 0.05
 MUCH = 0.5
 
@@ -22,9 +22,9 @@ class CacheReport:
     """Cached prompt tokens of the measured requests for which the server reported them.
 
     Attributes:
-        num_requests: number of these requests.
-        num_shared_tokens: tokens that this run alone explains: beginnings that an earlier request
-            also had.
+        num_requests: number of measured requests for which the server reported cached tokens.
+        num_shared_tokens: prompt tokens that this run itself may have cached: beginnings that an
+            earlier request of the run also had.
     """
 
     num_requests: int
@@ -36,20 +36,20 @@ class CacheReport:
     def cached_share(self) -> float | None:
         """Share of prompt tokens that the server had cached.
 
-        None if the server does not report it.
+        None if the server does not report cached tokens.
         """
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     @property
     def shared_share(self) -> float | None:
-        """Share of prompt tokens that a server may have cached.
+        """Share of prompt tokens that this run itself may have cached.
 
-        None if the server does not report it.
+        None if the server does not report cached tokens.
         """
         return self.num_shared_tokens / self.num_prompt_tokens if self.num_prompt_tokens else None
 
     def line(self) -> str:
-        """Return a line that all reports print."""
+        """Return the line about cached prompt tokens that all reports print."""
         if self.cached_share is None or self.shared_share is None:
             return "prompt tokens cached: the server does not say"
         return (
@@ -58,7 +58,7 @@ class CacheReport:
         )
 
     def warning(self) -> str:
-        """Return a warning if cached prompts explain the latencies; empty if not."""
+        """Return a warning if so many tokens were cached that TTFT shows the cache; else empty."""
         cached, shared = self.cached_share, self.shared_share
         if cached is None or shared is None:
             return ""
@@ -77,11 +77,16 @@ class CacheReport:
 
 
 def report_cache(records: Sequence[RequestRecord]) -> CacheReport:
-    """Report how many tokens of the measured prompts were cached, and how many could be."""
+    """Count the cached tokens of the measured prompts, and those that the run itself explains.
+
+    Prompts with images are left out: only the server knows how many tokens an image has.
+    """
     usages = [
         (record.usage, record.planned.shared_share)
         for record in records
-        if record.usage is not None and record.usage.num_cached_tokens is not None
+        if record.usage is not None
+        and record.usage.num_cached_tokens is not None
+        and not record.planned.images
     ]
     return CacheReport(
         num_requests=len(usages),

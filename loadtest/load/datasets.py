@@ -1,12 +1,12 @@
-"""Data sets: conversations in a file, in formats that other load generators also read.
+"""Data sets: reads conversations from files in formats that other load generators also read.
 
     ShareGPT   [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", ...}]}, ...]
     turns      {"session_id": "a", "turns": [{"text": "Hi", "delay": 500}, {"text": "And?"}]}
     messages   {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}]}
     plain      {"prompt": "Once upon", "output_tokens": 20}
 
-A file is one JSON array, or has one object per line (JSONL); an object's fields tell its format.
-Knows no server and no clock.
+A file is one JSON array, or has one object per line (JSONL). The fields of an object show its
+format. Refuses to know: servers, clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text, refus
 from baton.api.errors import ConfigError, reason_of
 from loadtest.load.prompts import Message
 
-# Field names of the prompt and of the answer's length; the first one present counts.
+# Names of the field with the prompt, and of the field with the output's length; the first name that
+# an object has counts.
 PROMPT_FIELDS = ("prompt", "text", "text_input", "input", "question", "instruction")
 LENGTH_FIELDS = (
     "output_length", "output_tokens", "output_tokens_count", "completion_tokens_count",
@@ -35,13 +36,15 @@ _MOST_OUTPUT = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetTurn:
-    """A question, and the answer recorded with it.
+    """A question of a conversation, and the answer that the data set has recorded.
 
     Attributes:
-        messages: new messages, the last of which is the question.
-        answer: part of the next turn's prompt, whatever the server answered; empty: unknown.
-        output_length: wanted output length in tokens; None: not given.
-        pause_s: pause after the previous answer; None: not given.
+        messages: the messages since the previous answer, of which the last is the question.
+        answer: the recorded answer. The next turn's prompt repeats this answer, and not the
+            server's; empty: none was recorded.
+        output_length: wanted output length in tokens; None: the data set gives none.
+        pause_s: seconds between the previous answer and this question; None: the data set gives
+            none.
     """
 
     messages: tuple[Message, ...]
@@ -57,7 +60,8 @@ def read_dataset(path: Path) -> list[Conversation]:
     """Read all conversations that contain a question, in the file's order.
 
     Raises:
-        ConfigError: the file is unreadable, an entry has no known format, or no entry a question.
+        ConfigError: the file is unreadable, an entry has no known format, or no entry has a
+            question.
     """
     refuse_devices(path)
     try:
@@ -78,7 +82,7 @@ def read_dataset(path: Path) -> list[Conversation]:
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Read each entry and its place in the file; raises ConfigError."""
+    """Yield each entry's place in the file, for errors, and the entry; raises ConfigError."""
     if text.lstrip()[:1] == "[":
         try:
             entries = parse_json(text)
@@ -98,7 +102,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _conversation(entry: Any) -> Conversation:
-    """Read one conversation; empty if it has no question; raises ValueError."""
+    """Read one conversation, which is empty without a question; raises ValueError."""
     if isinstance(entry, dict):
         for name, read in _KINDS.items():
             if name in entry:
@@ -138,7 +142,7 @@ def _turns(turns: Any) -> Conversation:
 
 
 def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]:
-    """Make a reader of messages with role and text in these fields."""
+    """Make a function that reads messages whose role and text are in these fields."""
 
     def read(messages: Any) -> Conversation:
         if not isinstance(messages, list):
@@ -156,7 +160,7 @@ def _messages(role_field: str, text_field: str) -> Callable[[Any], Conversation]
             if role == "assistant" and any(message.role == "user" for message in new):
                 turns.append(DatasetTurn(messages=tuple(new), answer=said))
                 new = []
-            elif role != "assistant":  # without an answer at the start of a chat
+            elif role != "assistant":  # an answer at the start of a chat is left out
                 new.append(Message(role, said))
         if any(message.role == "user" for message in new):
             turns.append(DatasetTurn(messages=tuple(new)))

@@ -1,9 +1,10 @@
-"""Generated traces: sessions of growing prompts over shared prefixes, and their arrival times.
+"""Generated traces: sessions whose prompts grow turn by turn, and arrival times of sessions.
 
     prompt of turn n = prefix of the session's group | turn 1 | output 1 | turn 2 | ... | turn n
 
 This one rule makes the usual kinds of load: single turns over popular prefixes, conversations with
-growing history, agents that call tools in quick succession. One seed decides everything drawn.
+growing history, and agents that call tools in quick succession. The seeds alone decide all that is
+drawn.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from loadtest.load.traces import BLOCK_TOKENS, TraceRequest, num_blocks
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of numbers of tokens, log-normal: many small numbers and a long tail.
+    """A log-normal distribution of numbers of tokens: many small numbers and a long tail.
 
     Attributes:
-        mean: mean of the distribution.
+        mean: mean number of tokens.
         sigma: standard deviation of the logarithm; 0: all values are equal.
     """
 
@@ -31,25 +32,30 @@ class Lengths:
     sigma: float = 0.0
 
     def draw(self, chance: random.Random) -> int:
-        """Draw a length of at least 1."""
+        """Draw a number of tokens, which is at least 1."""
         mu = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(chance.lognormvariate(mu, self.sigma)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The shape of sessions; checked when made.
+    """The distributions from which sessions are drawn; the constructor checks its arguments.
 
     Attributes:
-        num_groups: groups of sessions whose prompts begin alike; 0: sessions share nothing.
-        zipf_exponent: exponent s: group k is drawn with a probability proportional to 1 / k ** s.
-        prefix_tokens: length of a group's common prefix, drawn once per group.
+        num_groups: number of groups; all prompts of a group's sessions begin with the same prefix.
+            0: no prefixes.
+        zipf_exponent: the exponent s: group k is drawn with a probability proportional to 1 / k **
+            s.
+        prefix_tokens: length of a group's common prefix in tokens, drawn once per group.
         turn_tokens: tokens that a turn adds to the prompt: a question, or a tool's result.
         output_tokens: tokens of a turn's output, which the next turn's prompt repeats.
-        mean_turns: mean number of a session's turns, geometric; 1: all sessions have one turn.
-        mean_pause_s: mean time from one turn's arrival to the next, exponential. Answers do not
-            delay the next turn, because a trace does not know how long they take.
-        max_input_length: longest prompt; a session ends before a longer one.
+        mean_turns: mean number of a session's turns (a geometric distribution); 1: all sessions
+            have one turn.
+        mean_pause_s: mean time from the arrival of one turn to the arrival of the next (an
+            exponential distribution). Answers do not delay the next turn, because a trace does not
+            know how long they take.
+        max_input_length: maximum length of a prompt in tokens; a session ends before a longer
+            prompt.
     """
 
     num_groups: int = 0
@@ -102,11 +108,11 @@ WORKLOADS: dict[str, Workload] = {
 def gamma_arrivals(
     chance: random.Random, *, rate_per_s: float, variation: float
 ) -> Iterator[float]:
-    """Draw times in seconds with gamma-distributed gaps; raises ConfigError.
+    """Yield arrival times in seconds with gamma-distributed gaps; raises ConfigError.
 
     Args:
-        variation: standard deviation of the gaps over their mean: 1 makes a Poisson process, larger
-            values make bursts, values near 0 make even arrivals.
+        variation: standard deviation of the gaps divided by their mean: 1 makes a Poisson process,
+            larger values make bursts, values near 0 make even arrivals.
     """
     if not (rate_per_s > 0 and variation > 0):
         raise ConfigError(
@@ -122,12 +128,14 @@ def gamma_arrivals(
 def on_off_arrivals(
     chance: random.Random, *, rate_per_s: float, mean_on_s: float, mean_off_s: float
 ) -> Iterator[float]:
-    """Yield arrival times in seconds: Poisson in on times, none in off times; raises ConfigError.
+    """Yield arrival times in seconds: Poisson in on phases, none in off phases.
+
+    Raises ConfigError.
 
     Args:
-        rate_per_s: rate during on times.
-        mean_on_s: mean length of on times, exponential.
-        mean_off_s: mean length of off times, exponential.
+        rate_per_s: arrivals per second during on phases.
+        mean_on_s: mean length of an on phase (an exponential distribution).
+        mean_off_s: mean length of an off phase (an exponential distribution).
     """
     if not (rate_per_s > 0 and mean_on_s > 0 and mean_off_s > 0):
         raise ConfigError(
@@ -147,10 +155,10 @@ def on_off_arrivals(
 def generate(
     workload: Workload, starts_s: Iterator[float], *, num_sessions: int, seed: int
 ) -> list[TraceRequest]:
-    """Generate a trace, sorted by arrival.
+    """Generate the requests of ``num_sessions`` sessions, sorted by arrival.
 
     Args:
-        starts_s: times when sessions begin; see `gamma_arrivals` and `on_off_arrivals`.
+        starts_s: times at which sessions begin, from `gamma_arrivals` or `on_off_arrivals`.
         seed: seed of the sessions' contents; the arrival times have another seed.
     """
     chance = random.Random(seed)
@@ -169,7 +177,7 @@ def generate(
 
 
 def _new_ids(new_ids: Iterator[int], num_tokens: int) -> tuple[int, tuple[int, ...]]:
-    """Draw ids for the full blocks of a new prefix of ``num_tokens`` tokens."""
+    """Return ``num_tokens`` and new ids for the full blocks of a prefix of this length."""
     return num_tokens, tuple(itertools.islice(new_ids, num_tokens // BLOCK_TOKENS))
 
 
@@ -182,7 +190,7 @@ def _session(
     full_ids: tuple[int, ...],
     session: int,
 ) -> Iterator[TraceRequest]:
-    """Generate a session's turns; ``full_ids``: ids of the full blocks of its first tokens."""
+    """Yield a session's requests; ``full_ids``: ids of the full blocks of the session's prefix."""
     now_s = start_s
     while True:
         num_tokens += workload.turn_tokens.draw(chance)
@@ -200,7 +208,7 @@ def _session(
         )
         if chance.random() * workload.mean_turns < 1:
             return
-        # Full blocks keep their ids; the output continues the last block.
+        # The next prompt has the same full blocks, and the output continues the partial last block.
         full_ids = hash_ids[: num_tokens // BLOCK_TOKENS]
         num_tokens += output_length
         if workload.mean_pause_s:

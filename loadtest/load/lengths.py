@@ -1,4 +1,4 @@
-"""LengthDistribution: numbers of tokens in prompts and outputs, and how options write them."""
+"""LengthDistribution: distributions of prompt and output lengths, and their notation in options."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ NOTATION = "N, fixed:N, uniform:LEAST-MOST or lognormal:MEAN,SIGMA"
 
 
 class LengthDistribution(Protocol):
-    """A distribution of numbers of tokens.
+    """A distribution of prompt or output lengths in tokens.
 
-    Immutable, so that only the seed decides what is drawn.
+    Implementations are immutable, so that only the seed decides which lengths are drawn.
     """
 
     def draw(self, chance: random.Random) -> int:
-        """Draw a length of at least 1."""
+        """Draw a number of tokens, which is at least 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """Lengths from ``least`` to ``most``, all equally likely."""
+    """A uniform distribution: lengths from ``least`` to ``most`` are equally likely."""
 
     least: int
     most: int
@@ -36,7 +36,7 @@ class UniformLengths:
 
 
 def parse_lengths(option: str, text: str) -> LengthDistribution:
-    """Parse a distribution (see NOTATION); raises ConfigError naming the option."""
+    """Parse a distribution (see `NOTATION`); raises ConfigError that names the option."""
     kind, separator, numbers = text.partition(":")
     if not separator:
         kind, numbers = "fixed", text

@@ -1,4 +1,4 @@
-"""Lookahead: makes requests before they are due, so that sending takes no time."""
+"""Lookahead: prepares requests' messages before they are due, so that sending is not delayed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ PreparedConversation = tuple[Prepared, ...]
 
 
 class Lookahead:
-    """A queue of prepared conversations; when one is removed, another is prepared.
+    """A queue of prepared conversations; when one is removed, the next is prepared.
 
     Args:
-        conversations: conversations in order; their number and bytes in the queue are limited.
+        conversations: the conversations in the order of their due times. The queue limits their
+            number and their bytes.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class Lookahead:
         self._num_bytes = 0
 
     def fill(self) -> None:
-        """Prepare as many conversations as the limits allow; takes a while."""
+        """Prepare as many conversations as the queue's limits allow, which takes a while."""
         while self._make_one():
             pass
 
     def next_conversation(self) -> PreparedConversation | None:
-        """Return the next conversation; None after the last."""
+        """Remove and return the next conversation; None after the last."""
         if not self._ready:
             self._make_one()
         if not self._ready:

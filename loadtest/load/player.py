@@ -1,9 +1,9 @@
 """Player: plays a plan's requests against a target and records the answers.
 
-In an open loop or a trace, a conversation begins when it is due, whatever the server does. In a
-closed loop, a user's next request is due one pause after the last answer. The same holds for later
-turns of all conversations. An error or a cancelled request ends a conversation early. The player
-only measures; `summary.py` computes the figures.
+In an open loop or a trace, a conversation begins at its planned time, whatever the server does. In
+a closed loop, a user's next conversation begins one pause after the user's last answer. In both, a
+later turn is sent one pause after the previous answer. An error or a cancelled request ends a
+conversation early. The player only measures; `summary.py` computes the figures.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Beside = Callable[[RunClock], Coroutine[Any, Any, None]]
 
 
 class Player:
-    """One run; call `prepare` once, then `play` once.
+    """Plays one run: call `prepare` once, then `play` once.
 
     Args:
-        now: a monotonic clock, in seconds.
+        now: returns monotonic seconds.
 
     Attributes:
         records: records of all requests in the order of sending.
-        num_open: requests in flight.
+        num_open: number of requests that wait for the end of their answers.
         was_stopped: whether the user or a signal ended the run early.
     """
 
@@ -54,11 +54,11 @@ class Player:
         self._broken: asyncio.Future[BaseException]
 
     def prepare(self) -> None:
-        """Prepare the first messages, which takes a while. Raises ConfigError."""
+        """Prepare the first conversations, which takes a while; raises ConfigError."""
         self._lookahead.fill()
 
     async def play(self, stop: asyncio.Event, beside: Beside | None = None) -> None:
-        """Play until all requests have answers, the drain timeout, or ``stop``; raises ConfigError.
+        """Play until all answers have ended, or the drain timeout, or ``stop``; raises ConfigError.
 
         Args:
             beside: a job that starts with the run and is cancelled at its end.
@@ -90,7 +90,7 @@ class Player:
         stopping: asyncio.Task[bool],
         timeout_s: float | None = None,
     ) -> None:
-        """Wait until a task is done, the run is stopped, or the player failed."""
+        """Wait until a task is done, the run is stopped, the player fails, or time is up."""
         await asyncio.wait(
             [what, stopping, self._broken],
             timeout=timeout_s,
@@ -98,7 +98,7 @@ class Player:
         )
 
     async def _send_all(self) -> None:
-        """Send all requests; return when no more are to be sent."""
+        """Send all requests; return when no further request will be sent."""
         load, warmup_s = self._plan.load, self._plan.warmup_s
         if isinstance(load, ClosedLoop):
             for user in range(load.concurrency):
@@ -113,7 +113,7 @@ class Player:
             begun = self._start(self._converse(prepared, due_s))
             if len(prepared) > 1:
                 in_turns.append(begun)
-        if in_turns:  # the players' users send further turns
+        if in_turns:  # wait while conversations may send further turns
             end_s = self._plan.duration_s
             left_s = None if end_s is None else max(end_s - self.clock.now_s(), 0)
             await asyncio.wait(in_turns, timeout=left_s)
@@ -131,11 +131,11 @@ class Player:
     def _notice(self, call: asyncio.Task[Any]) -> None:
         error = None if call.cancelled() else call.exception()
         if error is not None and not self._broken.done():
-            # An error of this program, not of the target, so it is never hidden
+            # A bug of the load test and not an error of the target, so `play` raises it
             self._broken.set_result(error)
 
     async def _be_user(self, due_s: float) -> None:
-        """Act as a user: ask, wait for the answer, pause, ask again."""
+        """Play one conversation after another, as one user of a closed loop does."""
         end_s = self._plan.duration_s
         while end_s is None or due_s < end_s:
             prepared = self._lookahead.next_conversation()
@@ -144,7 +144,10 @@ class Player:
             due_s = await self._converse(prepared, due_s)
 
     async def _converse(self, conversation: PreparedConversation, due_s: float) -> float:
-        """Send turns in order; return at the last answer, or if a turn is due too late."""
+        """Send a conversation's turns in order; return when its last answer ended.
+
+        Turns that are due after the end of the run are not sent.
+        """
         end_s = self._plan.duration_s
         for prepared in conversation:
             due_s += prepared[0].think_s
@@ -158,7 +161,7 @@ class Player:
         return due_s
 
     async def _exchange(self, prepared: Prepared, due_s: float) -> RequestRecord:
-        """Send one request and read the answer."""
+        """Send one request, read its answer, and return the record of both."""
         request, payload = prepared
         clock = self.clock
         record = RequestRecord(request, due_s, clock.now_s())
@@ -186,7 +189,7 @@ class Player:
             problem = f"no end within {self._plan.timeout_s:g} s"
             record.set_outcome(Outcome.ERROR, clock.now_s(), "TIMEOUT", problem)
         except asyncio.CancelledError:
-            if self.was_stopped:  # this client gave up, so the server is not at fault
+            if self.was_stopped:  # the user ended the run, so the server is not at fault
                 record.set_outcome(Outcome.CANCELLED, clock.now_s())
             else:
                 problem = "no end before that of the run"

@@ -1,6 +1,6 @@
-"""RequestRecord: what happened to one request, and when, in seconds since the run began.
+"""RequestRecord: the times, tokens and outcome of one request of a run.
 
-Only the player writes a record, while the request runs.
+Times are seconds since the run began. Only the player writes a record, while the request runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from loadtest.targets.base import Frame, Usage
 
 
 class Outcome(Enum):
-    """How a request ended."""
+    """The ways in which a request can end."""
 
     OK = "ok"
-    CANCELLED = "cancelled"  # cancelled by the client on purpose
+    CANCELLED = "cancelled"  # cancelled by the client as planned
     ERROR = "error"
 
 
@@ -26,14 +26,14 @@ class RequestRecord:
     """The record of one request.
 
     Attributes:
-        scheduled_s: when the request should have been sent. Latencies count from here, so they
-            include delays by a slow server or a slow generator.
+        scheduled_s: when the request should have been sent. Latencies are measured from this time,
+            so they include delays by a slow server or a slow generator.
         sent_s: when the request was sent.
-        frame_times_s: arrival of each frame that had tokens.
+        frame_times_s: arrival time of each frame that had tokens.
         frame_tokens: number of tokens of each frame in ``frame_times_s``.
-        counted: whether the server reports each frame's tokens; if not, tokens are spread over
-            frames by length of text.
-        ended_s: end of the answer.
+        counted: whether the server reports each frame's number of tokens; if not, the request's
+            tokens are spread over the frames by the lengths of their texts.
+        ended_s: when the answer ended, or the request failed.
     """
 
     __slots__ = (
@@ -72,11 +72,11 @@ class RequestRecord:
         self._frame_chars = array("l")
 
     def on_frame(self, frame: Frame, now_s: float) -> None:
-        """Note a frame that has arrived."""
+        """Record the arrival of a frame."""
         num_tokens = frame.num_tokens
         if num_tokens is None:
             self.counted = False
-            num_tokens = 1  # preliminary: the usage at the end has the total
+            num_tokens = 1  # an estimate, until the usage at the end tells the total
         if num_tokens:
             self.frame_times_s.append(now_s)
             self.frame_tokens.append(num_tokens)
@@ -91,13 +91,13 @@ class RequestRecord:
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Prompt tokens by the server's count, else as planned; None for texts without a count."""
+        """Number of prompt tokens: the server's count, else as planned; None: unknown."""
         return self.usage.num_prompt_tokens if self.usage else self.planned.prompt.num_tokens
 
     def set_outcome(
         self, outcome: Outcome, now_s: float, kind: str = "", problem: str = ""
     ) -> None:
-        """Set how the request ended; the record does not change afterwards."""
+        """Record how the request ended; the record does not change afterwards."""
         self.outcome = outcome
         self.error_kind, self.error = kind, problem
         self.ended_s = now_s
@@ -108,7 +108,7 @@ class RequestRecord:
 
     @property
     def is_miscounted(self) -> bool:
-        """Return whether the number of tokens that arrived differs from the server's count.
+        """Return whether the number of received tokens differs from the server's count.
 
         False if the request was given up, or if one of the counts is unknown.
         """
@@ -126,7 +126,10 @@ class RequestRecord:
 
 
 def spread_tokens(num_tokens: int, weights: Sequence[int]) -> list[int]:
-    """Spread tokens over frames by weight; each frame gets at least one if there are enough."""
+    """Spread tokens over frames by weight; return each frame's tokens.
+
+    Each frame gets at least one token if there are enough.
+    """
     least = 1 if num_tokens >= len(weights) else 0
     total = sum(max(weight, 1) for weight in weights)
     spread: list[int] = []

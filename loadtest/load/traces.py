@@ -1,11 +1,11 @@
-"""Traces: files of requests with times, in the format of Mooncake's public traces.
+"""Traces: reads and writes files of timed requests in the format of Mooncake's public traces.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
 
-A line is one JSON object: milliseconds, prompt tokens, output tokens, and one id per 512 prompt
-tokens (the last block may be shorter). An id names a block together with all blocks before it:
-prompts whose ids begin alike have equal first tokens (Qin et al., arXiv 2407.00079, section 4).
-Knows no router and no clock.
+A line is one JSON object: milliseconds, prompt tokens, output tokens, and one id per block of 512
+prompt tokens (the last block may be shorter). An id names a block together with all blocks before
+it: prompts whose ids begin alike have equal first tokens (Qin et al., arXiv 2407.00079, section 4).
+Refuses to know: routers, clocks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class TraceRequest:
     """One request of a trace.
 
     Attributes:
-        timestamp_ms: time since the beginning of the trace.
+        timestamp_ms: arrival, in milliseconds since the beginning of the trace.
         input_length: tokens of the prompt, at least 1.
         output_length: tokens to generate, at least 1.
-        hash_ids: one id per block of 512 prompt tokens, also for a partial last one.
-        session: conversation that the request belongs to, in generated traces; files lack it.
+        hash_ids: one id per block of 512 prompt tokens, also for a partial last block.
+        session: number of the request's session in a generated trace; trace files do not contain
+            this number.
     """
 
     timestamp_ms: int
@@ -45,7 +46,7 @@ class TraceRequest:
 
 
 def num_blocks(input_length: int) -> int:
-    """Return the number of a prompt's blocks, a partial last one included."""
+    """Return the number of a prompt's blocks, including a partial last block."""
     return -(-input_length // BLOCK_TOKENS)
 
 
@@ -65,11 +66,12 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 def read_trace(path: Path) -> Iterator[TraceRequest]:
     """Read the requests of a trace file, in the file's order.
 
-    Some tools omit all ids, or the id of a partial last block; missing ids become unique negative
-    ones.
+    Some tools omit all ids, or the id of a partial last block; each missing id becomes a unique
+    negative id.
 
     Raises:
-        ConfigError: the file is unreadable, or a line is wrong; the error says which and why.
+        ConfigError: the file is unreadable, or a line is wrong; the error names the line and the
+            reason.
     """
     try:
         refuse_devices(path)
@@ -91,7 +93,10 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def _parse(line: str, next_id: int) -> TraceRequest:
-    """Parse one line; missing ids count down from ``next_id``; raises ValueError."""
+    """Parse a line of a trace file; missing ids count down from ``next_id``.
+
+    Raises ValueError.
+    """
     fields: Any = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object")
@@ -121,16 +126,17 @@ def _parse(line: str, next_id: int) -> TraceRequest:
 
 
 def block_seed(hash_id: int, seed: str) -> str:
-    """Return the seed for a block's 512 token ids."""
+    """Return the seed with which a block's 512 token ids are drawn."""
     return f"{seed} block {hash_id}"
 
 
 def prompt_token_ids(
     hash_ids: Sequence[int], input_length: int, vocab_size: int, seed: str = ""
 ) -> list[int]:
-    """Make a prompt; with equal seeds, prompts share the tokens of ids that they share.
+    """Make a prompt's token ids; prompts with equal first block ids get equal first tokens.
 
-    Each id stands for 512 token ids drawn with the id in the seed; the last block is cut.
+    The id and ``seed`` together are the seed for the 512 token ids of a block; the last block is
+    cut to the prompt's length.
 
     Raises:
         ConfigError: the number of ids differs from the number of blocks.

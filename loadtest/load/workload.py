@@ -1,8 +1,9 @@
-"""The requests of a plan by conversation: when each is due, its prompt, and its cancellation.
+"""Plans the requests of a run, by conversation: their times, prompts and cancellations.
 
-Arrivals, lengths, groups and cancellations are drawn from separate random streams. Another rate
-does not change the prompts, so runs can be compared. A later turn's prompt repeats drawn or
-recorded answers, not the server's, so only the seed decides what is sent.
+Arrivals, lengths, groups and cancellations are drawn from separate random streams. So another rate
+does not change the prompts, and runs at different rates can be compared. A later turn's prompt
+repeats drawn or recorded answers and not the server's answers, so only the seed decides what is
+sent.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loadtest.load.generate import gamma_arrivals
+from loadtest.load.images import DrawnImage
 from loadtest.load.prompts import (
     DrawnPrompt,
     DrawnTokens,
+    ImagePrompt,
     SharedBeginnings,
     WrittenPrompt,
     prompt_of_trace,
@@ -31,30 +34,36 @@ class PlannedRequest:
     """One request of a run.
 
     Attributes:
-        due_s: seconds since the run began; None: the request is due when a user is free, or when
-            its conversation's previous answer has arrived.
-        think_s: pause before a request whose ``due_s`` is None.
+        due_s: when the request is due, in seconds since the run began; None: it is due when a user
+            of a closed loop is free, or when its conversation's previous answer has ended.
+        think_s: seconds of pause before a request whose ``due_s`` is None.
         turn: number of the turn in its conversation, from 0.
-        shared_share: share of the prompt with which an earlier request of this load also begins.
-        cancel_after_tokens: number of tokens after which the client cancels the request; None:
-            never.
+        shared_share: share of the prompt, from its beginning, with which an earlier prompt of this
+            load also begins.
+        cancel_after_tokens: number of output tokens after which the client cancels the request;
+            None: the client does not cancel.
     """
 
     index: int
     due_s: float | None
-    prompt: DrawnPrompt | WrittenPrompt
+    prompt: DrawnPrompt | WrittenPrompt | ImagePrompt
     output_length: int
     think_s: float = 0.0
     turn: int = 0
     shared_share: float = 0.0
     cancel_after_tokens: int | None = None
 
+    @property
+    def images(self) -> tuple[DrawnImage, ...]:
+        """The images of the prompt, in order."""
+        return self.prompt.images if isinstance(self.prompt, ImagePrompt) else ()
+
 
 Conversation = tuple[PlannedRequest, ...]
 
 
 def planned_conversations(plan: LoadPlan) -> Iterator[Conversation]:
-    """Plan conversations in the order in which their first requests are due.
+    """Yield conversations in the order in which their first requests are due.
 
     Raises:
         ConfigError: a trace or a data set cannot be read.
@@ -72,8 +81,8 @@ def planned_conversations(plan: LoadPlan) -> Iterator[Conversation]:
                 return
         turns: list[PlannedRequest] = []
         for request in conversation:
-            # Two draws for each request, so that another cancel rate cancels a subset or superset
-            # of these requests.
+            # Draw two numbers for each request, cancelled or not: with a higher cancel rate, the
+            # same requests and some more are then cancelled.
             is_cancelled, share = cancels.random() < plan.cancel_rate, cancels.random()
             is_cancelled = is_cancelled and request.output_length > 1
             after = 1 + int(share * (request.output_length - 1))
@@ -96,7 +105,7 @@ def planned_requests(plan: LoadPlan) -> Iterator[PlannedRequest]:
 
 
 def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
-    """Plan whole conversations, before requests are numbered or cancelled."""
+    """Yield conversations whose requests are not numbered yet, and are not cancelled."""
     load, seed = plan.load, _seed(plan)
     if isinstance(load, TraceReplay):
         yield from _of_trace(load, seed)
@@ -112,27 +121,32 @@ def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
-    """Draw endless conversations of random token ids."""
+    """Yield conversations of drawn token ids, or of words with images, without end."""
     seed = _seed(plan)
     lengths = random.Random(f"{seed} lengths")
     groups = random.Random(f"{seed} groups")
     turns = random.Random(f"{seed} turns")
     pauses = random.Random(f"{seed} pauses")
-    for number in itertools.count():
+    drawn = itertools.repeat(()) if plan.images is None else plan.images.draw(seed)
+    for number, images in enumerate(drawn):
         parts: list[DrawnTokens] = []
         if plan.prefix_groups:
             group = groups.randrange(plan.prefix_groups)
             parts.append(DrawnTokens(f"{seed} group {group}", plan.prefix_tokens))
+        num_before = len(parts)
         requests = []
         for turn in range(plan.turns.draw(turns)):
             name = f"{seed} request {number}.{turn}"
             parts.append(DrawnTokens(name, plan.input_lengths.draw(lengths)))
             output_length = plan.output_lengths.draw(lengths)
+            prompt: DrawnPrompt | ImagePrompt = DrawnPrompt(tuple(parts))
+            if images:
+                prompt = ImagePrompt(tuple(parts), num_before, images)
             requests.append(
                 PlannedRequest(
                     index=0,
                     due_s=None,
-                    prompt=DrawnPrompt(tuple(parts)),
+                    prompt=prompt,
                     output_length=output_length,
                     think_s=_pause_s(plan, pauses) if turn else 0.0,
                 )
@@ -142,7 +156,7 @@ def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def _written(plan: LoadPlan) -> Iterator[Conversation]:
-    """Make endless conversations from a data set; raises ConfigError."""
+    """Yield conversations of a data set without end; raises ConfigError."""
     lengths = random.Random(f"{_seed(plan)} lengths")
     pauses = random.Random(f"{_seed(plan)} pauses")
     for turns in written_conversations(plan, _seed(plan)):
@@ -168,7 +182,7 @@ def _pause_s(plan: LoadPlan, chance: random.Random) -> float:
 
 
 def _seed(plan: LoadPlan) -> str:
-    """Return the seed of all streams; in round 0 it is the plan's seed alone."""
+    """Return the seed of all random streams: the plan's seed, from round 1 on with the round."""
     return f"{plan.seed}.{plan.round}" if plan.round else f"{plan.seed}"
 
 

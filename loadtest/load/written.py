@@ -1,4 +1,4 @@
-"""Conversations of a data set, in random order and marked as new for one run."""
+"""Yields a data set's conversations in random order, with a mark that is new in each run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loadtest.plan import LoadPlan
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """A turn with all earlier messages; None in a field means that the data set does not say."""
+    """A question with all earlier messages; a field is None if the data set does not give it."""
 
     prompt: WrittenPrompt
     output_length: int | None
@@ -27,10 +27,11 @@ class WrittenTurn:
 
 
 def written_conversations(plan: LoadPlan, seed: str) -> Iterator[list[WrittenTurn]]:
-    """Yield conversations without end; after the last conversation, begin the data set again.
+    """Yield conversations without end; each pass through the data set has a new random order.
 
-    Each first message begins with a mark of the run, so cached prompts of earlier runs do not help.
-    Conversations of one run still share what they share in the data set.
+    Each conversation begins with a mark of the run and the pass, so that a server cannot use
+    prompts that it has cached before. Conversations of one pass still share the beginnings that
+    they share in the data set.
 
     Raises:
         ConfigError: the file, or the tokenizer, cannot be read.
@@ -62,12 +63,12 @@ def _turns(
 
 
 def _token_counter(folder: Path | None) -> Callable[[str], int | None]:
-    """Make a function that counts a text's tokens, or returns None without a tokenizer."""
+    """Make a function that counts a text's tokens; without a tokenizer, it returns None."""
     if folder is None:
         return lambda text: None
     path = folder / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # `tokenizers` raises only Exception itself
         raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from error
     return lambda text: max(len(tokenizer.encode(text, add_special_tokens=False).ids), 1)

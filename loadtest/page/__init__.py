@@ -1,1 +1,1 @@
-"""A load test's result as figures and one HTML page, made only from the result's JSON."""
+"""Figures and one HTML page of a load test's result, made only from the result's JSON."""

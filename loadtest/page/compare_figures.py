@@ -1,4 +1,4 @@
-"""Figures of a comparison: the deployments' values side by side, and their distributions."""
+"""Figures of a comparison: the deployments' values and latency distributions, side by side."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PANELS = {
     "ttft_p99_s": ("TTFT p99", "milliseconds", 1e3, "ttft"),
 }
 _CDFS = {"itl_s": ("ITL, per token", ""), "ttft_s": ("TTFT", "ttft")}
-_MOST_ABOVE = 3.0  # largest drawn part of an interval, as a multiple of the highest value
+_MOST_ABOVE = 3.0  # intervals are drawn up to this multiple of the highest value
 
 
 def compare_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """Draw all figures, by name."""
+    """Draw all figures of a comparison; return the figures by name."""
     figures = {"comparison": comparison(document, look)}
     if all(one["runs"] for one in document["deployments"]):
         figures["comparison_cdfs"] = comparison_cdfs(document, look)
@@ -27,7 +27,7 @@ def compare_figures(document: Document, look: Look) -> dict[str, Figure]:
 
 
 def comparison(document: Document, look: Look) -> Figure:
-    """Draw a bar for each deployment, a dot for every repeat, and the interval of the mean."""
+    """Draw each metric: bars of the deployments' means with intervals, and a dot per repeat."""
     deployments, slo = document["deployments"], document["plan"]["slo"]
     figure, panels = look.panels(2, 2)
     for axes, (metric, (title, unit, scale, limited)) in zip(panels, _PANELS.items(), strict=True):
@@ -68,13 +68,13 @@ def _bar(
     low, high = found["low"] * scale, found["high"] * scale
     axes.errorbar(place, mean, [[mean - low], [min(high, limit) - mean]], color=look.ink, alpha=0.7,
                   capsize=4, linewidth=1, label="95 % interval" if is_first else None)  # fmt: skip
-    if high > limit:  # with few repeats, intervals can be far wider than all values
+    if high > limit:  # few repeats can make intervals far wider than all values
         axes.annotate(f"to {high:,.3g}", (place, limit), xytext=(3, 2), fontsize=8,
                       textcoords="offset points")  # fmt: skip
 
 
 def comparison_cdfs(document: Document, look: Look) -> Figure:
-    """Draw the distributions of the first repeat, with all deployments in one picture."""
+    """Draw the latency distributions of the first repeat, with all deployments in each panel."""
     split = ((look.blue, "-"), (look.green, "-."), (look.purple, (0, (3, 1, 1, 1, 1, 1))))
     colocated = ((look.orange, "--"), (look.red, ":"))
     slo = document["plan"]["slo"]

@@ -1,4 +1,4 @@
-"""Draws the figures of a result's JSON; other code computes the numbers."""
+"""Draws the figures of a run from its result's JSON; `loadtest/report` computes the numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadtest.page.palette import Document, Look, make_logarithmic
 from loadtest.page.step_figures import step_figures
 from loadtest.report.series import AFTER_FIRST
 
-# Distributions to draw, each with the name of its SLO limit (empty: no limit).
+# Latencies whose distributions are drawn, each with the name of its SLO limit (empty: none).
 _CDFS = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),
@@ -23,7 +23,7 @@ _CDFS = {
 
 
 def all_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """Draw a result's figures by name; runs without numbers are left out."""
+    """Draw all figures of a result; return those with any data, by name."""
     if document["kind"] == "compare":
         return compare_figures(document, look)
     if "steps" in document:
@@ -40,7 +40,7 @@ def all_figures(document: Document, look: Look) -> dict[str, Figure]:
 
 
 def latency_cdfs(document: Document, look: Look) -> Figure:
-    """Draw a panel per kind of latency, because the kinds differ too much for one axis."""
+    """Draw latency distributions: a panel per latency, because their ranges differ too much."""
     cdfs, latencies = document["series"]["cdfs"], document["summary"]["latencies"]
     limits = document["plan"]["slo"]
     figure, panels = look.panels(2, 2)
@@ -78,7 +78,7 @@ def _ms(value: float) -> str:
 
 
 def timeline(document: Document, look: Look) -> Figure:
-    """Draw throughput above latencies over time, and mark faults and warm-up."""
+    """Draw throughput and latencies over time, one above the other; mark faults and warm-up."""
     series, summary, slo = document["series"], document["summary"], document["plan"]["slo"]
     bins, width_s = series["timeline"], series["bin_s"]
     times = [one["begin_s"] + width_s / 2 for one in bins]
@@ -142,7 +142,7 @@ def _mark_fault(axes: Axes, fault: Document, look: Look, with_label: bool) -> No
 
 
 def waterfall(document: Document, look: Look) -> Figure:
-    """Draw the stages of the mean request, to token 1 and as a whole; each axis fits its bars."""
+    """Draw the stages of the mean request up to token 1, and those of the whole mean request."""
     stages = document["series"]["waterfall"]
     first = [stage for stage in stages if stage["latency"] != AFTER_FIRST]
     after = [stage for stage in stages if stage["latency"] == AFTER_FIRST]

@@ -1,7 +1,7 @@
-"""Makes one HTML file from a result's JSON; it opens from a disk, without network or scripts.
+"""Makes one HTML file from a result's JSON; the file needs no network and no scripts.
 
-The page looks up every number, and every sentence with numbers, in the JSON by its path, and it
-contains the JSON, so page and JSON always agree. Knows no run.
+The page takes every number, and every sentence with numbers, from the JSON by a path, so that page
+and JSON always agree. The page also contains the JSON. Refuses to know: runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loadtest.report.terms import FIRST_STAGE, LATENCY_NAMES, RATE_MEANINGS
 
 Document = dict[str, Any]
 COLUMNS = ("mean", *PER_MILLE, "max")
-# Descriptions of the pictures for readers who cannot see them.
+# Descriptions of the pictures, for people who cannot see them.
 ALTERNATIVES = {
     "latency_cdfs": "Cumulative distributions of TTFT, TPOT, ITL and E2E",
     "timeline": "Requests per second, tokens per second and latencies over the time of the run",
@@ -35,7 +35,7 @@ ALTERNATIVES = {
     "comparison_cdfs": "Cumulative distributions of ITL and TTFT of each deployment",
     "receipt_waterfall": "Time of every stage of the mean request, by the receipts",
 }
-# Media query of each picture -> whether the picture is dark, and whether it is narrow.
+# Media query -> whether its picture is dark, and whether its picture is narrow.
 _MEDIA = {
     "(max-width: 600px) and (prefers-color-scheme: dark)": (True, True),
     "(max-width: 600px)": (False, True),
@@ -45,7 +45,7 @@ _MEDIA = {
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "any": lambda value: f"{value}" if isinstance(value, int) else f"{value:.4g}",
     "count": lambda value: f"{value:,}",
-    "nth": lambda value: f"{value + 1:,}",  # people count from 1, the document from 0
+    "nth": lambda value: f"{value + 1:,}",  # the page counts from 1, the document from 0
     "rate": lambda value: f"{value:,.2f}",
     "whole": lambda value: f"{value:,.0f}",
     "seconds": lambda value: f"{value:,.1f}",
@@ -55,7 +55,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 def load_figures() -> tuple[ModuleType, ModuleType]:
-    """Import `figures` and `palette`; raises ConfigError if the plot library is missing."""
+    """Import the modules that draw; raises ConfigError if the plot library is missing."""
     try:
         return (
             importlib.import_module("loadtest.page.figures"),
@@ -68,7 +68,7 @@ def load_figures() -> tuple[ModuleType, ModuleType]:
 
 
 def look_up(document: Document, path: str) -> Any:
-    """Return the value at a path like ``summary.latencies.ttft_s.p99``; None if it is missing."""
+    """Return the value at a path such as ``summary.latencies.ttft_s.p99``; None if missing."""
     found: Any = document
     for step in path.split("."):
         if isinstance(found, list):
@@ -81,7 +81,7 @@ def look_up(document: Document, path: str) -> Any:
 
 
 def number(document: Document, path: str, form: str) -> Markup:
-    """Show a number of the document, with its path and exact value."""
+    """Return HTML that shows a number of the document, with its path and exact value."""
     value = look_up(document, path)
     if value is None:
         return Markup("<span>-</span>")
@@ -91,7 +91,7 @@ def number(document: Document, path: str, form: str) -> Markup:
 
 
 def said(document: Document, path: str) -> Markup:
-    """Show a text of the document, with the text's path."""
+    """Return HTML that shows a text of the document, with the text's path."""
     return Markup('<span data-text="{}">{}</span>').format(path, look_up(document, path))
 
 
@@ -118,7 +118,7 @@ def render_page(document: Document) -> str:
 
 
 def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
-    """Return pictures by name, then by media query; the last query is the default."""
+    """Return pictures by name and media query; the picture of the last query is the default."""
     found: dict[str, dict[str, Markup]] = {}
     _, palette = load_figures()
     drawn = [render_figures(document, "svg", is_narrow=is_narrow) for is_narrow in (False, True)]
@@ -133,7 +133,7 @@ def _pictures(document: Document) -> dict[str, dict[str, Markup]]:
 def render_figures(
     document: Document, image_format: str, *, is_narrow: bool = False
 ) -> dict[str, bytes]:
-    """Render all pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
+    """Return all pictures of a document by name, as ``svg`` or ``png``; raises ConfigError."""
     figures, palette = load_figures()
     look = dataclasses.replace(palette.LIGHT, is_narrow=is_narrow)
     with palette.style(look):
@@ -147,7 +147,7 @@ def write_page(path: Path, document: Document) -> None:
 
 
 def write_pictures(folder: Path, document: Document) -> None:
-    """Write a file per picture; raises ConfigError if that fails."""
+    """Write each picture to a file in ``folder``; raises ConfigError if that fails."""
     for name, image in render_figures(document, "png").items():
         _write("png", folder / f"{name}.png", image)
 

@@ -1,7 +1,7 @@
-"""The look of figures, light or dark, wide or for phones; also renders figures to bytes.
+"""The colours and sizes of figures (light or dark, wide or for phones), and their rendering.
 
-Colour-blind people can tell these colours apart (Okabe and Ito, jfly.uni-koeln.de/color); lines
-differ in their strokes too.
+Colour-blind people can distinguish these colours (Okabe and Ito, jfly.uni-koeln.de/color); lines
+also differ in their strokes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Colours and width of all figures of a page.
+    """The colours and the width of a page's figures.
 
     Attributes:
         ink, paper, grid, shade: colours of text and axes, background, lines, and unmeasured parts;
             blue to purple: colours of curves.
-        is_narrow: whether the page is for a phone: half the width, one panel below another.
+        is_narrow: whether the figures are for a phone: half as wide, with one panel below the
+            other.
     """
 
     ink: str
@@ -55,17 +56,17 @@ class Look:
 
     @property
     def lines(self) -> tuple[tuple[str, str], ...]:
-        """Colour and stroke of a plot's lines, in order."""
+        """Colour and stroke of a plot's first line, second line, and so on."""
         return ((self.blue, "-"), (self.red, "--"), (self.green, "-."), (self.purple, ":"))
 
     def figure(self, num_rows: float, num_panels: int = 1) -> Figure:
-        """Make a figure of usual row height with panels side by side; narrow: one below another."""
+        """Make an empty figure, sized for panels side by side (narrow: one below the other)."""
         rows = num_rows * num_panels if self.is_narrow else num_rows
         width = 4.4 if self.is_narrow else 9.0
         return Figure(figsize=(width, 0.5 + 2.5 * rows), layout="constrained")
 
     def panels(self, num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
-        """Make a figure of panels, row by row; on a phone one below another."""
+        """Make a figure; return it with its panels, row by row; narrow: one below the other."""
         figure = self.figure(num_rows, num_columns)
         if self.is_narrow:
             num_rows, num_columns = num_rows * num_columns, 1
@@ -73,7 +74,7 @@ class Look:
         return figure, [one for row in axes for one in row]
 
     def put_legend(self, axes: Axes) -> None:
-        """Put the legend below the plot and its axis label, where it does not hide any line."""
+        """Put the legend below the plot and its axis label, where it hides no line."""
         handles, labels = axes.get_legend_handles_labels()
         figure = axes.get_figure(root=True)
         assert figure is not None
@@ -85,7 +86,7 @@ class Look:
             )  # fmt: skip
 
     def put_limit(self, axes: Axes, limit: float, text: str, *, is_x: bool = False) -> None:
-        """Draw an SLO limit as a line."""
+        """Draw an SLO limit as a line with the text ``text``."""
         line = axes.axvline if is_x else axes.axhline
         line(limit, color=self.purple, linestyle=(0, (5, 2)), linewidth=1.5, label=text)
 
@@ -116,7 +117,7 @@ DARK = Look(
 
 @contextlib.contextmanager
 def style(look: Look) -> Iterator[None]:
-    """Set the look of all figures; figures must be drawn and saved inside this context."""
+    """Set the look of figures; inside this context, figures must be drawn and saved."""
     colors: dict[Any, Any] = {
         "figure.facecolor": look.paper, "savefig.facecolor": look.paper,
         "axes.facecolor": look.paper, "axes.edgecolor": look.ink, "axes.labelcolor": look.ink,
@@ -128,7 +129,7 @@ def style(look: Look) -> Iterator[None]:
 
 
 def render(figure: Figure, image_format: str) -> bytes:
-    """Render ``svg`` or ``png``; equal figures give equal bytes."""
+    """Render a figure as ``svg`` or ``png``; equal figures give equal bytes."""
     buffer = io.BytesIO()
     metadata = {"Date": None} if image_format == "svg" else {"Software": None}
     figure.savefig(buffer, format=image_format, metadata=metadata)
@@ -136,7 +137,7 @@ def render(figure: Figure, image_format: str) -> bytes:
 
 
 def darken(svg: bytes) -> bytes:
-    """Make a light picture dark, because drawing it again takes much longer."""
+    """Return the dark picture of a light one: faster than drawing the figure again."""
     return re.sub(rb"#[0-9a-f]{6}\b", lambda found: _DARKER.get(found[0], found[0]), svg)
 
 

@@ -1,4 +1,4 @@
-"""Figures of runs in a series: sweeps, and searches for a rate."""
+"""Figures of a sweep, and of a search for the highest rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from loadtest.page.palette import Document, Look, make_logarithmic
 
-# Latencies to draw, each with the name of its SLO limit (empty: no limit).
+# Latencies to draw, each with the name of its SLO limit (empty: none).
 _LATENCIES = {
     "ttft_s": ("TTFT", "ttft"),
     "tpot_s": ("TPOT", "tpot"),
@@ -20,7 +20,7 @@ _MARKERS = "os^Dv<>pPX"
 
 
 def step_figures(document: Document, look: Look) -> dict[str, Figure]:
-    """Draw all figures, by name."""
+    """Draw all figures of a sweep or search; return the figures by name."""
     steps = [step for step in document["steps"] if step["summary"]["latencies"]]
     steps.sort(key=lambda step: float(step["value"]))
     figures: dict[str, Figure] = {}
@@ -36,7 +36,7 @@ def step_figures(document: Document, look: Look) -> dict[str, Figure]:
 def throughput_latency(
     steps: Sequence[Document], variable: str, slo: dict[str, float], look: Look
 ) -> Figure:
-    """Draw the curve of tokens per second against latency."""
+    """Draw latencies against tokens per second, with one point per step."""
     figure, panels = look.panels(2, 2)
     for axes, (name, (title, limited)) in zip(panels, _LATENCIES.items(), strict=True):
         shown = [step for step in steps if name in step["summary"]["latencies"]]
@@ -69,7 +69,7 @@ def _label_points(
 
 
 def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
-    """Draw the achieved rate against the requested rate."""
+    """Draw the steps' achieved rates against their requested rates."""
     figure, (axes,) = look.panels(1, 1)
     values = [step["value"] for step in steps]
     kinds = {"requests_per_s": "ended well", "goodput_per_s": "within the SLO (goodput)"}
@@ -90,7 +90,7 @@ def throughput(steps: Sequence[Document], variable: str, look: Look) -> Figure:
 
 
 def search_figure(document: Document, look: Look) -> Figure:
-    """Draw every try of a search: its rate, its share within the SLO, and whether it held."""
+    """Draw all steps of a search: rate, share within the SLO, and whether the rate held."""
     search = document["search"]
     figure, (axes,) = look.panels(1, 1)
     for held, color in ((True, look.blue), (False, look.red)):

@@ -1,4 +1,4 @@
-"""Measures one system: first with a single reader, then with several at once."""
+"""Measures one system with two loads: a single reader, and then several readers at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from loadtest.targets import open_target
 from loadtest.targets.base import TargetError, TargetOptions
 
 NUM_READERS = 8
-INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # tokens of a request in the load with one reader
+INPUT_TOKENS, OUTPUT_TOKENS = 512, 64  # output tokens of a request in the load with one reader
 SHORT_INPUT_TOKENS = 128  # prompt tokens of each request in the load with several readers
-_DRAIN_TIMEOUT_S = 120.0  # seconds that an answer may take, because machines may be slow
+_DRAIN_TIMEOUT_S = 120.0  # seconds after the last sending at which requests are given up
 # Maximum number of seconds of lag of the load generator, which shares the machine with the server
 _MAX_LAG_S = 0.05
 _METRICS_TIMEOUT_S = 10.0
@@ -37,14 +37,15 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of the measured system, if this command started the system.
+    """The machine on which this command has started the measured system.
 
     Attributes:
-        instruction_set: CPU instruction set that native kernels use; empty: no native kernels.
-        no_kernels: why native kernels are missing; empty if they are not.
-        kernels_advice: what to do if native kernels are missing; empty: nothing.
-        read_bytes_per_s: memory bandwidth when all cores read.
-        load_average: the machine's load in the minute before the start.
+        instruction_set: CPU instruction set that the native kernels use; empty: there are no native
+            kernels.
+        no_kernels: why native kernels are missing; empty: they are not missing.
+        kernels_advice: what the user can do about missing native kernels; empty: nothing.
+        read_bytes_per_s: memory bandwidth when all cores read at once.
+        load_average: the machine's load average over the minute before the start.
     """
 
     num_cores: int
@@ -57,15 +58,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Figures of one load; medians, or None for unknown figures.
+    """Figures of one load: medians over its requests; None: unknown.
 
     Attributes:
-        output_tokens_per_s: rate of all readers together.
-        token_s: seconds between two tokens for one reader.
-        prompt_tokens_per_s: prompt tokens over the time to the first output token.
+        output_tokens_per_s: output tokens per second of all readers together.
+        token_s: seconds between two output tokens of one reader.
+        prompt_tokens_per_s: a request's prompt tokens divided by its time to the first output
+            token.
         handoff_s: seconds from the end of a prefill until the decode node has all KV.
         read_bytes_per_s: bytes of weights and KV that the decode node read while decoding.
-        kept_up: whether the generator sent and received in time.
+        kept_up: whether the load generator sent and received in time.
     """
 
     num_readers: int
@@ -86,8 +88,8 @@ class QuickResult:
     """All results of a quick benchmark.
 
     Attributes:
-        model: model of the system that was started; empty if a running system was measured.
-        machine: this machine; None for a running system, which may be elsewhere.
+        model: model of the system that was started; empty: a running system was measured.
+        machine: this machine; None: a running system was measured, which may be on another machine.
         start_s: seconds from the command until all nodes were ready.
     """
 
@@ -105,10 +107,10 @@ async def measure_new(
     """Start a system on this machine, measure it, and stop it; None if stopped early.
 
     Args:
-        name: the model's name for people.
+        name: the model's name, as reports show it.
         part_s: seconds of each of the two loads.
-        stop: event that ends the measurement early when it is set from outside.
-        tell: shows a line about progress.
+        stop: ends the measurement early when it is set.
+        tell: called with each line about the progress.
 
     Raises:
         BatonError: the system does not start, or does not answer.
@@ -141,7 +143,7 @@ async def measure_new(
 async def measure_running(
     access: TargetOptions, part_s: float, stop: asyncio.Event, tell: Tell
 ) -> QuickResult | None:
-    """Measure a running system; see `measure_new`."""
+    """Measure a system that is running already; see `measure_new`."""
     measured = await _measure(access, part_s, stop, tell)
     if measured is None:
         return None
@@ -150,7 +152,7 @@ async def measure_running(
 
 
 def look_at_machine() -> Machine:
-    """Describe this machine, and measure its memory."""
+    """Describe this machine, and measure its memory bandwidth."""
     load_average = os.getloadavg()[0]
     kernels = find_kernels()
     has = cpu_features()
@@ -177,14 +179,14 @@ async def _measure(
     """Play both loads; return None if stopped early. Raises TargetError if the first request fails.
 
     Args:
-        page: address of the decode node's metrics; empty: none.
+        page: URL of the decode node's metrics page; empty: unknown.
         token: bearer token of the metrics page; empty: none is needed.
     """
     target = await open_target(access)
     try:
         session = Session(target, stop)
-        # The first request is slower than later ones. If it is refused, the whole load would be
-        # refused.
+        # The first request is not measured, because it is slower than later requests. If it is
+        # refused, all would be refused.
         first = await session.play(_plan(1, INPUT_TOKENS, num_requests=1))
         for kind, message in first.summary.error_examples.items():
             raise TargetError(kind, message)
@@ -218,16 +220,16 @@ def _plan(
         num_requests=num_requests,
         drain_timeout_s=_DRAIN_TIMEOUT_S,
         max_lag_s=_MAX_LAG_S,
-        seed=time.time_ns() % 2**31,  # the prompts must not be cached in a running system
+        seed=time.time_ns() % 2**31,  # a running system must not have cached the prompts
     )
 
 
 def speed_of(result: RunResult, input_tokens: int, num_bytes: float | None = None) -> Speed:
-    """Return the figures of a run.
+    """Return the figures of a run as `Speed`.
 
     Args:
-        input_tokens: length of its prompts.
-        num_bytes: bytes of weights and KV read during the run; None: unknown.
+        input_tokens: length of the run's prompts in tokens.
+        num_bytes: bytes of weights and KV that the decode node read during the run; None: unknown.
     """
     summary, latencies = result.summary, result.summary.latencies
     medians = {name: values.p50 for name, values in latencies.items()}
@@ -252,7 +254,7 @@ def speed_of(result: RunResult, input_tokens: int, num_bytes: float | None = Non
 
 
 async def _read_bytes(page: str, token: str) -> float | None:
-    """Return the bytes that a node has read, according to its metrics page; None without a page."""
+    """Return the bytes that a node has read so far, from its metrics page; None: unknown."""
     return await asyncio.to_thread(_fetch_read_bytes, page, token) if page else None
 
 
@@ -262,7 +264,7 @@ def _fetch_read_bytes(page: str, token: str) -> float | None:
     try:
         with urllib.request.urlopen(request, timeout=_METRICS_TIMEOUT_S) as response:
             lines = response.read().decode("utf-8").splitlines()
-    except OSError:  # without metrics, the share of the memory's speed stays unknown
+    except OSError:  # without metrics, the share of the memory bandwidth stays unknown
         return None
     found = [line.rpartition(" ")[2] for line in lines if line.startswith(_READ_COUNTERS)]
     return sum(map(float, found)) if found else None

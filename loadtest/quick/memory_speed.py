@@ -1,6 +1,6 @@
-"""Memory speed: how many bytes per second the machine's cores read together.
+"""Measures the memory bandwidth: how many bytes per second all cores read together.
 
-Decoding reads all weights for each token, so the speed of memory limits tokens per second.
+Decoding reads all weights for each step, so the memory bandwidth limits the tokens per second.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 from baton.processes.cores import usable_cores
 
-_MOST_BYTES = 2**29  # size of all buffers together; caches hold less
+_MOST_BYTES = 2**29  # size of all buffers together; the CPU's caches hold less
 _ROUNDS = 6
 
 
 def read_bytes_per_s(cores: Sequence[int] = (), *, total_bytes: int = _MOST_BYTES) -> float:
-    """Measure the memory speed of these cores, which read at the same time.
+    """Measure the bandwidth with which these cores read memory at the same time.
 
-    Each core searches a buffer of its own for a byte that is not in it. The C library's search
-    reads as fast as memory allows, and runs without the interpreter's lock. The fastest round
-    counts, because other programs can only make rounds slower.
+    Each core searches its own buffer for a byte that the buffer does not contain. The C library's
+    search reads as fast as memory allows, and releases the GIL. The fastest round counts, because
+    other programs can only make rounds slower.
 
     Args:
-        cores: cores to measure; empty: all that this process may use.
+        cores: the cores that read; empty: all cores that this process may use.
         total_bytes: size of all buffers together.
     """
     cores = list(cores) or sorted(usable_cores())

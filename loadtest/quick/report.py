@@ -1,4 +1,4 @@
-"""Reports a quick benchmark: 80 columns for people, JSON for programs."""
+"""Reports a quick benchmark: a text of 80 columns for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loadtest.quick.measure import QuickResult, Speed
 from loadtest.quick.verdict import Grade, Verdict, judge, share_of_memory
 
 WIDTH = 80
-# Version of the JSON, raised when fields change their meaning or are removed.
+# Version of the JSON's format, raised when fields change their meaning or are removed.
 JSON_FORMAT = 1
 _STYLES = {
     Grade.GOOD: "bold green",
@@ -43,7 +43,7 @@ def print_quick(result: QuickResult, console: Console) -> None:
 
 
 def _item(mark: str, text: Text) -> Padding:
-    """Return a list item with its later lines indented."""
+    """Return a list item, wrapped, with its later lines indented."""
     grid = Table.grid(padding=(0, 1))
     grid.add_row(mark, text)
     return Padding(grid, (0, 0, 0, 1))
@@ -94,7 +94,7 @@ def _ms(seconds: float | None, digits: int) -> str:
 
 
 def quick_to_json(result: QuickResult) -> dict[str, Any]:
-    """Convert a result and its verdict; durations in seconds, sizes in bytes."""
+    """Convert a result and its verdict to JSON; durations in seconds, sizes in bytes."""
     verdict: Verdict = judge(result)
     return {
         "format": JSON_FORMAT,

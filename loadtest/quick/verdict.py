@@ -1,4 +1,4 @@
-"""Judges a measured system in words that say what to do."""
+"""Judges the system that a quick benchmark measured, and advises what to do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from loadtest.quick.measure import Machine, QuickResult, Speed
 
-READING_TOKENS_PER_S = 6.0  # 250 words per minute
+READING_TOKENS_PER_S = 6.0  # people read about 250 words per minute
 FLUENT_TOKENS_PER_S = 20.0
-_NEAR, _FAR = 0.6, 0.3  # shares of memory's speed
-_CHEAP_HANDOFF = 0.02  # share of the time to the first token
+_NEAR, _FAR = 0.6, 0.3  # limits of the share of the memory bandwidth that decoding reaches
+_CHEAP_HANDOFF = 0.02  # limit of the hand-off's share of the time to the first token
 
 
 class Grade(enum.Enum):
@@ -25,11 +25,11 @@ class Grade(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judgement of one system.
+    """The verdict on one measured system.
 
     Attributes:
-        findings: one sentence each.
-        advice: one line each; empty: nothing to do.
+        findings: what was found, in one sentence each.
+        advice: what the user can do, in one line each; empty: nothing.
     """
 
     grade: Grade
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def judge(result: QuickResult) -> Verdict:
-    """Judge a measured system."""
+    """Judge a measured system by its figures."""
     one, many = result.one, result.many
     failed = [speed for speed in (one, many) if speed.num_failed or not speed.num_requests]
     if failed or one.token_s is None or one.ttft_s is None:
@@ -56,7 +56,7 @@ def judge(result: QuickResult) -> Verdict:
 
 
 def share_of_memory(result: QuickResult) -> float | None:
-    """Return the share of memory's speed that one reader's decoding reaches; None: unknown."""
+    """Return which share of the memory bandwidth decoding for one reader reaches; None: unknown."""
     if result.machine is None or result.one.read_bytes_per_s is None:
         return None
     return result.one.read_bytes_per_s / result.machine.read_bytes_per_s

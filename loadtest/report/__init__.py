@@ -1,1 +1,1 @@
-"""Reports made from records: figures, intervals, verdicts, tables."""
+"""Reports of runs, made from the records of their requests: figures, verdicts, tables, JSON."""

@@ -1,4 +1,4 @@
-"""Interval: the mean of a few repeats and its uncertainty. Does not know what was repeated."""
+"""Interval: the mean of a few repeated measurements, and its 95 % confidence interval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on.
+# Two-sided 95 % quantiles of Student's t distribution, for 1, 2, ... degrees of freedom.
 _T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093,
@@ -17,9 +17,10 @@ MAX_REPEATS = len(_T_95) + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean and its 95 % confidence interval; no interval after a single repeat.
+    """A mean and its 95 % confidence interval; a single repeat has no interval.
 
-    Errors are assumed to be normal; with three repeats this gives a rough and wide interval.
+    The errors of the repeats are assumed to have a normal distribution. With three repeats, the
+    interval is rough and wide.
     """
 
     mean: float
@@ -28,17 +29,18 @@ class Interval:
     values: tuple[float, ...]
 
     def text(self, form: str = ".2f") -> str:
-        """Format as ``8.10 (95 %: 7.50 to 8.70)``."""
+        """Format mean and interval as ``8.10 (95 %: 7.50 to 8.70)``."""
         if self.low is None or self.high is None:
             return f"{self.mean:{form}} (one repeat: no interval)"
         return f"{self.mean:{form}} (95 %: {self.low:{form}} to {self.high:{form}})"
 
 
 def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
-    """Estimate a value from 1 to MAX_REPEATS brackets that each contain it.
+    """Estimate a value from 1 to `MAX_REPEATS` brackets that each contain the value.
 
-    The mean is that of the lower ends. The interval reaches from the low end of the lower ends'
-    interval to the high end of the upper ends' interval, so it is never narrower than a bracket.
+    The mean is the mean of the brackets' lower ends. The interval begins where the confidence
+    interval of the lower ends begins, and ends where that of the upper ends ends, so the interval
+    also covers the width of the brackets.
     """
     lower = mean_interval([low for low, _ in brackets])
     upper = mean_interval([high for _, high in brackets])
@@ -48,10 +50,10 @@ def bracket_interval(brackets: Sequence[tuple[float, float]]) -> Interval:
 def mean_interval(
     values: Sequence[float], least: float | None = 0.0, most: float = math.inf
 ) -> Interval:
-    """Estimate the mean of 1 to MAX_REPEATS independent values.
+    """Estimate the mean of 1 to `MAX_REPEATS` independent values, with its interval.
 
     Args:
-        least, most: limits of the values; the interval is cut at them.
+        least, most: the lowest and the highest possible value; the interval ends there at most.
     """
     mean = statistics.fmean(values)
     if len(values) == 1:

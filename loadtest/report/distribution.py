@@ -1,4 +1,4 @@
-"""Distribution: the mean and exact percentiles of weighted values, without buckets."""
+"""Distribution: the mean and the exact percentiles of weighted values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ PER_MILLE = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p999": 999}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Percentiles by nearest rank: p99 is the smallest value that 99 % of the values do not exceed.
+    """The mean, the maximum and the percentiles (by nearest rank) of weighted values.
+
+    p99 is the smallest value that 99 % of the values do not exceed.
+
     Attributes:
-        count: sum of the values' weights.
+        count: sum of the values' weights, which is their number if each weight is 1.
     """
 
     count: int
@@ -26,17 +29,17 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """Summarize values; None without values."""
+    """Summarize values that each count once; None without values."""
     return weighted_distribution([(value, 1) for value in values])
 
 
 def weighted_distribution(pairs: Sequence[tuple[float, int]]) -> Distribution | None:
-    """Summarize values, each counted as often as its weight says; None without values."""
+    """Summarize pairs of a value and its weight, the value's number; None without values."""
     in_order = sorted(pair for pair in pairs if pair[1] > 0)
     count = sum(weight for _, weight in in_order)
     if not count:
         return None
-    # A rank is a number of values, rounded up, and exact because it is an integer.
+    # A percentile's rank is rounded up, and computed with integers, which are exact.
     ranks = [(name, -(-count * per_mille // 1000)) for name, per_mille in PER_MILLE.items()]
     found: dict[str, float] = {}
     seen = 0

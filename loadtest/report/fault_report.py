@@ -1,7 +1,7 @@
 """FaultReport: what a fault cost its clients, from the records of the run.
 
-A request counts at its scheduled time, whenever its answer came. Windows slide over the run; each
-is as long as ten requests take to arrive.
+A request counts at its scheduled time, even if its answer came much later. Shares and rates are
+computed in windows that slide over the run, and are as long as ten requests take to arrive.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from loadtest.report.summary import client_seconds
 MIN_WINDOW_S = 1.0
 REQUESTS_PER_WINDOW = 10
 BASELINE_S = 10.0
-# A window has recovered if its share is no more than this below the share before the fault.
+# A window counts as recovered if its share of good requests is at most this much below the share
+# before the fault.
 SLACK = 0.1
 _STEPS_PER_WINDOW = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultReport:
-    """The cost of one fault; times in seconds since the run began.
+    """The cost of one fault for the clients; times of events are seconds since the run began.
 
     Attributes:
-        window_s: length of the windows in which shares and rates are computed.
+        window_s: length of the sliding windows in seconds.
         baseline_share: share of good requests among those scheduled in the ten seconds before the
             fault; good means within the SLO or, without an SLO, successful. None: no requests.
-        lowest_share: share in the worst window until the next fault or the end.
-        recovery_s: time from the fault to the end of the last window below the baseline; 0: no
-            window was below; None: the share was still below at the next fault or the end.
-        errors: errors by kind, of requests that were open at the fault or came after it.
-        num_retried: requests that ended well after another attempt, by their receipts.
-        num_orphans, num_leaked: counts after the fault; see `FaultEvent`.
+        lowest_share: share of good requests in the worst window until the next fault or the end.
+        recovery_s: seconds from the fault to the end of the last window below the baseline; 0: no
+            window was below; None: windows were still below at the next fault or the end.
+        errors: number of failed requests by kind of error, among those that were open at the fault
+            or were scheduled after it.
+        num_retried: number of requests that succeeded at a second or later attempt of the router,
+            by their receipts.
+        num_orphans, num_leaked: numbers of KV blocks; see `FaultEvent`.
     """
 
     text: str
@@ -59,7 +62,7 @@ class FaultReport:
 def report_faults(
     plan: LoadPlan, records: Sequence[RequestRecord], events: Sequence[FaultEvent], end_s: float
 ) -> list[FaultReport]:
-    """Report the faults of a run whose last request was sent by ``end_s``."""
+    """Report each fault of a run, in which the last request was sent by ``end_s``."""
     in_order = sorted(events, key=lambda event: event.began_s)
     ends = [event.began_s for event in in_order[1:]] + [end_s] * bool(in_order)
     return [
@@ -70,7 +73,7 @@ def report_faults(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Numbers of good requests and of all counted requests scheduled in a window."""
+    """The number of good requests, and of all counted requests, scheduled in one window."""
 
     begin_s: float
     end_s: float
@@ -141,7 +144,7 @@ def _slide(
     until_s: float,
     window_s: float,
 ) -> list[_Window]:
-    """Slide a window over the time after a fault; keep windows in which requests ended."""
+    """Slide a window over the time after a fault; return the windows with counted requests."""
     step_s = window_s / _STEPS_PER_WINDOW
     windows = []
     for number in range(int(max(until_s - begin_s, 0.0) / step_s + 1e-9)):
@@ -165,7 +168,7 @@ def _recovery_s(windows: Sequence[_Window], baseline: float | None, begin_s: flo
 
 
 def fault_line(fault: FaultReport) -> str:
-    """Describe a fault's cost in one or two lines of 100 columns."""
+    """Describe what a fault cost, in one or two lines of at most 100 columns."""
     dip = "nobody asked before it"
     if fault.baseline_share is not None and fault.lowest_share is not None:
         dip = f"good {fault.baseline_share:.0%} -> {fault.lowest_share:.0%}"
@@ -182,7 +185,7 @@ def fault_line(fault: FaultReport) -> str:
 
 
 def audit_line(audit: BlockAudit) -> str:
-    """Describe the blocks that are still held after the run."""
+    """Describe the KV blocks that are still held after the run."""
     problems = "".join(f"; {problem}" for problem in audit.problems)
     held = f"{audit.num_held} still held, {audit.num_orphans} of nobody"
     return f"blocks after the run: {held}{problems}"

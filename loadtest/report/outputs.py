@@ -1,4 +1,4 @@
-"""Outputs: the files to which a result is written."""
+"""Outputs: the files that a command writes its result to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loadtest.report.report import check_folder, check_writable, write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """The files to write; None: the file is not written."""
+    """The paths of the files to write; None: this file is not written."""
 
     json: Path | None = None
     save_requests: Path | None = None
@@ -20,7 +20,7 @@ class Outputs:
     png: Path | None = None
 
     def check(self) -> None:
-        """Check before the run that all files can be written; raises ConfigError."""
+        """Raise ConfigError before the run if a file cannot be written."""
         for name in ("json", "save_requests", "html"):
             path = getattr(self, name)
             if path is not None:
@@ -31,7 +31,7 @@ class Outputs:
             load_figures()
 
     def write(self, document: dict[str, Any]) -> None:
-        """Write all files except the requests' rows; raises ConfigError if writing fails."""
+        """Write the document to all files except the one of requests; raises ConfigError."""
         if self.json is not None:
             write_json(self.json, document)
         if self.html is not None:

@@ -1,4 +1,4 @@
-"""Progress: shows the state of a run every second, but only on terminals."""
+"""Progress: shows a run's state, updated each second, if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from loadtest.plan import LoadPlan
 from loadtest.report.distribution import distribution
 
 _EVERY_S = 1.0
-_LAST_LOOKS = 100  # number of lags measured in the last second
+_LAST_LOOKS = 100  # number of lag measurements in one second
 
 
 async def show_progress(plan: LoadPlan, player: Player, console: Console) -> None:
-    """Show the progress until cancelled."""
+    """Show the progress of a run until cancelled."""
     if not console.is_terminal:
         return
     before_tokens = 0
@@ -30,7 +30,7 @@ async def show_progress(plan: LoadPlan, player: Player, console: Console) -> Non
 
 
 def progress_line(plan: LoadPlan, player: Player, tokens_per_s: float) -> str:
-    """Format a line; with usual numbers it has at most 80 columns."""
+    """Format the line about a run's progress; usual numbers fit into 80 columns."""
     now_s = player.clock.now_s()
     phase = "warm-up" if now_s < plan.warmup_s else "measuring"
     when = f"{now_s:.0f} s {phase}"

@@ -1,4 +1,4 @@
-"""Reports of a run: a table of 80 columns for people, JSON for programs, rows of requests."""
+"""Reports of a run: a table of 80 columns for people, JSON, and a row of JSON per request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from loadtest.report.terms import LATENCY_NAMES
 from loadtest.run import RunResult
 
 WIDTH = 80
-# Version of the JSON, raised when fields change their meaning or are removed.
+# Version of the JSON's format, raised when fields change their meaning or are removed.
 JSON_FORMAT = 2
 _COLUMNS = ("mean", *PER_MILLE, "max")
-_SERVER = "server_ttft_s"  # figures from here on come from receipts
+_SERVER = "server_ttft_s"  # latencies from here on come from receipts
 
 
 def print_summary(result: RunResult, console: Console) -> None:
-    """Print the table, lines above and below it, and warnings last."""
+    """Print a run's table of latencies, the lines above and below it, and the warnings last."""
     summary = result.summary
     begin_s, end_s = summary.window_s
     parts = [f"{summary.num_requests} requests", f"{summary.num_ok} ok"]
@@ -56,6 +56,10 @@ def print_summary(result: RunResult, console: Console) -> None:
         console.print(few)
     if summary.receipts is not None:
         console.print(_receipt_line(summary.receipts))
+    if summary.images is not None:
+        console.print(summary.images.line())
+        if summary.images.encodings is not None:
+            console.print(summary.images.encodings.line(), soft_wrap=True)
     console.print(_token_line(summary))
     console.print(f"{summary.cache.line()}\nseed: {result.plan.seed}")
     warning = summary.cache.warning()
@@ -68,10 +72,10 @@ def print_summary(result: RunResult, console: Console) -> None:
 
 
 def empty_table(title: str) -> Table:
-    """Make a table of `WIDTH` columns; its first column holds row names."""
+    """Make a table that is `WIDTH` characters wide; its first column is for names of rows."""
     table = Table(
         box=box.MINIMAL,
-        padding=0,  # no room for blanks: lines separate the columns
+        padding=0,  # without padding: vertical lines separate the columns
         show_edge=False,
         width=WIDTH,
         title=title,
@@ -97,7 +101,7 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def few_samples_line(latencies: Mapping[str, Distribution]) -> str:
-    """Say which percentiles are merely the slowest of too few values; empty if none is."""
+    """Return a line that tells which percentiles equal the slowest value; empty if none does."""
     ttft = latencies.get("ttft_s")
     if ttft is None or ttft.count >= 1000:
         return ""
@@ -143,7 +147,7 @@ def _ms(values: Distribution | None) -> str:
 
 
 def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[str, Any]:
-    """Convert a result without its rows; durations in seconds. A load's kind is its class name."""
+    """Convert a result to JSON, without its requests; durations are in seconds."""
     plan = dataclasses.asdict(result.plan)
     plan["load"] = {"kind": type(result.plan.load).__name__} | plan["load"]
     for name in ("input_lengths", "output_lengths"):
@@ -180,7 +184,7 @@ def result_to_json(result: RunResult, target_options: dict[str, Any]) -> dict[st
 
 
 def plain(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the document in the form that reading its JSON file gives."""
+    """Return the document as it would be after writing it to a JSON file and reading it."""
     found: dict[str, Any] = json.loads(json.dumps(document, default=str))
     return found
 
@@ -191,13 +195,13 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def write_requests(path: Path, result: RunResult) -> None:
-    """Write one JSON object per line for each request, warm-up included; raises ConfigError."""
+    """Write a line of JSON per request, also of the warm-up; raises ConfigError."""
     rows = map(_row, result.records)
     _write("save_requests", path, (json.dumps(row) for row in rows))
 
 
 def _row(record: RequestRecord) -> dict[str, Any]:
-    """Make a request's row, with times in seconds since the run began."""
+    """Convert a request's record to JSON; times are in seconds since the run began."""
     assert record.outcome is not None
     return {
         "index": record.planned.index,
@@ -206,6 +210,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
         "error": record.error,
         "finish_reason": record.finish_reason,
         "turn": record.planned.turn,
+        "num_images": len(record.planned.images),
         "num_prompt_tokens": record.planned.prompt.num_tokens,
         "output_length": record.planned.output_length,
         "cancel_after_tokens": record.planned.cancel_after_tokens,
@@ -224,7 +229,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check before the run that a file can be written; raises ConfigError."""
+    """Raise ConfigError, naming the option, unless a file can be written."""
     try:
         path.touch()
     except OSError as error:
@@ -232,7 +237,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Make the folder unless it exists; raises ConfigError."""
+    """Make a folder unless it exists; raises ConfigError naming the option."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

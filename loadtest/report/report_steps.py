@@ -1,4 +1,4 @@
-"""Reports of runs that follow one another: a line for each, and JSON."""
+"""Reports of a sweep or a search: a line for each step, and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadtest.search import SearchResult
 from loadtest.steps import Step
 
 Document = dict[str, Any]
-# Two lines of headings; the second line continues the first.
+# Headings of the columns in two lines; the second line continues the first.
 _HEADINGS = (
     ("ended", "good", "in SLO", "cached", "tokens", "TTFT", "ms", "ITL", "ms"),
     ("/s", "/s", "", "", "/s", "p50", "p99", "p50", "p99"),
@@ -24,13 +24,13 @@ _SHARED = ("format", "plan", "target", "environment", "faults", "audit")
 
 
 def step_heading(variable: str) -> str:
-    """Make the two lines above steps, of at most 80 columns."""
+    """Return the two lines of headings above the steps' lines, of at most 80 characters."""
     first, second = map(_in_columns, _HEADINGS)
     return f"{variable:>{_VALUE_WIDTH}}{first}\n{'':{_VALUE_WIDTH}}{second}"
 
 
 def step_line(step: Step) -> str:
-    """Format one step in 80 columns; missing values become dashes."""
+    """Return the line of one step, of at most 80 characters; a missing value is a dash."""
     summary = step.result.summary
     latencies = summary.latencies
     ttft, itl = latencies.get("ttft_s"), latencies.get("itl_s")
@@ -46,7 +46,7 @@ def step_line(step: Step) -> str:
     ]
     mark = "" if step.held is None else " held" if step.held else " fail"
     if not summary.lag.kept_up:
-        # The generator was late, so this step proves nothing; a line at the end says why.
+        # The load generator was late, so this step proves nothing; a line at the end says this.
         mark = " late"
     return f"{step.value:>{_VALUE_WIDTH}.4g}{_in_columns(cells)}{mark}"
 
@@ -63,13 +63,13 @@ def _ms(values: Distribution | None, name: str) -> str:
 
 
 def cache_lines(steps: Sequence[Step]) -> list[str]:
-    """Format a warning for each step whose latencies a cache explains."""
+    """Return a warning for each step with so many cached tokens that its TTFT shows the cache."""
     warned = [(step, warning) for step in steps if (warning := step.result.summary.cache.warning())]
     return [f"warning: at {step.value:.4g}: {warning}" for step, warning in warned]
 
 
 def search_lines(found: SearchResult, slo: str) -> list[str]:
-    """Format a search's result."""
+    """Return the lines about a search's result."""
     share = f"{found.search.attainment:.0%} of requests within {slo}:"
     if found.max_rate_per_s is None or found.goodput_per_s is None:
         return [share, "no search came to its end: the highest rate that holds is not known"]
@@ -94,7 +94,10 @@ def search_lines(found: SearchResult, slo: str) -> list[str]:
 def steps_to_json(
     kind: str, variable: str, steps: Sequence[Step], target_options: Document
 ) -> Document:
-    """Convert all steps; ``plan`` is the first step's, and each step has its load and round."""
+    """Convert the steps of a sweep or search to JSON, each with its load and round.
+
+    The field ``plan`` is the first step's plan.
+    """
     runs = [result_to_json(step.result, target_options) for step in steps]
     return {
         **{name: runs[0][name] for name in _SHARED},
@@ -115,7 +118,7 @@ def steps_to_json(
 
 
 def search_to_json(found: SearchResult, target_options: Document) -> Document:
-    """Convert a search with at least one step."""
+    """Convert a search with at least one step to JSON."""
     search: Search = found.search
     slo = found.steps[0].result.plan.slo.text()
     return steps_to_json("search", "rate", found.steps, target_options) | {

@@ -1,6 +1,6 @@
-"""Series: a run's records over time, as distributions, and stage by stage.
+"""Series: a run's figures over time, its distributions, and the stages of its mean request.
 
-These numbers are in the JSON, so that plots can be made from the file. Draws nothing.
+A result's JSON contains the series, so that the page can draw plots from the JSON file alone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from loadtest.report.distribution import distribution
 from loadtest.report.summary import RECEIPT_SECONDS, client_seconds, frame_gaps
 from loadtest.report.terms import LATENCY_NAMES, TTFT_PARTS
 
-MAX_POINTS = 200  # maximum number of points of a curve up to 99 %, and again above 99 %
+MAX_POINTS = 200  # maximum number of a curve's points up to 99 %, and also of its points above 99 %
 MIN_BINS, MAX_BINS = 10, 60
-MIN_PER_BIN = 5  # requests per bin; rates of one or zero requests would only flicker
+MIN_PER_BIN = 5  # mean number of requests per bin; with fewer, rates would only flicker
 AFTER_FIRST = "after_first_s"
 _WIDTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
@@ -30,9 +30,9 @@ class TimelineBin:
     """One bin of the timeline, which begins at ``begin_s``; rates are per second.
 
     Attributes:
-        good_per_s: rate of requests that ended well within the SLO; None without an SLO.
-        ttft_p50_s: median over the requests scheduled in the bin.
-        frame_gap_p99_s: 99th percentile of gaps before frames that arrived in the bin.
+        good_per_s: rate of requests that succeeded and kept the SLO; None without an SLO.
+        ttft_p50_s: median TTFT of the requests that were scheduled in the bin.
+        frame_gap_p99_s: 99th percentile of the gaps before the frames that arrived in the bin.
     """
 
     begin_s: float
@@ -47,14 +47,16 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A part of the mean request's time, over all receipts; requests without the part count as 0.
+    """A part of the mean request's time; in the mean, requests without this part count as 0 s.
 
     Attributes:
-        latency: name of the part's latency in the summary, which leaves out requests without the
-            part.
-        begin_s: begin of the stage in the mean request, from its arrival.
-        seconds: length of the stage in the mean request; lengths of consecutive stages add up.
-        overlaps: whether the stage runs at the same time as others, not between them.
+        latency: name of the stage's latency in the summary, whose mean leaves out requests without
+            this stage.
+        begin_s: seconds from the mean request's arrival to the beginning of the stage.
+        seconds: length of the stage in the mean request; the lengths of consecutive stages add up
+            to the time of all.
+        overlaps: whether the stage runs at the same time as other stages, and not between two
+            stages.
     """
 
     name: str
@@ -66,12 +68,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """The figures of a run over time, and its distributions.
+    """A run's figures over time, its distributions, and the stages of its mean request.
 
     Attributes:
-        cdfs: per latency, pairs of seconds and the share of values that are at most these seconds.
-        bin_s: width of the timeline's bins; the first one begins with the run, warm-up included.
-        waterfall: the stages in order, for measured requests with a receipt.
+        cdfs: by latency, the points of its distribution: seconds, and the share of values that are
+            not greater.
+        bin_s: width of the timeline's bins in seconds; the first bin begins when the run begins,
+            with the warm-up.
+        waterfall: the stages of the mean request in order, over the measured requests with a
+            receipt.
     """
 
     cdfs: dict[str, list[Point]]
@@ -83,7 +88,7 @@ class Series:
 def make_series(
     plan: LoadPlan, records: Sequence[RequestRecord], window_s: tuple[float, float]
 ) -> Series:
-    """Make the series of a run whose records have ended."""
+    """Make the series of a run from the records of its requests, which have all ended."""
     begin_s, end_s = window_s
     measured = [r for r in records if begin_s <= r.scheduled_s <= end_s]
     receipts = [r.receipt for r in measured if r.receipt is not None]
@@ -111,7 +116,11 @@ def _cdfs(records: Sequence[RequestRecord]) -> dict[str, list[Point]]:
 
 
 def cdf(pairs: Iterable[tuple[float, int]]) -> list[Point]:
-    """Return points of a distribution of weighted values; all are exact values."""
+    """Return points of the cumulative distribution of weighted values.
+
+    A point is a value and the share of the weight at or below this value. Values between points
+    are left out, not interpolated.
+    """
     in_order = sorted(pairs)
     total = sum(weight for _, weight in in_order)
     points: list[Point] = []
@@ -130,7 +139,7 @@ def cdf(pairs: Iterable[tuple[float, int]]) -> list[Point]:
 def timeline(
     plan: LoadPlan, records: Sequence[RequestRecord], bin_s: float, last_s: float
 ) -> list[TimelineBin]:
-    """Divide the run into bins from its beginning to its last event."""
+    """Divide a run into bins, from its beginning to its last event, and compute each bin."""
     num_bins = max(1, math.ceil(last_s / bin_s)) if records else 0
     ended: list[list[RequestRecord]] = [[] for _ in range(num_bins)]
     ttfts: list[list[float]] = [[] for _ in range(num_bins)]
@@ -173,7 +182,7 @@ def timeline(
 
 
 _IN_TURN = (*TTFT_PARTS, AFTER_FIRST)
-# Stages that overlap others, each with the stage after which it begins.
+# Stages that overlap other stages, each with the stage after which it begins.
 _BESIDE = {
     "parked_s": "place_s",
     "exposed_transfer_s": "prefill_s",
@@ -183,7 +192,7 @@ _BESIDE = {
 
 
 def waterfall(receipts: Sequence[Receipt]) -> list[Stage]:
-    """Compute where the time of the mean request went."""
+    """Compute the stages of the mean request from the receipts of all requests."""
     if not receipts:
         return []
     stages: dict[str, Stage] = {}

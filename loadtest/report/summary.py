@@ -1,9 +1,9 @@
-"""Summary: the server's figures from a run's records, and whether they can be trusted.
+"""Summary: the server's figures, computed from a run's records, and whether they are valid.
 
-Latencies and rates are of measured requests: those scheduled within the window, after the warm-up.
-TTFT and E2E count from the scheduled time. TPOT is a request's time after its first frame,
-over the number of tokens after it. ITL counts every token: a frame of k tokens after a gap g counts
-as k gaps of g / k.
+Latencies and rates are of measured requests: those that were scheduled within the window, which
+begins after the warm-up. TTFT and E2E are measured from the scheduled time. TPOT is the time from a
+request's first frame to its last, divided by the number of tokens after the first frame. ITL counts
+every token: a frame of k tokens after a gap of g seconds counts as k gaps of g / k.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from loadtest.load.clock import LoopLag
 from loadtest.load.record import Outcome, RequestRecord
 from loadtest.plan import LoadPlan
 from loadtest.report.distribution import Distribution, distribution, weighted_distribution
+from loadtest.report.image_report import ImageReport, report_images
 from loadtest.report.terms import TTFT_PARTS
 
 
@@ -25,7 +26,8 @@ def _part(name: str) -> Callable[[Receipt], float | None]:
     return lambda receipt: receipt.ttft_parts.get(name)
 
 
-# Seconds by name from a receipt; None if the request had no such part.
+# By latency, the function that returns its seconds from a receipt; None: the request had no such
+# part.
 RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "server_ttft_s": lambda r: r.ttft_s,
     "server_tpot_s": lambda r: r.time_per_token_s if r.num_output_tokens > 1 else None,
@@ -38,6 +40,8 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "handoff_s": lambda r: r.handoff_s if _push_of(r) else None,
     "parked_s": lambda r: r.decode.parked_s if r.decode else None,
     "first_step_s": lambda r: r.decode.first_step_s if r.decode else None,
+    "encodings_wait_s": lambda r: p.encodings_wait_s or None if (p := r.prefill) else None,
+    "encoder_s": lambda r: p.encoder_s or None if (p := r.prefill) else None,
 }
 
 
@@ -49,12 +53,12 @@ def _push_of(receipt: Receipt) -> PushReceipt | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagReport:
-    """The generator's own lag.
+    """The load generator's own lag in seconds, which is an error of all latencies.
 
     Attributes:
-        send: time of sending minus scheduled time, over all requests.
-        loop: lag of the event loop, measured every 10 ms.
-        limit_s: limit that both p99 values must keep.
+        send: time of sending minus scheduled time, of the measured requests.
+        loop: lag of the event loop, measured every 10 ms within the window.
+        limit_s: limit that the p99 of ``send`` and the p99 of ``loop`` must keep.
     """
 
     send: Distribution | None
@@ -68,13 +72,13 @@ class LagReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """Comparison of token counts made here and by the server.
+    """A comparison of the token counts made here with the server's.
 
     Attributes:
-        num_checked: requests whose tokens were counted both here and by the server.
-        num_miscounted: checked requests whose two counts differ.
-        num_estimated: requests whose frames did not tell their numbers of tokens.
-        num_short: requests with fewer tokens than the client asked for.
+        num_checked: number of requests whose tokens were counted both here and by the server.
+        num_miscounted: number of checked requests whose two counts differ.
+        num_estimated: number of requests whose frames did not tell their numbers of tokens.
+        num_short: number of requests that got fewer tokens than the client asked for.
     """
 
     num_checked: int
@@ -85,7 +89,7 @@ class TokenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptReport:
-    """Figures of Baton's receipts, other than seconds, over ``num_receipts`` requests."""
+    """Figures of Baton's receipts other than times, over the ``num_receipts`` requests with one."""
 
     num_receipts: int
     num_retried: int
@@ -97,25 +101,27 @@ class ReceiptReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One run in numbers.
+    """All figures of one run.
 
     Attributes:
         window_s: begin and end of the measured window, in seconds of the run.
-        num_requests: measured requests, the sum of ``num_ok``, ``num_cancelled`` and ``errors``.
-        asked_per_s: measured requests over the window's length.
-        rate_span_s: time over which ended requests are counted: the window's length or, if longer,
-            the time from the first to the last good end of a measured request. So the backlog of an
-            overloaded server counts too.
-        requests_per_s: measured requests that ended well, over ``rate_span_s``; never above
-            ``asked_per_s``.
-        output_tokens_per_s: tokens of all requests that arrived in the window, over its length.
-        prompt_tokens_per_s: tokens of prompts whose first output token arrived in the window,
-            over its length.
-        latencies: distributions of the measured latencies, by name.
-        attainment: share of measured requests that ended well and kept the SLO; requests cancelled
-            by the client do not count. None without an SLO or a request.
-        goodput_per_s: rate of requests that ended well and kept the SLO, over ``rate_span_s``;
-            never above ``requests_per_s``. None without an SLO.
+        num_requests: number of measured requests: the sum of ``num_ok``, ``num_cancelled`` and all
+            ``errors``.
+        asked_per_s: number of measured requests divided by the window's length.
+        rate_span_s: seconds by which the numbers of ended requests are divided: the window's length
+            or, if longer, the time from the first to the last successful end of a measured request.
+            So the time in which an overloaded server works off its backlog counts, too.
+        requests_per_s: number of measured requests that succeeded, divided by ``rate_span_s``;
+            never above ``asked_per_s``.
+        output_tokens_per_s: number of output tokens, of all requests, that arrived in the window,
+            divided by the window's length.
+        prompt_tokens_per_s: number of tokens of the prompts whose first output token arrived in the
+            window, divided by the window's length.
+        latencies: distributions of the measured requests' latencies in seconds, by name.
+        attainment: share of the measured requests that succeeded and kept the SLO; requests that
+            the client cancelled are not counted. None without an SLO or without requests.
+        goodput_per_s: number of measured requests that succeeded and kept the SLO, divided by
+            ``rate_span_s``; never above ``requests_per_s``. None without an SLO.
     """
 
     window_s: tuple[float, float]
@@ -135,13 +141,14 @@ class Summary:
     tokens: TokenReport
     cache: CacheReport
     receipts: ReceiptReport | None
+    images: ImageReport | None
     lag: LagReport
 
 
 def client_seconds(record: RequestRecord) -> dict[str, float | None]:
     """Return TTFT, TPOT, longest gap between frames and E2E of one request.
 
-    None stands for moments that the request did not reach.
+    A latency is None if the request ended before it could be measured.
     """
     times, tokens = record.frame_times_s, record.frame_tokens
     num_after = record.num_tokens - tokens[0] if tokens else 0
@@ -154,9 +161,9 @@ def client_seconds(record: RequestRecord) -> dict[str, float | None]:
 
 
 def frame_gaps(record: RequestRecord) -> list[tuple[float, int]]:
-    """Return the seconds before each frame but the first, with the frame's number of tokens.
+    """Return the gap in seconds before each frame but the first, and the frame's tokens.
 
-    A frame without counted tokens is joined with the next one.
+    A frame without counted tokens is joined with the next frame.
     """
     gaps = []
     before_s: float | None = None
@@ -170,7 +177,7 @@ def frame_gaps(record: RequestRecord) -> list[tuple[float, int]]:
 
 
 def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLag) -> Summary:
-    """Summarize the records of ended requests."""
+    """Compute a run's summary from the records of its requests, which have all ended."""
     begin_s, end_s = _window(plan, records)
     measured = [r for r in records if begin_s <= r.scheduled_s <= end_s]
     counts = Counter(record.outcome for record in measured)
@@ -204,6 +211,7 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
         tokens=_token_report(measured),
         cache=report_cache(measured),
         receipts=_receipt_report([r.receipt for r in measured if r.receipt is not None]),
+        images=report_images(measured),
         lag=LagReport(
             send=distribution(record.sent_s - record.scheduled_s for record in measured),
             loop=distribution(
@@ -217,14 +225,14 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
 
 
 def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """Choose the measured window; it ends after the set duration, or with the last answer."""
+    """Return the measured window's begin and end: the plan's duration, or the last answer."""
     last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)
     return plan.warmup_s, max(end_s, plan.warmup_s)
 
 
 def _rate_span_s(ended_well: Sequence[RequestRecord], length_s: float) -> float:
-    """Return the time over which ended requests are counted (see `Summary.rate_span_s`)."""
+    """Return the seconds by which numbers of ended requests are divided (`Summary.rate_span_s`)."""
     ends_s = [record.ended_s for record in ended_well]
     return max(length_s, max(ends_s, default=0.0) - min(ends_s, default=0.0))
 
@@ -246,12 +254,33 @@ def _latencies(records: Sequence[RequestRecord]) -> dict[str, Distribution]:
         "itl_s": weighted_distribution([(gap_s / tokens, tokens) for gap_s, tokens in gaps]),
         "frame_gap_s": distribution(gap_s for gap_s, _ in gaps),
         "e2e_s": distribution(s["e2e"] for s in each if s["e2e"] is not None),
+        **_latencies_beside_images(records),
     }
     receipts = [record.receipt for record in records if record.receipt is not None]
     for name, seconds_of in RECEIPT_SECONDS.items():
         values = map(seconds_of, receipts)
         found[name] = distribution(value for value in values if value is not None)
     return {name: values for name, values in found.items() if values is not None}
+
+
+def _latencies_beside_images(
+    records: Sequence[RequestRecord],
+) -> dict[str, Distribution | None]:
+    """Compute TTFT and ITL of requests with images and of the others; empty without images."""
+    kinds = {
+        "images": [record for record in records if record.planned.images],
+        "text": [record for record in records if not record.planned.images],
+    }
+    if not kinds["images"]:
+        return {}
+    found = dict[str, Distribution | None]()
+    for kind, those in kinds.items():
+        ttfts = [client_seconds(record)["ttft"] for record in those]
+        found[f"ttft_{kind}_s"] = distribution(ttft for ttft in ttfts if ttft is not None)
+    for kind, those in kinds.items():
+        gaps = [gap for record in those for gap in frame_gaps(record)]
+        found[f"itl_{kind}_s"] = weighted_distribution([(s / number, number) for s, number in gaps])
+    return found
 
 
 def _token_report(records: Sequence[RequestRecord]) -> TokenReport:

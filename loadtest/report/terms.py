@@ -1,4 +1,4 @@
-"""Names, order and meanings of figures in reports."""
+"""Names, order and explanations of the figures in reports."""
 
 LATENCY_NAMES = {
     "ttft_s": "TTFT",
@@ -6,6 +6,10 @@ LATENCY_NAMES = {
     "itl_s": "ITL, per token",
     "frame_gap_s": "gap between frames",
     "e2e_s": "E2E",
+    "ttft_images_s": "TTFT, with images",
+    "ttft_text_s": "TTFT, text only",
+    "itl_images_s": "ITL, with images",
+    "itl_text_s": "ITL, text only",
     "server_ttft_s": "TTFT, server's",
     "server_tpot_s": "TPOT, server's",
     "server_total_s": "E2E, server's",
@@ -24,15 +28,17 @@ LATENCY_NAMES = {
     "posting_s": "posting of writes",
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
+    "encodings_wait_s": "wait for encodings",
+    "encoder_s": "encoder, in prefill",
 }
-FIRST_STAGE = "accept_s"  # figures from here on are parts of the time, from receipts
-# Consecutive parts up to token 1, which sum to the server's TTFT.
+FIRST_STAGE = "accept_s"  # latencies from here on are parts of a request's time, from receipts
+# The consecutive parts of a request's time up to token 1, which add up to the server's TTFT.
 TTFT_PARTS = (
     "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s", "decode_prompt_s",
     "delivery_s",
 )  # fmt: skip
 
-# Meanings of a report's rates, which are printed beside them.
+# Explanations of a report's rates, which are printed beside the rates.
 RATE_MEANINGS = {
     "asked_per_s": "requests scheduled in the window, over its length",
     "requests_per_s": "requests scheduled there that ended well, over the window's length or, if "

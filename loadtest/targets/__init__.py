@@ -1,4 +1,4 @@
-"""Kinds of servers to load, by URL scheme. A new kind is one line here."""
+"""Targets: the kinds of servers to load, by URL scheme. A new kind needs one line here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ TARGETS: Registry[OpenTarget] = Registry(
 
 
 async def open_target(options: TargetOptions) -> Target:
-    """Connect to a server; raises ConfigError for an unknown scheme, TargetError without answer."""
+    """Connect to a server.
+
+    Raises ConfigError for an unknown URL scheme, and TargetError if the server does not answer.
+    """
     scheme, separator, rest = options.url.partition("://")
     if not separator or not rest:
         known = ", ".join(TARGETS.names())

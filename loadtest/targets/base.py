@@ -1,4 +1,4 @@
-"""Target: the interface between a load test and a server. Knows no plan and no clock."""
+"""Target: the interface between a load test and a server. Refuses to know: plans, clocks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ COUNT_TOKENS_BY = ("auto", "logprobs", "continuous-usage")
 
 
 class TargetError(BatonError):
-    """A request got no complete answer.
+    """Raised for a request that got no complete answer.
 
     Args:
-        kind: name under which errors are counted: the server's status, or the part that failed.
+        kind: name under which the error is counted: the server's status, or the part of the
+            exchange that failed.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -31,7 +32,7 @@ class TargetError(BatonError):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """The server's own count of tokens read and written.
+    """The server's own counts of a request's tokens.
 
     Attributes:
         num_cached_tokens: prompt tokens that the server had cached; None: not reported.
@@ -43,14 +44,14 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """A piece of an answer that arrived at once.
+    """A piece of an answer that arrived at one time.
 
     Attributes:
-        num_tokens: tokens of the text; None: the server does not say.
-        num_chars: length of the text, used if ``num_tokens`` is None.
-        finish_reason: the server's reason for the output's end; None or empty before it.
-        usage: token counts of the whole request so far.
-        receipt: Baton's receipt.
+        num_tokens: number of the piece's tokens; None: the server does not report them.
+        num_chars: length of the piece's text, used if ``num_tokens`` is None.
+        finish_reason: the server's reason for the end of the output; None or empty before the end.
+        usage: the server's token counts of the whole request so far; None: not reported here.
+        receipt: Baton's receipt for the request; None: not in this frame.
     """
 
     num_tokens: int | None
@@ -91,7 +92,7 @@ class TargetOptions:
 
 
 class Target(Protocol):
-    """A connected server that requests can be sent to."""
+    """A server that is connected, and to which requests can be sent."""
 
     def describe(self) -> dict[str, str]:
         """Return the target's description of itself, for the report."""
@@ -100,14 +101,15 @@ class Target(Protocol):
     def prepare(self, prompt: Prompt, output_length: int) -> bytes:
         """Make a request message for exactly ``output_length`` tokens, sampled greedily.
 
-        This is called in advance, so that sending takes no time.
+        The player calls this in advance, so that sending is not delayed.
         """
         ...
 
     def stream(self, payload: bytes) -> AsyncGenerator[Frame, None]:
-        """Send a request, and yield frames as they arrive; closing the generator cancels it.
+        """Send a request and yield frames as they arrive; closing the generator cancels.
 
-        Requests never wait here. Raises TargetError for an incomplete answer.
+        Requests are sent at once, and never wait in the client. Raises TargetError for an
+        incomplete answer.
         """
         ...
 

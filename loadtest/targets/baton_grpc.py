@@ -1,4 +1,4 @@
-"""Baton's gRPC API as a target: each message is one frame, whose token ids are counted."""
+"""Target over Baton's gRPC API: each message is one frame, whose token ids are counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.client.messages import credentials, models_from_proto
 from baton.serving.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2, types_pb2
 from baton.wire import types as wire_types
-from loadtest.load.prompts import Prompt, is_text
+from loadtest.load.prompts import ImageMessage, Prompt, is_text
 from loadtest.targets.base import Frame, Target, TargetError, TargetOptions, Usage
 
 _GENERATE = "/baton.v1.Inference/Generate"
@@ -27,7 +27,8 @@ _LIST_MODELS = "/baton.v1.Inference/ListModels"
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise, channels to one address share a connection
+    # Without this option, all channels to one address share a connection
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 _START_TIMEOUT_S = 10.0
 
@@ -36,7 +37,7 @@ class BatonTarget:
     """A `Target` over Baton's gRPC API.
 
     Args:
-        channels: channels to the router, used in turn.
+        channels: channels to the router, which requests use in turn.
         metadata: gRPC metadata of every call.
         description: description of the target for the report.
     """
@@ -54,7 +55,7 @@ class BatonTarget:
             [
                 channel.unary_stream(
                     _GENERATE,
-                    request_serializer=None,  # messages are already encoded
+                    request_serializer=None,  # `prepare` has already encoded the messages
                     response_deserializer=inference_pb2.GenerateResponse.FromString,
                 )
                 for channel in channels
@@ -71,6 +72,13 @@ class BatonTarget:
         )
         if isinstance(prompt, list):
             request.token_ids.ids.extend(prompt)
+        elif isinstance(prompt, ImageMessage):
+            parts = request.chat.messages.add(role="user").parts
+            if prompt.before:
+                parts.add(text=prompt.before)
+            for image in prompt.images:
+                parts.add(image=image)
+            parts.add(text=prompt.after)
         elif is_text(prompt):
             request.text = prompt[0].content
         else:
@@ -121,7 +129,7 @@ def _last_frame(response: inference_pb2.GenerateResponse) -> Frame:
 
 
 async def open_target(options: TargetOptions) -> Target:
-    """Connect all channels; raises ConfigError or TargetError."""
+    """Connect to a router with all channels; raises ConfigError or TargetError."""
     address = options.url.removeprefix("grpc://")
     split_address("target", address)
     metadata = credentials(options.api_key or None)

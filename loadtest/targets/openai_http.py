@@ -1,13 +1,14 @@
-"""Any OpenAI-compatible server as a target, with answers as server-sent events: completions, and
-chat for prompts of messages.
+"""Target over OpenAI's HTTP API: completions, and chats for prompts of messages.
 
-The protocol does not say how many tokens an event carries. So an event's token ids, logprobs or
-usage are counted; without them a frame only has its text's length. Events that arrive in one read
-are one frame, because nobody could have seen the first one earlier.
+Answers arrive as server-sent events. The protocol does not say how many tokens an event carries. So
+the event's token ids, logprobs or usage are counted; without these, only the length of the frame's
+text is known. Events that arrive in one read are one frame, because no client could have seen the
+first event earlier.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from baton.access.tls import client_context, read_tls
 from baton.api.errors import ConfigError
 from baton.api.outputs import Receipt
 from baton.client.messages import credentials
-from loadtest.load.prompts import Prompt, is_text
+from loadtest.load.prompts import ImageMessage, Prompt, is_text
 from loadtest.targets.base import (
     COUNT_TOKENS_BY,
     Frame,
@@ -28,7 +29,7 @@ from loadtest.targets.base import (
     Usage,
 )
 
-PROBE = [1]  # prompt of the single request that is sent before a run
+PROBE = [1]  # prompt of the one request that is sent before a run, as a check
 _START_TIMEOUT_S = 10.0
 _MAX_ERROR_CHARS = 200
 
@@ -63,12 +64,12 @@ class _CallDelta(msgspec.Struct):
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # newer name; some servers send an object here
+    reasoning: Any = None  # the newer name; some servers send an object here
     refusal: str | None = None
     tool_calls: list[_CallDelta] | None = None
 
     def texts(self) -> Iterator[str | None]:
-        """Yield each text that the model wrote once, because reasoning may have two names."""
+        """Yield each text of the piece; a text of reasoning that has two names is yielded once."""
         reasoning = self.reasoning if isinstance(self.reasoning, str) else None
         yield from (self.content, self.reasoning_content or reasoning, self.refusal)
         for call in self.tool_calls or ():
@@ -84,7 +85,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def num_chars(self) -> int:
-        """Return the length of the piece's text, in whichever field the text is."""
+        """Return the length of the piece's texts in characters, whatever their fields."""
         delta = self.delta or _Delta()
         return sum(len(text or "") for text in (self.text, *delta.texts()))
 
@@ -112,10 +113,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class EventReader:
-    """Reads the events of one stream and counts their tokens.
+    """Reads the events of one answer, and counts their tokens.
 
     Attributes:
-        is_finished: whether the output has ended.
+        is_finished: whether the event that ends the output has arrived.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class EventReader:
         self._rest = b""
 
     def read(self, data: bytes) -> Frame | None:
-        """Read arrived bytes as one frame; None if no event with content is complete.
+        """Return arrived bytes as one frame; None if they complete no event with content.
 
         Raises:
             TargetError: the data cannot be parsed, or reports that the request failed.
@@ -158,7 +159,7 @@ class EventReader:
         return Frame(num_tokens, num_chars, finish_reason, usage, receipt)
 
     def _count(self, choice: _Choice, usage: _Usage | None) -> int | None:
-        """Return the number of tokens in a choice's piece; None for text without a count."""
+        """Return the number of tokens in an event's piece; None: it has text but no count."""
         counted: int | None = None
         if choice.token_ids is not None:
             counted = len(choice.token_ids)
@@ -171,7 +172,7 @@ class EventReader:
         elif not choice.num_chars():
             counted = 0
         else:
-            self._has_uncounted = True  # a later usage includes these uncounted tokens
+            self._has_uncounted = True  # the usage of a later event includes these tokens
         self._num_tokens += counted or 0
         return counted
 
@@ -197,9 +198,9 @@ class OpenAITarget:
 
     Args:
         session: an open session, which is closed with the target.
-        base_url: URL that ends in /v1.
+        base_url: the server's URL, which ends in /v1.
         body: common fields of all requests.
-        count_tokens_by: the way to get token counts, for the report.
+        count_tokens_by: how tokens are counted, as a text for the report.
     """
 
     def __init__(
@@ -225,10 +226,10 @@ class OpenAITarget:
         own: dict[str, Any]
         if isinstance(prompt, list):
             own = {"prompt": prompt}
-        elif is_text(prompt):
+        elif isinstance(prompt, tuple) and is_text(prompt):
             own = {"prompt": prompt[0].content}
         else:
-            own = {"messages": prompt}
+            own = {"messages": prompt if isinstance(prompt, tuple) else [_with_images(prompt)]}
             if "logprobs" in self._body:
                 own["logprobs"] = True  # a boolean in chats, a number in completions
         return msgspec.json.encode(own | {"max_tokens": output_length} | self._rest(own))
@@ -250,7 +251,7 @@ class OpenAITarget:
                         if frame is not None:
                             yield frame
                 except BaseException:
-                    response.close()  # tells the server at once that the client has gone
+                    response.close()  # closing tells the server at once that the client has gone
                     raise
         except aiohttp.ClientPayloadError as error:
             raise TargetError("CUT_SHORT", str(error)) from None
@@ -263,8 +264,20 @@ class OpenAITarget:
         await self._session.close()
 
 
+def _with_images(message: ImageMessage) -> dict[str, Any]:
+    """Return a user's message with its images as data URLs."""
+    parts: list[dict[str, Any]] = []
+    if message.before:
+        parts.append({"type": "text", "text": message.before})
+    for image in message.images:
+        url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    parts.append({"type": "text", "text": message.after})
+    return {"role": "user", "content": parts}
+
+
 async def open_target(options: TargetOptions) -> Target:
-    """Connect; raises ConfigError or TargetError."""
+    """Connect to a server; raises ConfigError or TargetError."""
     if options.count_tokens_by not in COUNT_TOKENS_BY:
         raise ConfigError(
             f"count_tokens_by: must be one of {', '.join(COUNT_TOKENS_BY)}, "
@@ -275,9 +288,10 @@ async def open_target(options: TargetOptions) -> Target:
     if tls is not None and not base_url.startswith("https:"):
         raise ConfigError(f"target: must be https:// with TLS options, got {options.url!r}")
     session = aiohttp.ClientSession(
-        # No limit: requests that wait here for a connection would make the server look slow. Idle
-        # connections are closed earlier than servers usually do (uvicorn after 5 s), because a
-        # request sent on a closing connection is lost.
+        # The number of connections has no limit: requests that waited here for a connection would
+        # make the server look slow. Idle connections are closed earlier than servers usually close
+        # them (uvicorn: after 5 s), because a request on a connection that the server is closing is
+        # lost.
         connector=aiohttp.TCPConnector(
             limit=0, keepalive_timeout=4, ssl=True if tls is None else client_context(tls)
         ),
@@ -316,7 +330,7 @@ async def open_target(options: TargetOptions) -> Target:
 async def _takes_continuous_usage(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any]
 ) -> bool:
-    """Return whether the server accepts the option; OpenAI's own refuses unknown options."""
+    """Return whether the server accepts the option ``continuous_usage_stats``."""
     asked = body | {
         "prompt": PROBE,
         "max_tokens": 1,

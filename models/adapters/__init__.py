@@ -1,1 +1,1 @@
-"""LoRA adapters for a model's layers: target layers, products, steps with several adapters."""
+"""LoRA adapters: the layers they change, their products, and steps that use several adapters."""

@@ -1,6 +1,6 @@
 """AdaptedEmbedding: an embedding with LoRA adapters for some tokens.
 
-Refuses to know: files, how the base model stores its embedding.
+Refuses to know: how files are read, how the base model stores its embedding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class EmbeddingLowRank:
     """One adapter's matrices for an embedding.
 
     Attributes:
-        table: ``[vocab_size, rank]``; if ranks divide the vocabulary, only this rank's rows.
+        table: ``[vocab_size, rank]``; if ranks divide the vocabulary, only the rows of this rank's
+            tokens.
         b: ``[hidden_size, rank]``.
     """
 
@@ -33,16 +34,16 @@ class EmbeddingLowRank:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory, in bytes."""
+        """Return the bytes of memory that the two matrices take."""
         return sum(one.numel() * one.itemsize for one in (self.table, self.b.panels))
 
     def add_to(self, out: Tensor, input_ids: Tensor) -> None:
-        """Add the adapter's product to embeddings, ``[n, hidden_size]``, in place."""
+        """Add the adapter's product for n tokens to ``out``, ``[n, hidden_size]``, in place."""
         out += ops.packed_linear(self.table[input_ids], self.b)
 
 
 class AdaptedEmbedding(nn.Module):
-    """An embedding with adapters.
+    """The base model's embedding, plus the adapters' products for tokens that use an adapter.
 
     Args:
         layer: the base model's embedding.
@@ -50,7 +51,7 @@ class AdaptedEmbedding(nn.Module):
 
     Attributes:
         layer: the argument, unchanged.
-        loaded: matrices by adapter.
+        loaded: matrices of the loaded adapters, by adapter digest.
     """
 
     def __init__(self, layer: nn.Module, step: StepSpans) -> None:
@@ -69,7 +70,11 @@ class AdaptedEmbedding(nn.Module):
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> EmbeddingLowRank:
-        """Pack an adapter's matrices; raises AdapterError as ``make_low_rank`` does."""
+        """Convert an adapter's matrices to ``dtype``.
+
+        Raises:
+            AdapterError: a number is too large for ``dtype``.
+        """
         (piece,) = pieces
         factors, down = piece.factors, piece.down
         refuse_large(files, factors, dtype, down, factors.b)

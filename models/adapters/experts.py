@@ -1,11 +1,12 @@
 """AdaptedExperts: a mixture of experts with LoRA adapters for some tokens.
 
 Tokens without an adapter for these experts go through the unchanged mixture. All other tokens are
-sorted by expert and adapter, and go through each expert's two layers:
+sorted by expert and adapter. Each expert's two layers then compute these tokens, and a delta, the
+product of the token's adapter, is added to the result of each layer:
 
     halves = first(x) + delta    middle = activation(halves)    result = second(middle) + delta
 
-Refuses to know: routing, which tokens have which adapter, files.
+Refuses to know: how experts are chosen for a token, which tokens have which adapter, files.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from models.layers.linear import PackedLinear
 from models.layers.moe import SparseMoe
 from models.recipe import RELU2
 
-# Inputs, experts and their weights; if there are shared experts, also their results and gates.
+# The arguments of `mix` for some tokens: x, ids, weights, shared, gate.
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-FIRST, SECOND = "gate_up", "down"  # names of the layers of all experts in a `SparseMoe`
+FIRST, SECOND = "gate_up", "down"  # names of the experts' two layers in a `SparseMoe`
 _NO_ADAPTER = -1
 
 
@@ -41,19 +42,19 @@ class ExpertsLowRank:
     """One adapter's matrices for one mixture of experts.
 
     Attributes:
-        parts: matrices by layer and expert, for the adapted experts.
+        parts: matrices of each adapted layer, by the layer's name and the expert's number.
     """
 
     parts: Mapping[tuple[str, int], ops.LowRank]
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory, in bytes."""
+        """Return the bytes of memory that all matrices take."""
         return sum(one.num_bytes for one in self.parts.values())
 
 
 class _Group(NamedTuple):
-    """Adjacent rows with one expert and one adapter."""
+    """Adjacent rows whose tokens use one adapter and go through one expert."""
 
     expert: int
     adapter: int
@@ -61,14 +62,14 @@ class _Group(NamedTuple):
 
 
 class AdaptedExperts:
-    """The experts of one mixture, with adapters.
+    """A mixture of experts in which tokens may use adapters of the experts' layers.
 
     Args:
         moe: the base model's mixture.
         step: tells which tokens have which adapter.
 
     Attributes:
-        loaded: matrices by adapter.
+        loaded: matrices of the loaded adapters, by adapter digest.
     """
 
     def __init__(self, moe: SparseMoe, step: StepSpans) -> None:
@@ -79,7 +80,7 @@ class AdaptedExperts:
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """Implement ``AdaptedMix.mix``."""
+        """Compute the mixture of experts, with adapters; see ``AdaptedMix.mix``."""
         found = self._step.found(self.loaded)
         if not found:
             return self._moe.mix(x, ids, weights, shared, gate)
@@ -103,7 +104,7 @@ class AdaptedExperts:
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> ExpertsLowRank:
-        """Pack an adapter's matrices; raises AdapterError as ``make_low_rank`` does."""
+        """Pack an adapter's matrices for these experts; raises AdapterError."""
         found: dict[tuple[str, int], list[Piece]] = defaultdict(list)
         for piece in pieces:
             key = _key(piece.parts[0])
@@ -117,7 +118,7 @@ class AdaptedExperts:
         )
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squared norms of a part's adapted rows; see ``row_squares``."""
+        """Return, for each row of a part, the squared norm of base weight + adapter."""
         name, expert = _key(part)
         return row_squares(self._layer(name, expert), self._placed(part, name).rows, up, down)
 
@@ -131,26 +132,24 @@ class AdaptedExperts:
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """Compute the experts of tokens that have adapters.
+        """Compute the mixture's result, ``[num_tokens, width]``, for tokens that have adapters.
 
         Args:
             parts: the adapters' matrices.
-            adapters: ``[num_tokens]``, an index of ``parts`` for each token.
+            adapters: ``[num_tokens]``, each token's index into ``parts``.
         """
         num_tokens, top_k = ids.shape
         # A row is a pair of a token and one of its experts. Rows are sorted by expert and adapter.
         keys = (ids * len(parts) + adapters.unsqueeze(1)).flatten()  # [num_tokens * top_k]
         order = keys.argsort(stable=True)
-        found, counts = torch.unique_consecutive(keys[order], return_counts=True)
-        groups = [
-            _Group(key // len(parts), key % len(parts), count)
-            for key, count in zip(found.tolist(), counts.tolist(), strict=True)
-        ]
-        rows = x[order // top_k]
-        middle = self._middle(self._products(FIRST, rows, groups, parts))
-        products = self._products(SECOND, middle, groups, parts)
-        results = x.new_empty(num_tokens * top_k, x.shape[1])
-        results[order] = products[:, : x.shape[1]]
+        share, loads = self._moe.share, self._moe.loads
+        if share.size > 1:  # other ranks compute the rows of their experts
+            order = order[(ids.flatten() % share.size == share.rank)[order]]
+        if loads is not None:
+            ops.count_loads(ids, share, loads)
+        results = x.new_zeros(num_tokens * top_k, x.shape[1])
+        if len(order):
+            results[order] = self._results(parts, keys[order], x[order // top_k])
         results = results.view(num_tokens, top_k, -1)
         total = torch.zeros_like(x, dtype=torch.float32)
         for place in range(top_k):
@@ -159,12 +158,28 @@ class AdaptedExperts:
             total += shared if gate is None else gate.sigmoid() * shared
         return total.to(x.dtype)
 
+    def _results(self, parts: Sequence[ExpertsLowRank], keys: Tensor, rows: Tensor) -> Tensor:
+        """Return the experts' results for rows that are sorted by expert and adapter.
+
+        Args:
+            keys: each row's expert times the number of adapters, plus the row's adapter.
+            rows: ``[num_rows, width]``, the experts' inputs.
+        """
+        found, counts = torch.unique_consecutive(keys, return_counts=True)
+        groups = [
+            _Group(key // len(parts), key % len(parts), count)
+            for key, count in zip(found.tolist(), counts.tolist(), strict=True)
+        ]
+        middle = self._middle(self._products(FIRST, rows, groups, parts))
+        products = self._products(SECOND, middle, groups, parts)
+        return products[:, : self._moe.width]
+
     def _products(
         self, name: str, rows: Tensor, groups: Sequence[_Group], parts: Sequence[ExpertsLowRank]
     ) -> Tensor:
-        """Return one layer's adapted results of each row's expert, ``[num_rows, outputs]``.
+        """Apply each row's expert and adapter in one layer; return ``[num_rows, outputs]``.
 
-        One call multiplies all rows of an expert, and one call adds the products of all adapters.
+        One call multiplies all rows of an expert; one further call adds all adapters' products.
         """
         made: list[Tensor] = []
         spans: list[ops.LowRankSpan] = []
@@ -183,7 +198,7 @@ class AdaptedExperts:
         return out
 
     def _layer(self, name: str, expert: int) -> nn.Module:
-        """Return one expert's layer, whose weights are a view of all experts' weights."""
+        """Return one expert's layer; its weight is a view of the weight of all experts."""
         if (name, expert) not in self._layers:
             self._layers[name, expert] = self._make_layer(name, expert)
         return self._layers[name, expert]
@@ -191,7 +206,7 @@ class AdaptedExperts:
     def _make_layer(self, name: str, expert: int) -> nn.Module:
         every = self._moe.get_submodule(name)
         num_rows = self._padded(name) * (self._moe.num_halves if name == FIRST else 1)
-        first = expert * num_rows
+        first = expert // self._moe.share.size * num_rows
         if isinstance(every, PackedLinear):
             return PackedLinear(_rows_of(every.packed, first, num_rows))
         assert isinstance(every, nn.Linear)
@@ -203,7 +218,7 @@ class AdaptedExperts:
         return one
 
     def _placed(self, part: TargetPart, name: str) -> TargetPart:
-        """Move a target's rows to their place in an expert's layer, whose halves may be padded."""
+        """Return a part whose rows are indices in the expert's packed (padded) layer."""
         size, padded = self._size(name), self._padded(name)
         half = part.rows.start // size if part.rows.start else 0
         start = half * padded
@@ -221,19 +236,19 @@ class AdaptedExperts:
         return self._moe.inner_size if name == FIRST else self._moe.width
 
     def _padded(self, name: str) -> int:
-        """Count the rows of an expert's half or output, including the padding of packed weights."""
+        """Return the rows of a half (first layer) or of the second layer, counted with padding."""
         every, size = self._moe.get_submodule(name), self._size(name)
         return every.packed.in_whole_panels(size) if isinstance(every, PackedLinear) else size
 
 
 def _key(part: TargetPart) -> tuple[str, int]:
-    """Return the layer and the expert that a part belongs to."""
+    """Return the name of the layer and the number of the expert that a part belongs to."""
     assert part.expert is not None
     return part.path.rpartition(".")[2], part.expert
 
 
 def _rows_of(weight: PackedWeight, first: int, num_rows: int) -> PackedWeight:
-    """Return some rows of a packed weight, in whole panels, without copying them."""
+    """Return some rows of a packed weight as a view; the rows must fill whole panels."""
     rows = slice(first, first + num_rows)
     panels = slice(first // weight.width, (first + num_rows) // weight.width)
     return replace(

@@ -1,4 +1,4 @@
-"""Factors: the two matrices of an adapted layer in the checkpoint's order, read from an adapter.
+"""Factors: an adapter's two matrices for one layer, with rows in the checkpoint's order.
 
 Refuses to know: layers of Baton's models, how products are computed.
 """
@@ -23,9 +23,9 @@ class Factors:
     """The product ``b @ a`` that is added to a layer's weight.
 
     Attributes:
-        module: the layer in the adapter.
+        module: the adapter's module that holds the two matrices.
         a: ``[rank, inputs]``, of any floating dtype; float32 if there is a magnitude.
-        b: ``[outputs, rank]``, likewise, with the scale.
+        b: ``[outputs, rank]``, of any floating dtype, already multiplied by the adapter's scale.
         magnitude: ``[outputs]`` float32, norms of the adapted weight's rows; None: no DoRA.
     """
 
@@ -36,10 +36,10 @@ class Factors:
 
 
 def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -> list[Factors]:
-    """Return a layer's factors; for stacked experts, the factors of each expert.
+    """Read the factors of one layer; for stacked experts, the factors of each expert.
 
     Args:
-        config: the base model's configuration, by which the row order of GGUF files is undone.
+        config: the base model's configuration, which tells how to undo the row order of GGUF files.
     """
     a, b = _stored(adapter, module.a), _stored(adapter, module.b)
     if module.scale != 1.0:
@@ -65,6 +65,6 @@ def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -
 
 
 def _stored(adapter: Adapter, tensor: AdapterTensor) -> Tensor:
-    """Return a tensor that shares the adapter's memory."""
+    """Return one of an adapter's tensors in torch, without a copy."""
     numbers = torch.frombuffer(adapter.data[tensor.name], dtype=_DTYPES[tensor.dtype])
     return numbers.view(tensor.shape)

@@ -1,9 +1,10 @@
 """AdaptedLatents: a projection of latents to keys and values, with LoRA adapters.
 
-The base model never computes keys and values: see `models/layers/latent_attention.py`. The two
-halves of an adapter's product are applied in the same places:
+The base model never computes keys and values: it multiplies the query by the key matrix, and the
+weighted sum of latents by the value matrix (`models/layers/latent_attention.py`). An adapter A, B
+of this projection adds to both products:
 
-    key matrix of a head     K + Bk A    query K  ->  query K + (query Bk) A
+    key matrix of a head     K + Bk A    query K  ->  query K + (query Bk) A     Bk, Bv: rows of B
     value matrix of a head   V + Bv A    V sum    ->  V sum + Bv (A sum)
 
 Refuses to know: files, which rows of a step belong to which request.
@@ -31,12 +32,13 @@ from models.recipe import LatentSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentLowRank:
-    """One adapter's matrices for one projection.
+    """One adapter's matrices for the projection of one layer.
 
     Attributes:
-        down, up: A and its transpose.
-        keys, values: halves of B for each head, padded to whole panels.
-        gains: factors of the base model's keys and values, ``[num_heads, dim]`` each; None: 1.
+        down, up: A, and the transpose of A.
+        keys, values: the rows of B for keys and for values; each head is padded to whole panels.
+        gains: DoRA's factors of the base model's keys and of its values, ``[num_heads, dim]`` each;
+            None: no DoRA.
     """
 
     down: PackedWeight
@@ -47,19 +49,34 @@ class LatentLowRank:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in memory, in bytes."""
+        """Return the bytes of memory that all matrices and gains take."""
         packed = (self.down, self.up, self.keys, self.values)
         tensors = [*(one.panels for one in packed), *(self.gains or ())]
         return sum(one.numel() * one.itemsize for one in tensors)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Return the addition to absorbed queries, for queries ``[n, num_heads, key_dim]``."""
+        """Return what the adapter adds to the base model's product of ``query`` and key matrix.
+
+        Args:
+            query: ``[n, num_heads, key_dim]``.
+
+        Returns:
+            ``[n, num_heads, latent]``.
+        """
         inner = query.new_empty(*query.shape[:2], self.down.out_features)
         ops.grouped_packed_linear(query, self.keys, inner)
         return ops.packed_linear(inner.flatten(0, 1), self.up).view(*query.shape[:2], -1)
 
     def expand(self, attended: Tensor, value_dim: int) -> Tensor:
-        """Return the addition to values, for attended latents ``[n, num_heads, latent]``."""
+        """Return what the adapter adds to the base model's product of latents and value matrix.
+
+        Args:
+            attended: ``[n, num_heads, latent]``, weighted sums of latents.
+            value_dim: size of a value head.
+
+        Returns:
+            ``[n, num_heads, value_dim]``.
+        """
         inner = ops.packed_linear(attended.flatten(0, 1).contiguous(), self.down)
         out = attended.new_empty(*attended.shape[:2], value_dim)
         ops.grouped_packed_linear(inner.view(*attended.shape[:2], -1), self.values, out)
@@ -67,7 +84,7 @@ class LatentLowRank:
 
 
 class AdaptedLatents(nn.Module):
-    """A projection with adapters.
+    """The projection of latents to keys and values in one layer, with adapters.
 
     Args:
         layer: the base model's projection.
@@ -76,7 +93,7 @@ class AdaptedLatents(nn.Module):
 
     Attributes:
         layer: the argument, unchanged.
-        loaded: matrices by adapter.
+        loaded: matrices of the loaded adapters, by adapter digest.
     """
 
     def __init__(
@@ -88,7 +105,7 @@ class AdaptedLatents(nn.Module):
         self._spec, self._step = spec, step
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """Apply the adapted key matrix to queries; see ``LatentProjection.absorb``."""
+        """Multiply queries by the key matrices, with adapters."""
         found = self._step.found(self.loaded)
         scaled = query
         for rows, part in found:
@@ -100,7 +117,7 @@ class AdaptedLatents(nn.Module):
             out[rows] += part.absorb(query[rows])
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """Apply the adapted value matrix to attended latents; see ``LatentProjection.expand``."""
+        """Multiply sums of latents by the value matrices, with adapters."""
         self.layer.expand(attended, out)
         for rows, part in self._step.found(self.loaded):
             if part.gains is not None:
@@ -110,7 +127,7 @@ class AdaptedLatents(nn.Module):
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> LatentLowRank:
-        """Pack an adapter's matrices; raises AdapterError as ``make_low_rank`` does."""
+        """Pack one adapter's matrices for this projection; raises AdapterError."""
         (piece,) = pieces
         factors, ((part, up, norms),) = piece.factors, piece.rows()
         spec, nope = self._spec, self._spec.qk_nope_head_dim
@@ -133,17 +150,17 @@ class AdaptedLatents(nn.Module):
         )
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squared norms of a part's adapted rows; see ``row_squares``."""
+        """Return, for each row of a part, the squared norm of base weight + adapter."""
         return (_weight(self.layer, self._spec, len(up)) + up @ down).square().sum(dim=1)
 
 
 def _padded(heads: Tensor, width: int) -> Tensor:
-    """Join heads ``[num_heads, outputs, inputs]`` to a matrix, each head padded to whole panels."""
+    """Pad each head to whole panels, and join ``[num_heads, outputs, inputs]`` to one matrix."""
     return functional.pad(heads, (0, 0, 0, -heads.shape[1] % width)).flatten(0, 1).contiguous()
 
 
 def _weight(layer: nn.Module, spec: LatentSpec, num_rows: int) -> Tensor:
-    """Return the base model's matrix, ``[num_heads * (key_dim + value_dim), latent]`` float32."""
+    """Return the base weight: ``[num_heads * (key_dim + value_dim), latent]`` float32."""
     if isinstance(layer, LatentProjection):
         return layer.weight.detach().float()
     assert isinstance(layer, PackedLatentProjection)

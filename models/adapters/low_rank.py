@@ -1,13 +1,13 @@
 """Makes the matrices by which a LoRA adapter changes one layer, packed for CPU kernels.
 
-A fused layer has a part for each adapted projection; see ``ops.LowRank``.
+For a fused layer, such as ``qkv_proj``, the matrices have one part per adapted projection.
 
-With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight is scaled to a learned norm.
-The scaling also changes the base layer's product; the rows' factors are computed once, from the
-base weight.
+With DoRA (Liu et al., arXiv:2402.09353) each row of the adapted weight (base weight + B A) is
+scaled to a learned norm. The scaling also changes the base layer's product. The factor of each row
+is computed once, when the adapter is packed.
 
 Ranks (processes) divide A and B like the base weight: B's rows like its rows, A's columns like its
-columns. If ranks divide columns, they sum the squares of each row's norm.
+columns. If ranks divide columns, the squared norm of each row is summed over the ranks.
 
 Refuses to know: files, which rows of a step belong to which request.
 """
@@ -28,17 +28,17 @@ from models.adapters.factors import Factors
 from models.adapters.targets import TargetPart
 from models.layers.linear import GatedLinear, PackedLinear
 
-_ROWS = 1024  # rows of a base weight that are unpacked at a time
+_ROWS = 1024  # rows of a base weight that are unpacked at a time to compute norms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """The addition of one adapter module to this rank's part of a layer.
+    """One module of an adapter, as far as it changes this rank's part of a layer.
 
     Attributes:
         factors: the module's matrices, in the checkpoint's order.
-        parts: the rows that the module changes; all have the same columns.
-        norms: norms of the adapted weight's rows, over all parts; None: no DoRA.
+        parts: the parts of the layer that the module changes; all have the same columns.
+        norms: norm of each row of the adapted weight, part after part; None: no DoRA.
     """
 
     factors: Factors
@@ -47,17 +47,17 @@ class Piece:
 
     @property
     def down(self) -> Tensor:
-        """Return A's columns for the rank's inputs, ``[rank, inputs]``."""
+        """Return the columns of A for the inputs that this rank reads, ``[rank, inputs]``."""
         columns = self.parts[0].columns
         return self.factors.a if columns is None else self.factors.a[:, columns]
 
     @property
     def is_summed(self) -> bool:
-        """Return whether the layer's columns are divided among ranks."""
+        """Return whether ranks divide the layer's columns, and so sum its results."""
         return self.parts[0].columns is not None
 
     def rows(self) -> Iterator[tuple[TargetPart, Tensor, Tensor | None]]:
-        """Yield each part with its rows of B, ``[n, rank]``, and their norms, ``[n]``."""
+        """Yield each part, the part's rows of B, ``[n, rank]``, and the norms, ``[n]`` or None."""
         first = 0
         for part in self.parts:
             up = part.of(self.factors.b)
@@ -78,9 +78,9 @@ def make_low_rank(
     Args:
         layer: the base model's layer, whose bias DoRA needs.
         files: the adapter's files, for error messages.
-        pieces: additions of the adapter's modules, with norms for DoRA.
+        pieces: what each of the adapter's modules adds to the layer; with DoRA, with norms.
         dtype: type that the model computes in.
-        width: outputs of a panel of packed weights.
+        width: number of outputs in a panel of packed weights.
 
     Raises:
         AdapterError: a number is too large for ``dtype``, or a row of the adapted weight is 0.
@@ -109,9 +109,9 @@ def make_low_rank(
 
 
 def gains_of(files: AdapterFiles, factors: Factors, norms: Tensor, part: TargetPart) -> Tensor:
-    """Return DoRA's factor of each row, ``[n]``, given the norms of the adapted weight's rows.
+    """Return DoRA's factor of each row, ``[n]``: the learned norm divided by the row's norm.
 
-    Raises AdapterError if a row is 0.
+    Raises AdapterError if all numbers of a row are 0.
     """
     assert factors.magnitude is not None
     if not bool((norms > 0).all()):
@@ -124,18 +124,18 @@ def refuse_large(
 ) -> None:
     """Raise AdapterError if a number of A or B is too large for ``dtype``."""
     for name, matrix in (("lora_A", a), ("lora_B", b)):
-        # all numbers are finite, as was checked on reading
+        # the check for infinite numbers was made when the adapter was read
         is_as_read = matrix.dtype != torch.float32
         if is_as_read and torch.finfo(matrix.dtype).max <= torch.finfo(dtype).max:
             continue
-        extremes = torch.stack(matrix.aminmax())  # NaN if a number is NaN
+        extremes = torch.stack(matrix.aminmax())  # NaN if any number is NaN
         if not bool(extremes.to(dtype).isfinite().all()):
             problem = f"{name} has a number that is too large for {dtype}"
             raise files.wrong(factors.module.a, problem.replace("torch.", ""))
 
 
 def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
-    """Multiply ``[n, in]`` by a layer's weight, without activation: ``[n, out_features]``."""
+    """Return a layer's result before its activation, ``[n, out_features]``, for ``[n, in]``."""
     if activation_of(layer) is None:
         product: Tensor = layer(x)
         return product
@@ -146,7 +146,7 @@ def plain_product(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def activation_of(layer: nn.Module) -> str | None:
-    """Return the activation after a layer's product, or None."""
+    """Return the name of the activation that a gated layer applies; None: the layer has none."""
     return layer.activation if isinstance(layer, GatedLinear | PackedLinear) else None
 
 
@@ -158,18 +158,18 @@ def _num_outputs(layer: nn.Module) -> int:
 
 
 def _bias(layer: nn.Module) -> Tensor | None:
-    """Return a layer's bias, ``[out_features]`` float32."""
+    """Return a layer's bias, ``[out_features]`` float32; None: the layer has no bias."""
     bias = getattr(layer, "bias", None)
     return None if bias is None else bias.detach().float()
 
 
 def row_squares(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tensor:
-    """Return the squared norm of each row of an adapted weight, ``[n]``.
+    """Return the squared norm of each row of base weight + ``up @ down``: ``[n]``.
 
     Args:
         layer: the base model's layer.
-        rows: rows of the layer's weight, n of them.
-        up: ``[n, rank]``, with the scale.
+        rows: the n rows of the base weight that the adapter changes.
+        up: ``[n, rank]``, already multiplied by the adapter's scale.
         down: ``[rank, in_features]``.
     """
     squares = [
@@ -180,7 +180,10 @@ def row_squares(layer: nn.Module, rows: slice, up: Tensor, down: Tensor) -> Tens
 
 
 def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
-    """Yield a layer's rows in float32, some at a time, with the index of the first."""
+    """Yield the given rows of a layer's weight in float32, `_ROWS` at a time.
+
+    Each piece comes with the index of its first row among the given rows.
+    """
     first, end, _ = rows.indices(_num_outputs(layer))
     for start in range(first, end, _ROWS):
         stop = min(start + _ROWS, end)
@@ -193,7 +196,7 @@ def _weight_rows(layer: nn.Module, rows: slice) -> Iterator[tuple[int, Tensor]]:
 
 
 def pack_matrix(matrix: Tensor, dtype: torch.dtype, width: int) -> PackedWeight:
-    """Pack a matrix, ``[outputs, inputs]``, in ``dtype``."""
+    """Pack a matrix, ``[outputs, inputs]``, into panels of ``width`` outputs, in ``dtype``."""
     format_ = WeightFormat.of(dtype)
     assert format_ is not None, dtype
     num_rows, num_columns = matrix.shape

@@ -1,13 +1,14 @@
 """AdapterSlots: a model's LoRA adapters in memory, and steps in which some tokens have adapters.
 
-A step without adapters runs the base model. A step with adapters runs a copy that shares all
-weights, but has an `AdaptedLinear` around every layer that an adapter may adapt. The tokens of one
-adapter are adjacent in a step. One call adds the products of all adapters to a layer's output:
+A step without adapters runs the base model. A step with adapters runs a copy of the model that
+shares all weights, but has a wrapper such as `AdaptedLinear` around every layer that an adapter may
+change. The tokens of one adapter are adjacent in a step. In each layer, one call adds the products
+of all adapters to the layer's output:
 
     step    | base .......... | adapter 1 ... | adapter 2 .. |      out[rows] += low_rank(x[rows])
 
-Ranks divide the adapters' products like the layers, so the base model's all-reduce also sums the
-adapters' results.
+Ranks divide the adapters' products as they divide the layers, so the base model's all-reduce also
+sums the adapters' results.
 
 Refuses to know: names of adapters, requests, files.
 """
@@ -49,11 +50,11 @@ from models.layers.moe import SparseMoe
 from models.parallel.group import ALONE, Ranks
 from models.recipe import LatentSpec
 
-_WIDTH = 16  # width of panels, for the case that no kernel demands another
+_WIDTH = 16  # width of panels, unless native kernels demand another
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with LoRA adapters for some tokens.
+    """A linear layer that adds the products of LoRA adapters for tokens that use an adapter.
 
     Args:
         layer: the base model's layer.
@@ -61,7 +62,7 @@ class AdaptedLinear(nn.Module):
 
     Attributes:
         layer: the argument, unchanged.
-        loaded: matrices by adapter, for adapters that change this layer.
+        loaded: matrices of the loaded adapters that change this layer, by adapter digest.
     """
 
     def __init__(self, layer: nn.Module, step: StepSpans) -> None:
@@ -72,7 +73,7 @@ class AdaptedLinear(nn.Module):
         self._activation = activation_of(layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's adapted result for ``[num_tokens, in_features]``."""
+        """Return the layer's result with adapters, for ``[num_tokens, in_features]``."""
         found = self._step.found(self.loaded)
         if not found:
             result: Tensor = self.layer(x)
@@ -85,26 +86,26 @@ class AdaptedLinear(nn.Module):
     def make(
         self, files: AdapterFiles, pieces: Sequence[Piece], dtype: torch.dtype, width: int
     ) -> ops.LowRank:
-        """Pack an adapter's matrices; raises AdapterError, see ``make_low_rank``."""
+        """Pack an adapter's matrices for this layer; raises AdapterError."""
         return make_low_rank(self.layer, files, pieces, dtype, width)
 
     def squares(self, part: TargetPart, up: Tensor, down: Tensor) -> Tensor:
-        """Return the squared norms of a part's adapted rows; see ``row_squares``."""
+        """Return, for each row of a part, the squared norm of base weight + adapter."""
         return row_squares(self.layer, part.rows, up, down)
 
 
-# A layer of a model that adapters may change.
+# A wrapped layer, to which adapters may add.
 _Site = AdaptedLinear | AdaptedEmbedding | AdaptedExperts | AdaptedLatents
-_Packed = Sequence[tuple[_Site, Any]]  # one adapter's matrices, by layer
+_Packed = Sequence[tuple[_Site, Any]]  # one adapter's matrices, each with the layer it changes
 
 
 class AdapterSlots:
     """The adapters of one model on a CPU.
 
-    Used by one thread at a time, except `check` and `pack`.
+    Only `check` and `pack` may be called from several threads at once.
 
     Args:
-        model: the loaded model, which must not be changed any more.
+        model: the loaded model; nobody may replace its layers from now on.
         dtype: type that the model computes in.
         ranks: ranks that share the model. All ranks load the same adapters at the same time.
     """
@@ -155,14 +156,17 @@ class AdapterSlots:
         return AdaptedLinear(layer, self._step)
 
     def check(self, files: AdapterFiles) -> None:
-        """Raise AdapterError unless an adapter's names and shapes fit; safe from any thread."""
+        """Raise AdapterError if an adapter's tensor names or shapes do not fit the model.
+
+        Safe from any thread.
+        """
         self._targets.check(files)
 
     def pack(self, adapter: Adapter) -> int:
         """Pack an adapter's weights for `load`; return their size in bytes.
 
-        Safe from any thread, unless several ranks sum norms. The packed weights are kept as long as
-        ``adapter`` lives.
+        Safe from any thread, unless ranks sum the norms of a DoRA adapter. The packed weights are
+        kept as long as ``adapter`` lives.
 
         Raises AdapterError if the adapter does not fit the model.
         """
@@ -179,10 +183,10 @@ class AdapterSlots:
         """Make an adapter available to steps; return its size in bytes.
 
         Raises:
-            AdapterError: the adapter does not fit the model; this rank then keeps nothing, but
+            AdapterError: the adapter does not fit the model. This rank has then loaded nothing, but
                 another rank may have loaded the adapter.
         """
-        num_bytes = self.pack(adapter)  # immediate if packed already
+        num_bytes = self.pack(adapter)  # takes no time if the adapter is packed already
         for site, part in self._packed[adapter]:
             site.loaded[adapter.digest] = part
         self._loaded.add(adapter.digest)
@@ -198,7 +202,8 @@ class AdapterSlots:
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute a step with adapters; see ``CausalLM.forward``."""
-        # A step with a missing adapter would silently compute as the base model does.
+        # Without this check, tokens of a missing adapter would silently get the base model's
+        # results.
         missing = {span.adapter for span in context.adapters} - self._loaded
         assert not missing, f"a step uses adapters that are not loaded: {missing}"
         self._step.spans = context.adapters
@@ -208,8 +213,10 @@ class AdapterSlots:
         return hidden
 
     def logits(self, hidden: Tensor, spans: tuple[AdapterSpan, ...]) -> Tensor:
-        """Return the output head's results for ``[n, hidden_size]``; ``spans`` tells the adapted
-        rows.
+        """Return the output head's results for ``[n, hidden_size]``.
+
+        Args:
+            spans: the rows that use adapters.
         """
         assert self._head is not None, "the last stage has the head"
         self._logits_step.spans = spans
@@ -217,13 +224,13 @@ class AdapterSlots:
         return logits
 
     def _pieces(self, adapter: Adapter) -> Mapping[_Site, list[Piece]]:
-        """Read an adapter, and group its modules' additions by layer of the model."""
+        """Read an adapter's modules, and group them by the layer of the model that they change."""
         found: dict[_Site, list[Piece]] = defaultdict(list)
         for name, module in adapter.files.modules.items():
             target = self._targets.find(name)
             assert target is not None, "pack has checked the names"
             parts = target.parts
-            if not parts:  # another stage has this layer
+            if not parts:  # another pipeline stage has this layer
                 continue
             for expert, factors in enumerate(read_factors(adapter, module, self._config)):
                 own = [one for one in parts if module.num_experts is None or one.expert == expert]
@@ -233,10 +240,10 @@ class AdapterSlots:
         return found
 
     def _with_norms(self, found: Mapping[_Site, list[Piece]]) -> dict[_Site, list[Piece]]:
-        """Add the norms of adapted rows where DoRA needs them.
+        """Add the norms of the adapted weights' rows to each piece that uses DoRA.
 
-        If ranks divide columns, they add the squares of all rows in one all-reduce. No rank can
-        fail before this sum, so no rank waits forever.
+        If ranks divide columns, one all-reduce sums the squared norms of all these rows. Nothing
+        that can fail on a single rank comes before this all-reduce, so no rank waits forever.
         """
         squares = {
             piece: torch.cat([site.squares(part, up, piece.down) for part, up, _ in piece.rows()])
@@ -258,9 +265,9 @@ class AdapterSlots:
 
 
 def _twin(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Copy a module, sharing its weights, with some submodules replaced.
+    """Copy a module, but share its weights, and replace some of its submodules.
 
-    Submodules that do not contain any replaced module are shared.
+    Submodules that contain no replaced module are shared, not copied.
     """
     if module in replaced:
         return replaced[module]
@@ -273,12 +280,12 @@ def _twin(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Modu
 
 
 def _head_of(model: DecoderForCausalLM) -> nn.Module:
-    """Return a model's output head; for a tied head, a layer that shares the embedding's weight."""
+    """Return the output head; if it is tied, a linear layer that shares the embedding's weight."""
     if model.lm_head is not None:
         return model.lm_head
     embedding = model.model.embed_tokens
     assert isinstance(embedding, nn.Embedding), "packed ones come with a head"
-    # with several ranks, the head has only a share of the vocabulary
+    # with several ranks, this rank's head has only a share of the vocabulary
     num_tokens = len(embedding.weight)
     head = nn.Linear(embedding.embedding_dim, num_tokens, bias=False, device="meta")
     head.weight = embedding.weight
@@ -286,6 +293,6 @@ def _head_of(model: DecoderForCausalLM) -> nn.Module:
 
 
 def _width() -> int:
-    """Return the panel width, in outputs, that this process's kernels read."""
+    """Return the number of outputs per panel that this process's kernels require."""
     native = native_ops()
     return _WIDTH if native is None else native.panel_width

@@ -1,4 +1,4 @@
-"""StepSpans: which tokens of the step being computed have which adapter.
+"""StepSpans: which tokens of the step that is being computed use which adapter.
 
 Refuses to know: layers, requests.
 """
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class StepSpans:
-    """The adapters of one step; one object for all layers, set before each step."""
+    """The adapters of the current step; all layers share one object, which each step sets anew."""
 
     spans: tuple[AdapterSpan, ...] = ()
 
     def found(self, loaded: Mapping[AdapterDigest, T]) -> list[tuple[slice, T]]:
-        """Return, for each adapter that changes a layer, its tokens and its matrices.
+        """Return, for each adapter of this step that changes a layer, its tokens and matrices.
 
         Args:
-            loaded: the layer's matrices, by adapter.
+            loaded: the matrices of the adapters that change the layer, by adapter digest.
         """
         return [
             (slice(span.first, span.end), part)

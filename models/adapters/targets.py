@@ -1,21 +1,22 @@
 """Targets: the layers of a model that an adapter may adapt, by their names in checkpoints.
 
-PEFT names layers as ``transformers`` does. Some of them are parts of one layer here:
+PEFT names layers as ``transformers`` does. Some of these layers are parts of a fused layer in
+Baton's model:
 
     self_attn.q_proj, k_proj, v_proj    rows of self_attn.qkv_proj, maybe in another order
     mlp.gate_proj, up_proj              rows of mlp.gate_up_proj
 
-Layers of experts have several names. ``*`` stands for all experts, whose layers are stacked:
+Layers of experts have several names. Layers of all experts may be stacked; ``*`` stands for all:
 
     mlp.experts.3.gate_proj     one expert's (checkpoints)
     mlp.experts.gate_up_proj    all experts' gates and ups (transformers)
     mlp.experts.*.gate_proj     all experts' gates (GGUF)
 
-An adapter may have been trained on a model with an image part, which changes only layer names:
+An adapter may have been trained on a model with an image part, whose text layers have other names:
 
     model.language_model.layers.0...    model.layers.0...
 
-Ranks divide layers, so a rank has some rows or columns of a layer, or nothing of it.
+Ranks divide layers, so a rank has some rows or columns of a layer, or no part of the layer.
 
 Refuses to know: an adapter's weights, how products are computed.
 """
@@ -49,15 +50,17 @@ _GATE = re.compile(r"\.mlp\.gate$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetPart:
-    """The rows of a layer that a rank has.
+    """The rows of one adapted layer that this rank has.
 
     Attributes:
         path: the layer's path in the model.
-        rows: rows of the layer's output; of experts' layers, rows of one expert's output.
-        order: for each of these rows, its row in the checkpoint; None: the same row.
+        rows: these rows among the outputs of the layer; in a layer of experts, among the outputs of
+            one expert.
+        order: index of each row in the checkpoint's tensor; None: the checkpoint has the same
+            order.
         expert: number of the expert that the layer belongs to; None: the layer is not an expert's.
-        columns: inputs that the rank reads; for an embedding, the rank's share of the vocabulary.
-            None: all.
+        columns: inputs that the rank reads; for an embedding, the rank's share of the vocabulary;
+            None: all inputs.
     """
 
     path: str
@@ -67,21 +70,21 @@ class TargetPart:
     columns: slice | None = None
 
     def of(self, stored: Tensor) -> Tensor:
-        """Return these rows of a tensor in the checkpoint's order, ``[num_outputs, ...]``."""
+        """Take these rows of ``stored``, ``[num_outputs, ...]``, in the checkpoint's order."""
         return stored if self.order is None else stored[self.order]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A layer under its name in checkpoints.
+    """A layer that an adapter may adapt, as the checkpoint names it.
 
     Attributes:
         num_inputs: number of inputs; for an embedding, the size of the vocabulary.
-        num_outputs: number of outputs; for stacked experts, of one expert.
-        parts: where the layer's outputs are in the model, possibly in two places; empty if on other
-            ranks.
-        num_experts: experts whose layers are stacked; None: one layer.
-        is_embedding: whether it is an embedding.
+        num_outputs: number of outputs; for stacked experts, number of outputs of one expert.
+        parts: where this rank's model has the layer's outputs, possibly in two places; empty if
+            only other ranks have the layer.
+        num_experts: number of experts whose layers are stacked; None: the layer is not stacked.
+        is_embedding: whether the layer is an embedding.
     """
 
     num_inputs: int
@@ -97,7 +100,7 @@ class Targets:
 
     Attributes:
         architecture: the model's name in config.json.
-        by_name: the layers.
+        by_name: the layers, by each of their names in checkpoints.
     """
 
     architecture: str
@@ -105,7 +108,7 @@ class Targets:
 
     @classmethod
     def of(cls, config: ModelConfig, ranks: Ranks = ALONE) -> Targets:
-        """List the layers of a model with this configuration; needs no weights.
+        """List the layers that adapters may adapt in a model with this configuration.
 
         Args:
             ranks: ranks that share the model. A target's sizes are those of the whole model; its
@@ -124,11 +127,11 @@ class Targets:
         return cls(config.architecture, {**found, **aliases})
 
     def find(self, name: str) -> Target | None:
-        """Return the layer of this name in an adapter; None: the model has no such layer."""
+        """Return the layer that an adapter calls ``name``; None: the model has no such layer."""
         return self.by_name.get(name) or self.by_name.get(text_name(name) or "")
 
     def check(self, files: AdapterFiles) -> None:
-        """Raise AdapterError for the first tensor that does not fit the model."""
+        """Raise AdapterError if a tensor has an unknown name or a wrong shape."""
         gguf = files.gguf_architecture
         if gguf and self.architecture not in models_of(gguf):
             problem = f"{gguf!r:.60}, but the base model is a {self.architecture}"
@@ -146,7 +149,7 @@ class Targets:
 
 
 def _why_unknown(name: str) -> str:
-    """Return why the model has no layer of this name."""
+    """Return why adapters may adapt no layer of this name, as the text of an error."""
     if text_name(name) is None:
         return "adapts the image part, and only text is computed; train with PEFT's exclude_modules"
     return f"the base model has no linear layer {name:.200}"
@@ -173,7 +176,7 @@ def _check_shapes(files: AdapterFiles, module: AdaptedModule, target: Target) ->
 
 
 def _found(config: ModelConfig, ranks: Ranks) -> dict[str, Target]:
-    """Return the layers that a rank has, by name in the model."""
+    """Return the parts of layers that a rank has, by the parts' names in the built model."""
     with on_meta_device():
         model = DecoderForCausalLM(config)
         if ranks.everyone.size > 1:
@@ -201,13 +204,13 @@ def _found(config: ModelConfig, ranks: Ranks) -> dict[str, Target]:
 
 
 def _kept(module: nn.Module, name: str) -> Kept | None:
-    """Return which part of a weight a rank keeps, by the weight's name; None: all."""
+    """Return which part of a checkpoint's weight this rank keeps; None: the whole weight."""
     kept: Kept | None = getattr(module, "kept", {}).get(name)
     return kept
 
 
 def _linears(path: str, module: nn.Linear) -> Iterator[tuple[str, Target]]:
-    """Yield a layer's parts by their names in the model, each with its rows."""
+    """Yield each projection in a linear layer: the name in the model, and the rows."""
     if path == HEAD:
         return
     if not isinstance(module, JoinedLinear) or module.stored_joined:
@@ -227,20 +230,22 @@ def _linears(path: str, module: nn.Linear) -> Iterator[tuple[str, Target]]:
 def _experts(
     model: DecoderForCausalLM, path: str, module: ExpertsLinear
 ) -> Iterator[tuple[str, Target]]:
-    """Yield the layers of experts, one by one and stacked; see the top of this file."""
+    """Yield experts' layers under the names for one expert and for all experts (stacked)."""
     parent = path.rpartition(".")[0]
     names = [name for name, _ in module.part_rows()]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates before ups
-    num_experts, size = len(names) // len(kinds), module.part_sizes[0]
-    kept = _kept(module, f"{names[0]}.weight")  # all experts' layers have equal sizes
+    # this rank's experts: if ranks divide the experts, only some
+    numbers = list(dict.fromkeys(int(name.split(".")[1]) for name in names))
+    num_experts, size = len(numbers), module.part_sizes[0]
+    kept = _kept(module, f"{names[0]}.weight")  # equal for all experts
     whole = size if kept is None else kept.shape[0]
     own, columns = (None, None) if kept is None else (kept.rows, kept.columns)
     by_turns = _spec_of(model, path).stored_by_turns
     fused: list[TargetPart] = []
     for place, kind in enumerate(kinds):
         rows = slice(place * size, (place + 1) * size)
-        stacked = [TargetPart(path, rows, own, one, columns) for one in range(num_experts)]
-        for expert, part in enumerate(stacked):
+        stacked = [TargetPart(path, rows, own, one, columns) for one in numbers]
+        for expert, part in zip(numbers, stacked, strict=True):
             name = f"{parent}.{_EXPERT.format(expert)}{kind}"
             yield name, Target(module.in_features, size, (part,))
         every = f"{parent}.{_EXPERT.format(ANY_EXPERT)}{kind}"
@@ -250,7 +255,7 @@ def _experts(
             first = place if by_turns else place * whole
             order = torch.arange(first, first + step * whole, step, device="cpu")[:whole]
             order = order if own is None else order[own]
-            fused += [TargetPart(path, rows, order, one, columns) for one in range(num_experts)]
+            fused += [TargetPart(path, rows, order, one, columns) for one in numbers]
         else:
             fused += stacked
     name = f"{parent}.experts.{'gate_up_proj' if len(kinds) > 1 else kinds[0]}"
@@ -258,17 +263,17 @@ def _experts(
 
 
 def _spec_of(model: DecoderForCausalLM, path: str) -> ExpertsSpec:
-    """Return the experts' spec of the layer that contains a module."""
+    """Return the spec of the experts in the decoder layer to which a path leads."""
     spec = model.config.layers[int(path.split(".")[2])].feed_forward
     assert isinstance(spec, ExpertsSpec)
     return spec
 
 
 def _aliases(config: ModelConfig, name: str) -> Iterator[str]:
-    """Yield a layer's names in checkpoints and in ``transformers``."""
+    """Yield the names that checkpoints and ``transformers`` give to a layer."""
     stored = config.recipe.stored_name(f"{name}.weight").removesuffix(".weight")
     yield stored
-    if stored.startswith(_BACKBONE):  # Nemotron-H's checkpoints
+    if stored.startswith(_BACKBONE):  # names in Nemotron-H's checkpoints
         yield _PREFIX + stored.removeprefix(_BACKBONE)
     if name.startswith(_PREFIX):
         yield config.recipe.stored_prefix + name.removeprefix(_PREFIX)

@@ -1,1 +1,1 @@
-"""Speed on CPUs: packed weights, and tapes of decode steps."""
+"""Faster inference on CPUs: packed weights, and tapes (recorded native calls) of decode steps."""

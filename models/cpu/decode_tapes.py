@@ -1,4 +1,4 @@
-"""DecodeTapes: runs CPU decode steps from tapes of native calls, without Python between ops.
+"""DecodeTapes: records the native calls of CPU decode steps, and replays them without Python.
 
 Refuses to know: what the layers compute, requests.
 """
@@ -20,11 +20,11 @@ from baton_kernels.native.tape import Tape, TapeError
 from baton_kernels.state_metadata import StateMetadata
 from models.base import AdapterSpan, ForwardContext, GroupStep, LayerCache
 
-Inputs = Sequence[Tensor]  # results and inputs: each [num_tokens, ...]
+Inputs = Sequence[Tensor]  # each [num_tokens, ...]; hidden states, cosines, sines
 Results = tuple[Tensor, ...]  # each [num_tokens, ...]
 Layers = Callable[[Inputs, ForwardContext], Results]
-# Maximum number of rows of all tapes together; for each row, a tape holds the results of all
-# layers.
+# Maximum number of rows (tokens) of all tapes together: a tape holds the memory of all layers'
+# results, for each of its rows.
 MAX_ROWS_KEPT = 64
 FEW_ROWS, _SOON = 6, 8
 _Key = tuple[Any, ...]
@@ -32,7 +32,7 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Taped:
-    """A tape, with the memory of its inputs and result."""
+    """A tape, with the tensors that its calls read and write."""
 
     tape: Tape
     inputs: Inputs
@@ -41,25 +41,26 @@ class _Taped:
 
     @property
     def has_states(self) -> bool:
-        """Return whether there are recurrent states, which recording does not advance."""
+        """Return whether the step has recurrent states, which recording leaves unchanged."""
         return any(isinstance(metadata, StateMetadata) for metadata in self.metadata)
 
     def copy_results(self) -> Results:
-        """Return copies of the latest results, because the next run overwrites the originals."""
+        """Return copies of the latest results, which the next replay will overwrite."""
         return tuple(result.clone() for result in self.results)
 
 
 class DecodeTapes:
-    """Tapes by the shape of a step. Used by one thread at a time.
+    """Tapes of decode steps, by the shape of a step. Used by one thread at a time.
 
-    A shape is taped when it occurs in two successive steps, so that changing batches are not taped.
-    A small shape is taped if it recurs soon, because drafters alternate between few sizes. The most
-    recently used tapes are kept.
+    A step is recorded when its shape occurs in two successive steps, so that no time is spent on
+    batches whose shape changes with every step. A step of few rows is also recorded if its shape
+    occurred a few steps ago, because drafters alternate between few sizes. The most recently used
+    tapes are kept.
 
     Args:
         ops: native ops, whose calls are recorded.
-        num_batches: batches that take turns (`Scheduler.num_stages`); a shape that comes twice in
-            so many steps counts as twice in a row.
+        num_batches: number of batches that take turns (`StepsInFlight.num_stages`). A shape that
+            occurs again within this many steps counts as occurring in successive steps.
 
     Attributes:
         num_batches: the argument, unchanged.
@@ -68,20 +69,20 @@ class DecodeTapes:
     def __init__(self, ops: NativeOps, num_batches: int = 1) -> None:
         self._ops = ops
         self.num_batches = num_batches
-        # least recently used first; None: this shape cannot be taped
+        # least recently used first; None: steps of this shape cannot be recorded
         self._tapes: dict[_Key, _Taped | None] = {}
         self._latest: deque[_Key | None] = deque(maxlen=_SOON)
-        # The latest step's caches, and their addresses.
+        # The layers' caches in the latest step, and the caches' addresses.
         self._caches: tuple[tuple[LayerCache, ...], _Key] = ((), ())
 
     @torch.no_grad()
     def run(
         self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
     ) -> Results:
-        """Compute ``layers(inputs, context)``, by a tape if possible.
+        """Compute ``layers(inputs, context)``, by replaying a tape if there is one.
 
         Args:
-            comes_again: whether the shape will recur, so that it is taped at once.
+            comes_again: whether steps of this shape will recur, so that this step is recorded.
         """
         key = self._key(inputs, context)
         if key is None or key not in self._tapes:
@@ -93,7 +94,7 @@ class DecodeTapes:
             recorded = self._tapes[key] = self._record(layers, inputs, context)
             self._forget()
             if recorded is not None and not recorded.has_states:
-                return recorded.copy_results()  # recording has also computed the step
+                return recorded.copy_results()  # the step was computed while it was recorded
         taped = self._tapes[key] = self._tapes.pop(key)
         if taped is None:
             return layers(inputs, context)
@@ -105,7 +106,10 @@ class DecodeTapes:
         return taped.copy_results()
 
     def _key(self, inputs: Inputs, context: ForwardContext) -> _Key | None:
-        """Return a tape's key: everything but the inputs' values; None: not a plain decode step."""
+        """Return the key of the step's tape: all that a tape depends on, except values.
+
+        None: the step is not a plain decode step of one token per request.
+        """
         num_tokens = len(inputs[0])
         first = context.groups[0][0]
         assert isinstance(first, AttentionMetadata)
@@ -137,7 +141,7 @@ class DecodeTapes:
         return _Taped(tape, places, tuple(metadata for metadata, _ in groups), results)
 
     def forget_adapter(self, digest: AdapterDigest) -> None:
-        """Delete the tapes of steps with an adapter, as they hold the adapter's memory."""
+        """Delete the tapes of steps that use an adapter, because these tapes hold its memory."""
         for key in list(self._tapes):
             spans: Sequence[AdapterSpan] = key[-1]
             if any(span.adapter == digest for span in spans):
@@ -153,7 +157,7 @@ class DecodeTapes:
 
 
 def _addresses(caches: tuple[LayerCache, ...]) -> _Key:
-    """Return the addresses of the layers' caches; takes as long as a small kernel."""
+    """Return the addresses of the layers' caches; this takes as long as a small kernel."""
     return tuple(
         tensor.data_ptr()
         for cache in caches
@@ -169,7 +173,7 @@ def _plan(groups: tuple[GroupStep, ...]) -> None:
 
 
 def _static_group(group: GroupStep) -> GroupStep:
-    """Copy a group's metadata to separate memory."""
+    """Copy a group's metadata to memory that a tape keeps."""
     metadata, backend = group
     if isinstance(metadata, StateMetadata):
         return _static_states(metadata), None
@@ -178,9 +182,10 @@ def _static_group(group: GroupStep) -> GroupStep:
 
 
 def _static_states(metadata: StateMetadata) -> StateMetadata:
-    """Copy metadata without write slots, so that computing with the copy does not change any state.
+    """Copy metadata with write slots of -1, so that computing with the copy changes no state.
 
-    Recording computes a step, and a run computes it again; states must advance only once.
+    Recording computes the step once, and the tape's first run computes it again, but the states
+    must advance only once.
     """
     return replace(
         metadata,
@@ -192,12 +197,12 @@ def _static_states(metadata: StateMetadata) -> StateMetadata:
 
 
 def _width(metadata: AttentionMetadata) -> int:
-    """Round up a block table's number of columns, so that longer requests can use the same tape."""
+    """Return the number of columns of a tape's block table, with room for longer requests."""
     return int(max(16, 1 << (metadata.block_table.shape[1] - 1).bit_length()))
 
 
 def _static(metadata: AttentionMetadata) -> AttentionMetadata:
-    """Copy metadata to separate memory, with room for longer requests."""
+    """Copy metadata to memory that a tape keeps, with room for longer requests."""
     num_requests = metadata.num_requests
     static = replace(
         metadata,
@@ -213,7 +218,7 @@ def _static(metadata: AttentionMetadata) -> AttentionMetadata:
 def _copy_metadata(
     to: AttentionMetadata | StateMetadata, metadata: AttentionMetadata | StateMetadata
 ) -> None:
-    """Copy the values that differ between decode steps with equal numbers of requests."""
+    """Copy the values that change from step to step into a tape's metadata."""
     if isinstance(metadata, StateMetadata):
         assert isinstance(to, StateMetadata)
         to.read_slots.copy_(metadata.read_slots)

@@ -1,7 +1,8 @@
 """Files of packed weights for CPUs, which all processes of a machine map.
 
-The first process packs the weights, writes the file and maps it; other processes only map the file,
-so that all share one copy in memory. Refuses to know: how weights are packed, where the file is.
+The first process packs the weights, writes the file and maps it. Other processes only map the file,
+so all processes share one copy in memory. Refuses to know: how weights are packed, where the file
+is.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from baton.kernel_library.build import find_sources
 from baton.kernel_library.compilers import BuildError
 from baton_kernels import Groups, PackedWeight, WeightFormat
 
-_HUGE_PAGE, _POPULATE_READ = 14, 22  # advice for madvise(2); the second since Linux 5.14
+_HUGE_PAGE, _POPULATE_READ = 14, 22  # advice for madvise(2); populating exists since Linux 5.14
 _OWN_CODE = ("models", "baton_kernels", "baton.checkpoint")
 
-# Packed weights and plain tensors of a model, under the packer's names.
+# A model's packed weights and plain tensors, by the names that `CpuPacker` gives them.
 Kept = Mapping[str, PackedWeight | Tensor]
 
 
 @functools.cache
 def machine_key() -> str:
-    """Digest what packed weights depend on besides the checkpoint: CPU, code and torch version."""
+    """Return a digest of what packed weights depend on besides the checkpoint.
+
+    These are the CPU's features, Baton's code and the version of torch.
+    """
     digest = hashlib.sha256()
     parts = (platform.machine(), *sorted(cpu_features()), torch.__version__)
     digest.update(repr(parts).encode())
@@ -55,15 +59,17 @@ def _python_sources() -> Iterator[Path]:
 def _c_sources() -> Sequence[Path]:
     try:
         return find_sources()
-    except BuildError:  # no C sources, so no kernels that need packed weights
+    except BuildError:  # without C sources there are no kernels that need packed weights
         return ()
 
 
 def write_kept(entry: CacheEntry, kept: Kept, more: Mapping[str, int]) -> None:
-    """Write packed weights to their file.
+    """Write packed weights to the file of a cache entry.
 
     Args:
-        more: further values to store in the file.
+        entry: the cache entry.
+        kept: the weights, by name.
+        more: further numbers to store in the file, by name.
 
     Raises WeightsCacheError if the weights cannot be written.
     """
@@ -97,7 +103,7 @@ def write_kept(entry: CacheEntry, kept: Kept, more: Mapping[str, int]) -> None:
 
 
 def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
-    """Map a file's weights; return them with the file's further values."""
+    """Map a file's weights; return the weights, and the numbers that `write_kept` added."""
     content = _as_tensor(file)
 
     def tensor(place: Mapping[str, Any] | None) -> Tensor | None:
@@ -134,14 +140,14 @@ def read_kept(file: PackedFile) -> tuple[Kept, Mapping[str, int]]:
 
 
 def _as_tensor(file: PackedFile) -> Tensor:
-    """Return a file's bytes as one tensor, with all pages loaded into memory."""
+    """Return a mapped file's bytes as one tensor; load all pages into memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         content = torch.frombuffer(file.content, dtype=torch.uint8)
-    with contextlib.suppress(AttributeError):  # a C library without madvise
+    with contextlib.suppress(AttributeError):  # the C library may lack madvise
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         size = -(-content.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        for advice in (_HUGE_PAGE, _POPULATE_READ):  # madvise is only advice, which may fail
+        for advice in (_HUGE_PAGE, _POPULATE_READ):  # a failure does no harm
             madvise(content.data_ptr(), size, advice)
     return content

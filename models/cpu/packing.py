@@ -1,6 +1,7 @@
 """CpuPacker: packs the weights of linear layers for CPU kernels, while they are loaded.
 
-Rows go from the file directly into panels, and never become a torch parameter.
+Rows go from the checkpoint's file directly into panels (blocks of adjacent outputs, in the order
+that a kernel reads), and never become a torch parameter.
 Refuses to know: architectures, files, how a packed product is computed.
 """
 
@@ -34,27 +35,28 @@ from models.loading.text_parts import VISION
 logger = logging.getLogger(__name__)
 
 _MIB = 2**20
-# Formats that cost small models several percent of perplexity (log, 2026-11-28); output heads are
-# INT8 instead.
+# Formats that raise small models' perplexity by several percent (log, 2026-11-28). Output heads use
+# INT8 instead of these formats.
 _COARSE = (WeightFormat.INT4, WeightFormat.FP8)
 _FEW_WEIGHTS = 10**9
-_ROWS = 64  # rows of a weight that are checked together
-_WIDTH = 16  # outputs in a panel, for the case without kernels
-# Suffixes of a layer's name in files of packed weights.
+_ROWS = 64  # rows of a weight that `_is_bfloat16` checks together
+_WIDTH = 16  # outputs in a panel if there are no native kernels
+# Suffixes of a layer's name in files of packed weights: keys and values of a projection of latents,
+# and an embedding kept in 16 bits.
 _KEYS, _VALUES, _NARROW = ".keys", ".values", ".narrow"
 _COARSE_KEY = "coarse"
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPacker:
-    """A ``WeightPacker`` for CPUs; equal packers give equal packed models.
+    """A ``WeightPacker`` for CPUs; equal packers pack a model equally.
 
     Attributes:
         dtype: the dtype in which the model computes.
         weights: format of all linear layers; None: the checkpoint's format if kernels support it,
             else ``dtype``. With ``INT4`` and ``FP8``, the head is ``INT8``, because it suffers most
             from low precision.
-        native: the kernels that will read the weights; None: there are none.
+        native: the native kernels that will read the weights; None: kernels written in torch will.
     """
 
     dtype: torch.dtype
@@ -65,7 +67,7 @@ class CpuPacker:
     def choose(
         cls, dtype: torch.dtype, weights: str, *, native_kernels: bool = True
     ) -> CpuPacker | None:
-        """Choose a packer; None if torch's own layers are as fast.
+        """Choose a packer; return None if packing would not make the model faster.
 
         Args:
             dtype: type that the model computes in.
@@ -85,12 +87,12 @@ class CpuPacker:
 
     @property
     def cache_key(self) -> str:
-        """Implement ``WeightPacker.cache_key``."""
+        """Return a text that names all that packed weights depend on."""
         kernels = "native" if self.native else "reference"
         return f"{self.dtype} {self.weights} {self.width} {kernels} {machine_key()}"
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """Implement ``WeightPacker.start``."""
+        """Start packing a model that has no weights yet."""
         return _Packing(self, model, entry)
 
 
@@ -108,15 +110,15 @@ class _Packing:
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
         self._embedding: NarrowEmbedding | PackedEmbedding | None = None
         self._memory = WeightMemory()
-        self._num_coarse = 0  # weights that this packer quantized
+        self._num_coarse = 0  # number of weights that this packer rounded to a coarse format
         self._names = {module: name for name, module in model.named_modules()}
         self._entry = entry
         self._kept: Kept = {}
         if entry is not None and self._map_kept(entry):
-            self._entry = None  # the weights are mapped from a file, so none is written
+            self._entry = None  # `finish` need not write what is mapped from a file
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Implement ``PackingModel.take_kept``."""
+        """Use the packed weight of ``owner`` from the cache; return whether the cache has one."""
         name = self._names[owner]
         found, keys, values = map(self._kept.get, (name, name + _KEYS, name + _VALUES))
         if isinstance(keys, ops.PackedWeight) and isinstance(values, ops.PackedWeight):
@@ -134,7 +136,7 @@ class _Packing:
         return True
 
     def _map_kept(self, entry: CacheEntry) -> bool:
-        """Map weights packed earlier; return whether there were any."""
+        """Map the entry's file of packed weights; return whether there is one."""
         file = entry.open()
         if file is None:
             return False
@@ -145,7 +147,7 @@ class _Packing:
         return True
 
     def _share(self, entry: CacheEntry) -> None:
-        """Write all packed weights to a file, then use the file's pages instead."""
+        """Write all packed weights to a file, map the file, and drop the originals."""
         embedding, names = self._model.model.embed_tokens, self._names
         kept: dict[str, ops.PackedWeight | Tensor] = {
             names[owner]: weight for owner, weight in self._packed.items()
@@ -163,12 +165,12 @@ class _Packing:
         except WeightsCacheError as error:
             logger.info("packed weights are not shared with other processes: %s", error)
             return
-        self._memory = WeightMemory()  # frees the packed originals
+        self._memory = WeightMemory()  # frees the originals' memory
         for owner in (*self._packed, *self._latents, embedding):
             self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Implement ``PackingModel.take``; a tied embedding becomes the head."""
+        """Pack a layer's weight, and a tied embedding as the output head; return whether packed."""
         if owner is self._model.model.embed_tokens:
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
@@ -185,7 +187,7 @@ class _Packing:
         return True
 
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Keep a tied embedding in the head's panels; keep others in 16 bits if that is exact."""
+        """Pack a tied embedding as the head; keep an untied one in bfloat16 if that is exact."""
         if self._model.lm_head is None:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
             self._embedding = PackedEmbedding(weight, self._packer.dtype)
@@ -196,7 +198,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """Implement ``PackingModel.finish``."""
+        """Put packed layers in place of the original ones; write newly packed weights to a file."""
         if self._entry is not None:
             self._share(self._entry)
         model, decoder, native = self._model, self._model.model, self._packer.native
@@ -262,11 +264,10 @@ class _Packing:
     def _pack_latents(
         self, owner: LatentProjection, parts: Sequence[WeightPart]
     ) -> PackedLatentProjection:
-        """Pack the matrices of keys and values.
+        """Pack the matrices that turn latents into keys and values.
 
-        The keys' matrix is transposed, so a checkpoint's quantization groups are lost.
-
-        Each head's rows are padded with zeros to whole panels.
+        The matrix of keys is transposed, so weights cannot keep the checkpoint's quantization
+        groups. Each head's rows are padded with zeros to whole panels.
         """
         format_, width = self._exact_format(parts), self._packer.width
         keys, values = owner.parts(torch.cat([rows for part in parts for _, rows in part.pieces()]))
@@ -307,7 +308,7 @@ class _Packing:
     def _exact_format(self, parts: Sequence[WeightPart]) -> WeightFormat:
         """Return the smallest format whose products equal those of the model's dtype bit for bit.
 
-        For example, a 16-bit checkpoint that computes in float32 needs only half the memory.
+        For example, a 16-bit checkpoint is kept in 16 bits if the model computes in float32.
         """
         own = WeightFormat.of(self._packer.dtype)
         if own != WeightFormat.FP32:
@@ -318,12 +319,12 @@ class _Packing:
 
 
 def _has_room(wanted: WeightFormat | None, layout: CodeLayout) -> bool:
-    """Return whether 6-bit integers fit into a wanted 8-bit format."""
+    """Return whether a checkpoint's 6-bit integers are kept when INT8 is wanted."""
     return (wanted, layout.format) == (WeightFormat.INT8, WeightFormat.INT6)
 
 
 def _as_head(weight: ops.PackedWeight) -> ops.PackedWeight:
-    """Return a head's weight with finely rounded inputs, as input errors affect the logits."""
+    """Return an output head's weight whose inputs are rounded finely, to keep logits exact."""
     return replace(weight, has_fine_inputs=weight.format.code_bits is not None)
 
 
@@ -339,7 +340,7 @@ def _layer(linear: nn.Module, weight: ops.PackedWeight) -> PackedLinear:
 
 
 def _spread(parts: Sequence[WeightPart], size: int, width: int) -> Iterator[WeightPart]:
-    """Move rows so that every group of ``size`` rows begins with a new panel of ``width``."""
+    """Move rows so that each run of ``size`` rows begins at a new panel of ``width`` outputs."""
     room = -(-size // width) * width
     for part in parts:
         first, end = part.first_row, part.first_row + part.shape[0]
@@ -365,7 +366,7 @@ def _is_bfloat16(part: WeightPart) -> bool:
 
 
 def _narrow(parts: Sequence[WeightPart]) -> Tensor:
-    """Copy a weight into bfloat16."""
+    """Copy all rows of a weight into one bfloat16 tensor."""
     num_rows = sum(part.shape[0] for part in parts)
     weight = torch.empty(num_rows, *parts[0].shape[1:], dtype=torch.bfloat16)
     for part in parts:

@@ -1,4 +1,6 @@
-"""Networks that draft a model's next tokens; each has a file, and a line here. Lazy imports."""
+"""Networks that draft a model's next tokens, one file per method.
+
+The table names each method, whose file is imported when the method is used."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
 
     from models.drafters.base import HeadsDrafter, LayersDrafter
 
-# Each function loads a drafter for a model: see `models.drafters.loading.DrafterSource`.
+# Each of these functions takes a `models.drafters.loading.DrafterSource`, and loads the drafter.
 DRAFTERS: Registry[Callable[..., HeadsDrafter | LayersDrafter]] = Registry(
     "drafter",
     {

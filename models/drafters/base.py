@@ -1,4 +1,4 @@
-"""Drafters: networks that draft a model's next tokens, by heads, or by layers with KV.
+"""Interfaces of drafters: networks that draft the next tokens of a target model.
 
 Refuses to know: requests, sampling and verification of drafts.
 """
@@ -14,27 +14,29 @@ from models.base import ForwardContext
 
 
 class HeadsDrafter(Protocol):
-    """Drafts several tokens at once from one state of the target model."""
+    """A drafter whose heads draft several tokens at once from one state of the target model."""
 
     num_heads: int
 
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
-        """Turn ``[n, hidden_size]`` last states into logits ``[n, num_drafts, vocab_size]``.
+        """Turn states after the last norm, ``[n, hidden_size]``, into logits of drafts.
 
-        The first draft follows the token that the target model predicts from the state.
+        Returns ``[n, num_drafts, vocab_size]``. The first draft comes after the token that the
+        target model itself predicts from the state.
         """
         ...
 
 
 class LayersDrafter(Protocol):
-    """Drafts one token after the other, and has its own KV.
+    """A drafter whose layers draft one token after the other, and keep their own KV.
 
     Attributes:
         kv_layers: layout of the KV that each layer keeps.
-        reads_states: whether the drafter reads the target model's states. If True, the KV at a
-            position depends on the state there and on the next token; otherwise, on the token
-            there.
-        state_layers: target layers whose input states are read; empty: states after the last norm.
+        reads_states: whether the drafter reads the target model's states. If True, the drafter's KV
+            at a position is computed from the state at this position and the next token;
+            otherwise, from the token at this position.
+        state_layers: layers of the target model whose input states are read; empty: the states
+            after the last norm are read.
     """
 
     kv_layers: tuple[LayerKV, ...]
@@ -42,33 +44,34 @@ class LayersDrafter(Protocol):
     state_layers: tuple[int, ...]
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Convert the target's states ``[n, ...]`` to the input ``[n, width]`` of `compute`."""
+        """Convert states of the target model, ``[n, ...]``, to the input of `compute`."""
         ...
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """Compute tokens, and write their keys and values into the drafter's KV.
+        """Compute hidden states of tokens, and write the tokens' keys and values into the KV.
 
         Args:
             token_ids: ``[n]`` int64.
-            states: ``[n, width]``, converted states, or this method's results for the previous
-                tokens; None if the drafter does not read states.
+            states: ``[n, width]``: for each token, the state at the position before it: the target
+                model's, converted, or this method's earlier result. None if the drafter does
+                not read states.
             context: forward context of the drafter's own layers.
 
         Returns:
-            ``[n, width]``.
+            ``[n, width]``, the input of `compute_logits`.
         """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits of the next token from `compute`'s results, ``[n, width]``."""
+        """Compute the next tokens' logits from results of `compute`, ``[n, width]``."""
         ...
 
 
 class GreedyDrafter(Protocol):
-    """Drafts the most probable tokens of one request in one call."""
+    """A drafter that drafts the most probable tokens of one request in one call."""
 
     def draft_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
-        """Draft ``num_drafts`` tokens; see ``StateDrafter.draft_greedily``."""
+        """Compute a request's new tokens, and draft the ``num_drafts`` most probable next ones."""
         ...

@@ -1,7 +1,7 @@
-"""A smaller model that drafts for a larger one of the same vocabulary.
+"""A small model that drafts for a larger target model with the same vocabulary.
 
-Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Takes any architecture that keeps
-keys and values, or latents.
+Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. The draft model may have any
+architecture without recurrent states, which cannot be rolled back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from models.base import CausalLM, ForwardContext
 from models.drafters.loading import DrafterSource
 from models.loading.loader import load_model
 
-# Padded vocabulary sizes may differ by this much between models of a family.
+# Vocabulary sizes of a family's models may differ by this much, because of padding.
 MOST_PADDING = 1024
 
 
 class DraftModel:
-    """A small model of the same family that drafts; a ``LayersDrafter``.
+    """A ``LayersDrafter`` that is a small model with the target model's vocabulary.
 
     Args:
-        model: the model that drafts.
+        model: the small model, which drafts.
         vocab_size: vocabulary size of the target model.
     """
 
@@ -35,23 +35,23 @@ class DraftModel:
         self.max_model_len = model.config.max_model_len
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Return the states unchanged; never called, because this drafter does not read states."""
+        """Return the states unchanged. Never called, because this drafter reads no states."""
         return states
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """Implement ``LayersDrafter.compute``."""
-        # The target's vocabulary may have more padding than the drafter's.
+        """Compute hidden states of tokens, and write KV; see ``LayersDrafter.compute``."""
+        # The target's ids may exceed the drafter's vocabulary, which may have less padding.
         if self._model.config.vocab_size < self._vocab_size:
             token_ids = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(token_ids, context)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``, without padding that the target lacks."""
+        """Compute the next tokens' logits; drop token ids beyond the target's vocabulary."""
         return self._model.compute_logits(hidden)[:, : self._vocab_size]
 
 
 def load_draft_model(source: DrafterSource) -> DraftModel:
-    """Load the drafter of ``--speculative-method draft_model``."""
+    """Load the drafter for ``--speculative-method draft_model``."""
     if not source.where.is_dir():
         raise ModelLoadError(f"{source.where}: no such folder (speculative_model)")
     model = load_model(

@@ -1,8 +1,9 @@
 """EAGLE (Li et al., arXiv 2401.15077, with EAGLE-2 and HASS) and EAGLE-3 (arXiv 2503.01840).
 
-Reads two layouts: the authors' (``fc``, ``layers.0`` or ``midlayer``), and that of ``speculators``
-(``fusion_fc``, ``transformer``; for EAGLE-3 like the authors', with ``layers.0``). A checkpoint's
-tensors tell the layout, because its config does not always name it.
+Reads checkpoints in two layouts: the authors' (tensors ``fc``, ``layers.0`` or ``midlayer``), and
+the layout of the library ``speculators`` (``fusion_fc``, ``transformer``; for EAGLE-3 ``layers.0``,
+as in the authors' layout). The tensors' names tell the layout, because a checkpoint's config.json
+does not always name it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from models.loading.stored_weights import StoredTensor
 from models.recipe import AttentionSpec, LayerNorms, LayerSpec, MlpSpec, Recipe
 
 _NESTED = ("transformer_layer_config", "eagle_config")
-# Prefixes of our names -> the authors' prefixes; all matching ones are replaced, in order.
+# Prefixes of Baton's parameter names -> prefixes in the checkpoint. All prefixes that match are
+# replaced, one after the other.
 _EAGLE = {"model.": ""}
 _EAGLE_3 = {"model.": "", "layers.0.": "midlayer."}
 _SPECULATORS = {
@@ -38,7 +40,7 @@ _PICKED, _IS_PICKED = "d2t", "t2d"
 
 
 def load_eagle(source: DrafterSource) -> StateDrafter:
-    """Load the drafter of ``--speculative-method eagle``."""
+    """Load the drafter for ``--speculative-method eagle``."""
     with ExitStack() as files:
         stored = source.open(files)
         names = _names(stored)
@@ -68,7 +70,7 @@ def _layer_name(names: Mapping[str, str], name: str) -> str:
 def _config(
     source: DrafterSource, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
 ) -> ModelConfig:
-    """Read the configuration of the layers, which are Llama's for every target model."""
+    """Read the configuration of the drafter's layers: Llama's layers, whatever the target is."""
     fields = source.fields()
     for nested in _NESTED:
         if fields.has(nested):
@@ -106,7 +108,7 @@ def _layout(
     names: Mapping[str, str],
     config: ModelConfig,
 ) -> StateLayout:
-    """Determine a checkpoint's layout by its tensors."""
+    """Find out from a checkpoint's tensors which parts the drafter has."""
     target, fields = source.model.config, source.fields()
     is_third = _layer_name(names, "hidden_norm.weight") in stored
     state_layers: tuple[int, ...] = ()
@@ -155,7 +157,7 @@ def _layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
 def _recipe(
     stored: Mapping[str, StoredTensor], names: Mapping[str, str], config: ModelConfig
 ) -> Recipe:
-    """Return the recipe by config.json, with the biases and norms that the tensors show."""
+    """Return the recipe of the drafter's layers, with those biases and norms that have tensors."""
 
     def has(name: str) -> bool:
         return _layer_name(names, name) in stored
@@ -179,7 +181,7 @@ def _recipe(
 
 
 def _picked(source: DrafterSource, stored: Mapping[str, StoredTensor], head_size: int) -> Tensor:
-    """Return the token ids that the head predicts; ``d2t`` stores each id minus its index."""
+    """Return the token id of each output of the head; ``d2t`` has each id minus its index."""
     offsets = stored[_PICKED].read().to(torch.int64)
     if len(offsets) != head_size:
         raise ModelLoadError(f"{source.where}: {_PICKED}: {len(offsets)} for {head_size} tokens")

@@ -1,4 +1,4 @@
-"""Reads drafters' folders and packs their weights. Refuses to know: how drafters compute drafts."""
+"""Reads drafters' folders and loads their weights. Refuses to know: how drafters compute drafts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class DrafterSource:
     """A drafter's files, and the target model.
 
     Attributes:
-        folder: the drafter's folder; None: the target model's folder.
+        folder: the drafter's folder; None: the target model's folder also contains the drafter.
         model_folder: the target model's folder.
-        model: the loaded target model; if packed, the drafter is packed, too.
-        dtype, device, packer, ops, max_model_len: arguments of `load_model`.
+        model: the loaded target model.
+        dtype, device, packer, ops, max_model_len: as in the call of `load_model` for the target.
     """
 
     folder: Path | None
@@ -41,22 +41,22 @@ class DrafterSource:
 
     @property
     def where(self) -> Path:
-        """Return the drafter's folder."""
+        """Return the folder that contains the drafter."""
         return self.folder or self.model_folder
 
     def fields(self) -> Fields:
-        """Read ``config.json``; raises ModelLoadError."""
+        """Read the ``config.json`` in the drafter's folder; raises ModelLoadError."""
         return Fields.from_file(self.where / "config.json")
 
     def fill(self, drafter: DecoderForCausalLM, stored: Mapping[str, StoredTensor]) -> None:
-        """Load a drafter's weights; raises ModelLoadError if one is missing or misshapen."""
+        """Load a drafter's weights; raises ModelLoadError for a missing or misshapen tensor."""
         where = (self.where, stored, self.dtype, self.device)
         fill_model(drafter, *where, self.packer, self.ops)
 
     def open(self, files: ExitStack) -> dict[str, StoredTensor]:
-        """Open the tensors of all safetensors files, or of pickled files if there are none.
+        """Open the tensors of all safetensors files; without such files, those of pickled files.
 
-        Pickled files are read with torch's tensor loader, which runs no code.
+        Pickled files are read with torch's loader for tensors only, which runs no code.
         """
         where = self.where
         if not where.is_dir():
@@ -73,7 +73,7 @@ class DrafterSource:
 def _read_pickled(path: Path) -> dict[str, StoredTensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle raise exceptions of many types
+    except Exception as error:  # for broken files, torch and pickle raise many types of exceptions
         raise ModelLoadError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not isinstance(content, Mapping):
         raise ModelLoadError(f"{path}: is no table of tensors")
@@ -85,12 +85,12 @@ def _read_pickled(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_shape(where: Path, what: str, found: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ModelLoadError unless a drafter's matrix has the shape that the model needs."""
+    """Raise ModelLoadError unless a drafter's matrix has the shape that the target model needs."""
     if tuple(found.shape) != expected:
         raise ModelLoadError(f"{where}: {what}: {list(found.shape)}, not {list(expected)}")
 
 
 def check_width(where: Path, name: str, found: int, expected: int) -> None:
-    """Raise ModelLoadError unless a drafter's size equals the model's."""
+    """Raise ModelLoadError unless a size of the drafter equals the target model's."""
     if found != expected:
         raise ModelLoadError(f"{where}: {name}: {found}, but the model's is {expected}")

@@ -1,12 +1,13 @@
 """Medusa heads: Cai et al., arXiv 2401.10774.
 
-Head i reads the state of a token, and drafts the token i + 2 places after it:
+Head i (from 0) reads the target model's state of a token, and drafts the token i + 2 positions
+later:
 
     logits_i = W_i (h + silu(A_i h + b_i))       one or more residual blocks in sequence
 
 Reads checkpoints in the authors' layout (``0.0.linear.weight``, ``0.1.weight``) and in vLLM's
-(``blocks.0.layers.0.weight``, ``lm_heads.0.weight``). Heads without a matrix ``W`` use the model's
-head.
+(``blocks.0.layers.0.weight``, ``lm_heads.0.weight``). Heads without a matrix ``W`` use the target
+model's output head.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class MedusaHeads:
     """Medusa's heads; a ``HeadsDrafter``.
 
     Args:
-        model: the model whose states the heads read.
+        model: the target model, whose states the heads read.
         weights: residual blocks: ``[num_blocks, num_heads, hidden_size, hidden_size]``.
         biases: ``[num_blocks, num_heads, hidden_size]``.
-        heads: ``[num_heads, vocab_size, hidden_size]``; None: the model's output head.
+        heads: the matrices W, ``[num_heads, vocab_size, hidden_size]``; None: the target model's
+            output head is used.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class MedusaHeads:
         self._weights = weights
 
     def draft(self, states: Tensor, num_drafts: int) -> Tensor:
-        """Implement ``HeadsDrafter.draft``."""
+        """Turn states into logits of drafts, ``[n, num_drafts, vocab_size]``."""
         num_rows, width = states.shape
         # All heads' first blocks have the same input, so one product computes them.
         joined, biases = self._weights[0, :num_drafts], self._biases[0, :num_drafts]
@@ -66,7 +68,7 @@ class MedusaHeads:
 
 
 def load_medusa(source: DrafterSource) -> MedusaHeads:
-    """Load the drafter of ``--speculative-method medusa``."""
+    """Load the drafter for ``--speculative-method medusa``."""
     blocks: dict[tuple[int, int, str], Tensor] = {}
     heads: dict[int, Tensor] = {}
     with ExitStack() as files:

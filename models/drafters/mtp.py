@@ -1,9 +1,10 @@
-"""MTP: a layer like the model's, trained together with the model (DeepSeek-AI, arXiv 2412.19437).
+"""MTP: a drafting layer that was trained with the target model (DeepSeek-AI, arXiv 2412.19437).
 
-The layer is in the model's checkpoint or in its own folder, in one of two layouts: DeepSeek's
-(``model.layers.N``, after the last layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and
-Qwen's (``mtp``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). Of several
-MTP layers, the first one makes all drafts.
+The layer is like the target model's layers, and is stored in the target model's checkpoint or in a
+separate folder. Checkpoints have one of two layouts: DeepSeek's (``model.layers.N``, after the last
+layer: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head``) and Qwen's (``mtp``:
+``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm``). If there are several MTP
+layers, only the first is used, for all drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _QWEN = {
 
 
 def load_mtp(source: DrafterSource) -> StateDrafter:
-    """Load the drafter of ``--speculative-method mtp``."""
+    """Load the drafter for ``--speculative-method mtp``."""
     target = source.model.config
     prefix = f"model.layers.{target.num_layers}."
     with ExitStack() as files:
@@ -60,7 +61,7 @@ def load_mtp(source: DrafterSource) -> StateDrafter:
 
 
 def _recipe(target: ModelConfig) -> Recipe:
-    """Return the recipe of one layer: the target's last layer, without a window."""
+    """Return a recipe with one layer like the target's last layer, but without a sliding window."""
     own, last = target.recipe, target.layers[-1]
     mixer = last.mixer
     if isinstance(mixer, AttentionSpec):

@@ -1,12 +1,12 @@
-"""Layers that draft a token from the model's state and the next known token: EAGLE, MTP.
+"""Layers that draft from the target model's state and the token after it: EAGLE, MTP.
 
     token t+1 -> embedding (norm) --+
                                     +--> fc --> layer(s) --> (norm) --> head --> token t+2
     state of t ---------- (norm) ---+
 
-The optional parts, and their names, depend on the checkpoint's layout (``eagle.py``, ``mtp.py``).
-EAGLE-3's layer attends over token and state concatenated, without ``fc``. Refuses to know: layouts,
-files.
+Parts in parentheses are optional. Which parts exist, and their names, depends on the checkpoint's
+layout (``eagle.py``, ``mtp.py``). EAGLE-3's layer reads embedding and state side by side, without
+``fc`` between. Refuses to know: layouts, files.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from models.recipe import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Parts and names of a drafter's checkpoint.
+    """The parts that a drafter's checkpoint has, and their names.
 
     Attributes:
-        names: prefix of our parameters' names -> prefix in the checkpoint, in order.
+        names: prefixes of Baton's parameter names -> prefixes in the checkpoint; applied in order.
         state_layers: layers of the target model whose input states are read; empty except for
             EAGLE-3.
-        residual_is_normed: whether EAGLE-3's layer adds its result to the normed state.
-        has_embedding, has_head: whether the drafter has an embedding, and a head, instead of the
-            target's.
+        residual_is_normed: whether EAGLE-3's layer adds its results to the normed state, rather
+            than to the state before the norm.
+        has_embedding, has_head: whether the drafter has its own embedding and head; otherwise it
+            uses the target model's.
         head_size: number of tokens that the drafter's head can predict.
         fc_bias: whether ``fc`` has a bias.
-        embedding_norm, state_norm, final_norm: whether the layout has each of these norms.
-        goes_on_normed: whether a result is normed before it becomes the state for the next token.
+        embedding_norm, state_norm, final_norm: whether the drafter has a norm of the token's
+            embedding, of the state, and before the head.
+        goes_on_normed: whether the final norm is applied to a result before the result becomes the
+            state for the next token.
         state_size: size of the target model's states.
     """
 
@@ -60,7 +63,7 @@ class StateLayout:
 
 
 class WideLayer(DecoderLayer, Computing):
-    """EAGLE-3's layer (arXiv 2503.01840), which attends over embedding and state concatenated."""
+    """EAGLE-3's layer (arXiv 2503.01840); its attention reads embedding and state side by side."""
 
     def __init__(self, config: ModelConfig, residual_is_normed: bool) -> None:
         super().__init__(config, 0)
@@ -72,7 +75,10 @@ class WideLayer(DecoderLayer, Computing):
         attention.qkv_proj = make_joined_projection(spec, 2 * config.hidden_size)
 
     def join(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention's input, ``[n, 2 * hidden_size]``, and the residual stream."""
+        """Norm embeddings and states, and put each pair side by side.
+
+        Returns the attention's input, ``[n, 2 * hidden_size]``, and the residual stream.
+        """
         normed = self.hidden_norm(states)
         before, _ = self._mixer_norms
         joined = self.ops.join(before(embedded), normed)
@@ -81,7 +87,7 @@ class WideLayer(DecoderLayer, Computing):
     def attend(
         self, joined: Tensor, residual: Tensor, rotations: Rotations, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Run the part of ``DecoderLayer.forward`` that follows `join`."""
+        """Compute the attention and feed-forward part; return ``(delta, residual)``."""
         before, _ = self._feed_forward_norms
         assert self.mlp is not None, "a drafter's layer has one"
         normed, residual = before.add(self.self_attn(joined, rotations, step), residual)
@@ -89,7 +95,7 @@ class WideLayer(DecoderLayer, Computing):
 
 
 class StateDecoder(Decoder):
-    """The drafter's layers, which run after token and state are joined."""
+    """The drafter's layers, with the embedding and the join of embedding and state."""
 
     def __init__(self, config: ModelConfig, layout: StateLayout) -> None:
         super().__init__(config)
@@ -110,7 +116,7 @@ class StateDecoder(Decoder):
         self.state_norm = make_norm(config, layout.state_size) if layout.state_norm else None
 
     def compute(self, embedded: Tensor, states: Tensor, context: ForwardContext) -> Tensor:
-        """Compute tokens: ``[n, hidden_size]``.
+        """Compute hidden states of tokens: ``[n, hidden_size]``.
 
         Args:
             embedded: ``[n, hidden_size]``, embeddings of the tokens.
@@ -126,13 +132,13 @@ class StateDecoder(Decoder):
     def run(
         self, layers: Layers, inputs: Inputs, context: ForwardContext, *, comes_again: bool = False
     ) -> Results:
-        """Compute ``layers(inputs, context)``, by a tape if possible."""
+        """Compute ``layers(inputs, context)``, from a tape if there are tapes."""
         if self.tapes is None:
             return layers(inputs, context)
         return self.tapes.run(layers, inputs, context, comes_again=comes_again)
 
     def angles(self, context: ForwardContext, dtype: torch.dtype) -> list[Tensor]:
-        """Compute cosines and sines of a context's positions, per rotary embedding."""
+        """Compute cosines and sines of a step's positions for each rotary embedding."""
         angles: list[Tensor] = []
         for rotary_emb in self.rotary_embs:
             angles += rotary_emb(context.positions, context.max_seq_len, dtype)
@@ -141,7 +147,7 @@ class StateDecoder(Decoder):
     def compute_layers(
         self, embedded: Tensor, states: Tensor, angles: Sequence[Tensor], step: ForwardContext
     ) -> Tensor:
-        """Run `compute` with given cosines and sines of the tokens' positions."""
+        """Compute as `compute` does, but with given cosines and sines of the tokens' positions."""
         if self.embedding_norm is not None:
             embedded = self.embedding_norm(embedded)
         if self.state_norm is not None:
@@ -162,7 +168,7 @@ class StateDecoder(Decoder):
 
 
 class StateDrafter(DecoderForCausalLM):
-    """Layers that draft from the target model's state; a ``LayersDrafter``.
+    """A ``LayersDrafter`` whose layers read the target model's states.
 
     Args:
         config: configuration of the drafter's layers.
@@ -182,18 +188,19 @@ class StateDrafter(DecoderForCausalLM):
             self.lm_head = Elsewhere()
         elif layout.head_size != config.vocab_size:
             self.lm_head = nn.Linear(config.hidden_size, layout.head_size, bias=False)
-        # The target model's embedding and head, used where the drafter has none. If the drafter's
-        # head has a smaller vocabulary, `picked` has the vocabulary id of each of its tokens.
+        # The target model's embedding and output head, used if the drafter lacks its own. If the
+        # drafter's head predicts only some tokens, `picked` has the token id of each output.
         self._embed: Callable[[Tensor], Tensor] | None = None
         self._logits: Callable[[Tensor], Tensor] | None = None
         self._vocab_size = config.vocab_size
         self.picked: Tensor | None = None  # [head_size] int64
 
     def share(self, model: DecoderForCausalLM, picked: Tensor | None) -> None:
-        """Use the target model's embedding and head where the drafter has none.
+        """Use the target model's embedding and output head if the drafter lacks its own.
 
         Args:
-            picked: vocabulary ids of the head's tokens, ``[head_size]``; None: all.
+            picked: token ids that the drafter's head predicts, ``[head_size]``; None: the head
+                predicts all tokens of the vocabulary.
         """
         if not self.layout.has_embedding:
             self._embed = model.model.embed
@@ -203,7 +210,7 @@ class StateDrafter(DecoderForCausalLM):
         self.picked = picked
 
     def checkpoint_name(self, name: str) -> str:
-        """Implement ``DecoderForCausalLM.checkpoint_name``."""
+        """Return a parameter's name in the drafter's checkpoint."""
         name = super().checkpoint_name(name)
         for ours, theirs in self.layout.names.items():
             if name.startswith(ours):
@@ -211,14 +218,14 @@ class StateDrafter(DecoderForCausalLM):
         return name
 
     def take_states(self, states: Tensor) -> Tensor:
-        """Implement ``LayersDrafter.take_states``; several layers' states are reduced to one."""
+        """Convert the target model's states to the input of `compute`, for EAGLE-3 by ``fc``."""
         if not self.model.is_wide:
             return states
         joined: Tensor = self.model.fc(states)
         return joined
 
     def compute(self, token_ids: Tensor, states: Tensor | None, context: ForwardContext) -> Tensor:
-        """Implement ``LayersDrafter.compute``."""
+        """Compute hidden states of tokens, and write KV; see ``LayersDrafter.compute``."""
         assert states is not None, "it reads states"
         embed = self._embed or self.model.embed
         return self.model.compute(embed(token_ids), states, context)
@@ -226,14 +233,16 @@ class StateDrafter(DecoderForCausalLM):
     def draft_greedily(
         self, token_ids: Tensor, states: Tensor, context: ForwardContext, num_drafts: int
     ) -> list[int]:
-        """Compute one request's tokens and draft the most probable next ones, in one tape.
+        """Compute one request's tokens, and draft the most probable next ones, in one tape.
 
-        All passes are recorded at once, because positions and blocks are known before the tokens.
+        One tape can contain all passes, because the drafts' positions and blocks are known before
+        the drafts are.
 
         Args:
             token_ids: ``[n]`` int64.
             states: ``[n, hidden_size]``, states of the previous tokens.
-            num_drafts: number of tokens to draft; all but the last are computed, too.
+            num_drafts: number of tokens to draft. All drafts but the last are also computed, to
+                draft the next one.
             context: forward context of all passes in sequence: positions ``[n + num_drafts - 1]``,
                 and groups of each pass.
         """
@@ -255,14 +264,14 @@ class StateDrafter(DecoderForCausalLM):
             return tuple(drafts)
 
         inputs = [token_ids, states, *self.model.angles(context, states.dtype)]
-        # Few shapes recur: from one new token to one more than there are drafts.
+        # A request has from 1 to num_drafts + 1 new tokens after a step, so these shapes recur.
         comes_again = num_tokens <= num_drafts + 1
         return torch.cat(
             self.model.run(draft_all, inputs, context, comes_again=comes_again)
         ).tolist()
 
     def compute_logits(self, hidden: Tensor, adapters: tuple[AdapterSpan, ...] = ()) -> Tensor:
-        """Implement ``LayersDrafter.compute_logits``; drafters have no adapters."""
+        """Compute the next tokens' logits from results of `compute`; ``adapters`` is ignored."""
         if self.layout.final_norm and not self.layout.goes_on_normed:
             hidden = self.model.norm(hidden)
         if self._logits is not None:

@@ -1,1 +1,3 @@
-"""Model families: each file has all knowledge of one family; `registry.py` lists the names."""
+"""Model families: one file has everything that is specific to a family.
+
+`models/registry.py` lists the supported names."""

@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba 2, and attention in which half of each head is rotated."""
+"""Bamba: Mamba 2 in most layers, and attention with RoPE on half of each head in the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BambaForCausalLM = Family(recipe=_bamba, defaults={"num_key_value_heads": 8}, tu
 # ---------------------------------------------------------------------------- GGUF files
 
 
-_TURNING = 0.5  # rotated share of a head
+_TURNING = 0.5  # fraction of a head's dims that RoPE rotates
 
 
 def _gguf(keys: Keys) -> Mapping[str, Any]:
@@ -48,7 +48,11 @@ def _gguf(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return the head size; raises ModelLoadError unless RoPE rotates half of each head."""
+    """Return the head size as a config.json field.
+
+    Raises:
+        ModelLoadError: RoPE does not rotate exactly half of each head.
+    """
     found = partly_turning_heads(keys)
     turning = found["partial_rotary_factor"]
     if keys.get("rope.dimension_count") is not None and turning != _TURNING:
@@ -57,7 +61,7 @@ def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
     return {"head_dim": found["head_dim"]}
 
 
-# Bamba's files have the architecture granitehybrid, whose entry chooses this family.
+# Bamba's GGUF files name their architecture granitehybrid; granite.py recognizes them.
 GGUF_ROW = Architecture(
     "BambaForCausalLM",
     _gguf,

@@ -7,7 +7,7 @@ from models.family import Family
 from models.model_fields import FULL, SLIDING, ModelFields
 from models.recipe import Recipe
 
-# Without layer types in config.json, the first of every four layers has full attention.
+# If config.json has no layer types, the first of every four layers has full attention.
 _FULL_INTERVAL = 4
 
 

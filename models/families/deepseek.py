@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, R1 and Kimi K2: latent attention; experts in all but the first layers."""
+"""DeepSeek V2, V3 and R1, and Kimi K2: latent attention; experts in all but the first layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from models.fields import Fields
 from models.model_fields import ModelFields
 from models.recipe import ExpertsSpec, LatentSpec, Recipe
 
-# rope fields; the older name takes precedence, as in rope_config.py
+# RoPE's sections in config.json; if a file has both, the first is read
 _SCALING = ("rope_scaling", "rope_parameters")
 
 
@@ -31,11 +31,12 @@ _NUM_KV_HEADS, _V3_KV_HEADS = "num_key_value_heads", 128
 
 
 def _turning_heads(fields: Fields, default_kv_heads: int | None = None) -> Fields:
-    """Return the fields, with the size of a head's rotated part as ``head_dim``.
+    """Set ``head_dim`` to the size of a head's rotated part, and check the number of key heads.
 
     Args:
         fields: fields of config.json.
-        default_kv_heads: number of key heads in a file that lacks the field; None: all heads.
+        default_kv_heads: number of key heads if the file lacks the field; None: the number of
+            attention heads.
     """
     num_heads = fields.integer("num_attention_heads")
     default = None if _NUM_KV_HEADS in fields.names() else default_kv_heads
@@ -74,7 +75,7 @@ def _latents(model: ModelFields, *, rope_interleave: bool) -> LatentSpec:
 
 
 def _scale_of_rope(fields: Fields) -> float:
-    """Return YaRN's factor of dot products, ``mscale_all_dim`` squared."""
+    """Return YaRN's factor of the dot products: the square of ``mscale_all_dim``'s scale."""
     section = next((name for name in _SCALING if fields.get(name)), None)
     scaling = fields.child(section) if section else Fields({}, "")
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -109,7 +110,7 @@ def _recipe(model: ModelFields, latents: LatentSpec, experts: ExpertsSpec) -> Re
 
 
 def _v2(model: ModelFields) -> Recipe:
-    """Return V2's recipe, in which RoPE always rotates adjacent dims; V3 has an option for this."""
+    """Return the recipe of V2. Unlike V3, V2 has no option: RoPE always rotates adjacent dims."""
     return _recipe(model, _latents(model, rope_interleave=True), _experts_of_v2(model.fields))
 
 
@@ -137,7 +138,7 @@ DeepseekV3ForCausalLM = Family(
 # ---------------------------------------------------------------------------- GGUF files
 
 
-_SIGMOID = 2  # value of `expert_gating_func`
+_SIGMOID = 2  # value of `expert_gating_func` for sigmoid scores
 _KV_B = "self_attn.kv_b_proj.weight"
 _GGUF_NAMES: Names = {
     **gguf.ROUTED_EXPERTS,
@@ -151,7 +152,7 @@ _GGUF_NAMES: Names = {
 
 
 def _gguf_of_v2(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields of V2, whose expert scores are a softmax."""
+    """Return V2's fields of config.json."""
     return {
         **(gguf.routed_experts(keys) if keys.get("expert_count") else _gguf_without_experts(keys)),
         "topk_method": "group_limited_greedy" if keys.get("expert_group_count") else "greedy",
@@ -164,7 +165,7 @@ def _gguf_of_v3(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_without_experts(keys: Keys) -> Mapping[str, Any]:
-    """Return the required expert fields for a model without experts."""
+    """Return values for the required expert fields of a model without experts."""
     one = dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"), 1)
     layers = {"first_k_dense_replace": keys.num_layers(), "n_group": 1, "topk_group": 1}
     return {**one, **layers, "n_shared_experts": 0}
@@ -175,7 +176,10 @@ def _gguf_variant(keys: Keys) -> Architecture | None:
 
 
 def _gguf_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return latent attention's sizes; GGUF files before 2025 have only whole heads' sizes."""
+    """Return the sizes of latent attention as config.json fields.
+
+    GGUF files from before 2025 have these sizes only under the keys for ordinary heads.
+    """
     turning = keys.integer("rope.dimension_count")
     length = keys.integer("attention.key_length_mla", keys.integer("attention.key_length"))
     value = keys.integer("attention.value_length_mla", keys.integer("attention.value_length"))

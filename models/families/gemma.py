@@ -30,11 +30,11 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, *, is_third: bool) -> Recipe:
-    """Return the recipe; layers with a window may have a separate RoPE base.
+    """Return the recipe of Gemma 2 or 3.
 
     Args:
-        is_third: whether this is Gemma 3. Its heads have norms. In all its layers, the embeddings
-            of an image attend to each other, also to later ones (Gemma Team, arXiv:2503.19786).
+        is_third: whether this is Gemma 3, which has norms of queries and keys, and in which the
+            tokens of an image also attend to the image's later tokens (arXiv:2503.19786).
     """
     fields, bias, local = model.fields, model.attention_bias, model.sliding_rope
     scalar = fields.optional_number("query_pre_attn_scalar")
@@ -113,7 +113,8 @@ Gemma3ForConditionalGeneration = TextPart(
 # ---------------------------------------------------------------------------- GGUF files
 
 
-# Layer counts of the model sizes that scale queries differently, as in llama.cpp.
+# The 27B models scale queries differently; as llama.cpp does, they are recognized by these numbers
+# of layers.
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA_NORMS: Names = {
@@ -127,7 +128,12 @@ _GEMMA_CHANGES = dict.fromkeys(
 
 
 def _gguf(keys: Keys, unlike_others: int) -> Mapping[str, Any]:
-    """Return the fields that Gemma 2 and 3 share."""
+    """Return the config.json fields that Gemma 2 and 3 share.
+
+    Args:
+        keys: metadata of the GGUF file.
+        unlike_others: number of layers of the model that scales queries differently.
+    """
     heads, length = keys.integer("attention.head_count"), keys.integer("attention.key_length", 256)
     scalar: float = length
     if keys.num_layers() == unlike_others:

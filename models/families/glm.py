@@ -1,4 +1,4 @@
-"""GLM-4, dense and with experts: half of each head is rotated; output projections have no bias."""
+"""GLM-4, dense and with experts: RoPE rotates half of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss: experts with clamped gates, a sink in each head, a window in every second layer."""
+"""gpt-oss: experts with clamped gates, attention sinks, a sliding window in every second layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.fields import MAX_PARTS, Fields
 from models.model_fields import ModelFields
 from models.recipe import ExpertsSpec, NormWeight, Recipe
 
-_WINDOW_INTERVAL = 2  # every second layer has full attention
+_WINDOW_INTERVAL = 2  # without layer types, every second layer has full attention
 
 
 def _experts(fields: Fields) -> ExpertsSpec:
@@ -76,7 +76,7 @@ GptOssForCausalLM = Family(
 def _gguf(keys: Keys) -> Mapping[str, Any]:
     scaling = rope_scaling(keys)
     if scaling is not None and scaling["rope_type"] == "yarn":
-        scaling = {**scaling, "truncate": False}  # all gpt-oss files need this, but do not say so
+        scaling = {**scaling, "truncate": False}  # true of all models, but missing in files
     return {
         "num_local_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),

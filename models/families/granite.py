@@ -1,4 +1,4 @@
-"""Granite: dense, with muP's multipliers; Granite 4: also Mamba 2 in most layers, and experts."""
+"""Granite: dense, with muP's multipliers. Granite 4 also has experts, and mostly Mamba 2 layers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from models.rope_config import NO_ROPE
 _MULTIPLIERS = frozenset(
     {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 )
-# Our name for the size of experts: Granite 4's files call it intermediate_size, which is the MLP's
-# size in other families.
+# Baton's name for the intermediate size of experts: Granite 4's files call it intermediate_size,
+# which is the MLP's size in other families.
 _EXPERT_SIZE = "expert_intermediate_size"
 _HYBRID_NAMES = {
     ".mlp.gate.": ".block_sparse_moe.router.layer.",
@@ -54,7 +54,7 @@ def _dense(model: ModelFields) -> Recipe:
 
 
 def _in_common_words(fields: Fields) -> Fields:
-    """Return a hybrid model's fields under the names that other families use."""
+    """Return Granite 4's fields under the names that other families use."""
     turning = fields.text("position_embedding_type", "nope")
     if turning not in ("nope", "rope"):
         problem = f"{turning!r} is not supported; supported: nope, rope"
@@ -65,7 +65,7 @@ def _in_common_words(fields: Fields) -> Fields:
 
 
 def _experts(fields: Fields) -> ExpertsSpec | None:
-    """Read the experts that exist beside the shared MLP; None: there is only the MLP."""
+    """Read the routed experts; None: the model has only the shared MLP."""
     if fields.integer("num_local_experts", 8, minimum=0) == 0:
         return None
     experts = ExpertsSpec(
@@ -98,7 +98,7 @@ def _hybrid(model: ModelFields) -> Recipe:
     )
 
 
-# arXiv:2408.13359; multipliers: Yang et al., arXiv:2203.03466.
+# IBM, arXiv:2408.13359; multipliers: Yang et al., arXiv:2203.03466.
 GraniteForCausalLM = Family(
     recipe=_dense,
     defaults={"attention_multiplier": 1.0},
@@ -130,7 +130,7 @@ _GGUF_JOINS = (
 
 
 def _gguf_scales(keys: Keys) -> Mapping[str, Any]:
-    """Return Granite's multipliers, under their names in config.json."""
+    """Return Granite's multipliers from GGUF metadata, as config.json fields."""
     return {
         "embedding_multiplier": keys.decimal("embedding_scale", 1.0),
         "residual_multiplier": keys.decimal("residual_scale", 1.0),
@@ -140,7 +140,7 @@ def _gguf_scales(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_experts(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields of the shared MLP, and of the experts, if any."""
+    """Return the config.json fields of the shared MLP, and of the experts if there are any."""
     count = keys.integer("expert_count", 0, minimum=0)
     shared = "ffn_up_shexp.weight" if count else "ffn_up.weight"
     return {
@@ -152,7 +152,10 @@ def _gguf_experts(keys: Keys) -> Mapping[str, Any]:
 
 
 def _gguf_of_moe(keys: Keys) -> Mapping[str, Any]:
-    """Return Granite with experts as a Granite 4 whose layers all have attention."""
+    """Return the config.json fields of Granite 3 with experts.
+
+    They are those of a Granite 4 in which all layers have attention.
+    """
     return {
         **_gguf_scales(keys),
         **_gguf_experts(keys),
@@ -178,7 +181,10 @@ def _gguf_of_hybrid(keys: Keys) -> Mapping[str, Any]:
 
 
 def _bamba_or_hybrid(keys: Keys) -> Architecture | None:
-    """Choose Bamba for its files: they claim granitehybrid, but have RoPE and no scales."""
+    """Return Bamba's row for files of Bamba, else None.
+
+    Bamba's files also name their architecture granitehybrid, but have RoPE and no multipliers.
+    """
     is_bamba = _turns(keys) and keys.get("embedding_scale") is None
     return bamba.GGUF_ROW if is_bamba else None
 

@@ -46,7 +46,7 @@ def _intermediate_size(fields: Fields) -> int:
         return size
     size = int(2 * size / 3)
     multiplier = "block_ffn_dim_multiplier"
-    # here, null does not mean the default
+    # unlike in other fields, null does not mean the default
     if multiplier in fields.names() and not fields.has(multiplier):
         return size
     size = int(fields.number(multiplier, 1.0) * size)

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3, models saved under the name Llama, and (with images) Idefics3 and SmolVLM."""
+"""Llama 1 to 3.3, other models saved as Llama, and (with images) Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ Idefics3ForConditionalGeneration = SmolVLMForConditionalGeneration = TextPart(
 
 
 def _gguf_variant(keys: Keys) -> Architecture | None:
-    """Choose Mistral (by its window) or Mixtral (by its experts), whose files claim to be llama."""
+    """Return the row of Mistral or Mixtral if the file is theirs, else None.
+
+    Their GGUF files also name their architecture llama, but have a sliding window (Mistral) or
+    experts (Mixtral).
+    """
     if keys.get("expert_count"):
         return mistral.GGUF_MIXTRAL
     return mistral.GGUF_MISTRAL if keys.get("attention.sliding_window") else None

@@ -1,4 +1,4 @@
-"""Mistral, a Llama without biases; all or some layers may have a sliding window.
+"""Mistral: a Llama without biases, in which all or some layers may have a sliding window.
 
 Ministral 8B's ``layer_types`` tells which layers have a window. Mixtral also has experts.
 """
@@ -89,7 +89,8 @@ def _gguf_of_mixtral(keys: Keys) -> Mapping[str, Any]:
     }
 
 
-# Files of the first Mistral and of Mixtral claim to be llama, whose entry chooses them.
+# GGUF files of the first Mistral and of Mixtral name their architecture llama; llama.py recognizes
+# them.
 GGUF_MISTRAL = Architecture("MistralForCausalLM", window, changes=PAIRS)
 GGUF_MIXTRAL = Architecture(
     "MixtralForCausalLM",

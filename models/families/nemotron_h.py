@@ -1,9 +1,9 @@
 """Nemotron-H: Mamba 2, attention without RoPE, and MLPs or experts with squared ReLU.
 
-In a file, each layer has one part; here, up to two parts form a layer::
+In config.json, each layer has one part. Baton joins up to two parts to a layer::
 
-    in the file    M  -  M  *  -  M  E        M: Mamba 2, -: MLP, *: attention, E: experts
-    here           M  -| M |*  -| M  E        a mixer, and the MLP or experts after it, if any
+    config.json    M  -  M  *  -  M  E        M: Mamba 2, -: MLP, *: attention, E: experts
+    Baton          M  -| M |*  -| M  E        a mixer, and the MLP or experts after it, if any
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _MOE}
 _NAMES = {name: name for name in _LETTERS.values()} | {"mamba": _MAMBA, "attention": _ATTENTION}
 _PATTERN, _PARTS = "hybrid_override_pattern", "layers_block_type"
 _TIME_STEP_MIN = 0.001
-# Field names: older -> newer; if a file has both, the older name takes precedence.
+# Older -> newer field names. If a file has both, the value under the older name is used.
 _OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -88,10 +88,12 @@ def _in_common_words(fields: Fields) -> Fields:
 
 
 def _refuse_time_step_min(fields: Fields) -> None:
-    """Refuse a minimum time step other than 0, or the 0.001 of all published checkpoints.
+    """Raise ModelLoadError unless the minimum time step is absent, 0 or 0.001.
 
-    In training, NVIDIA's code and Baton, this field affects only initial weights. transformers 5
-    also raises time steps to this minimum, for a prompt's tokens but not for later ones.
+    All published checkpoints have 0.001.
+
+    In NVIDIA's code and in Baton, this field does not affect results. transformers 5 raises time
+    steps below the minimum for a prompt's tokens, but not for generated tokens.
     """
     name = "time_step_min"
     if fields.get(name) not in (None, 0.0, _TIME_STEP_MIN):
@@ -100,12 +102,13 @@ def _refuse_time_step_min(fields: Fields) -> None:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Return the kind of each part, in the order of config.json.
+    """Return the kind of each part of the model, in the order of config.json.
 
-    Raises ModelLoadError for an unknown kind, for an MLP or experts that do not follow a mixer, and
-    if no part is attention.
+    Raises:
+        ModelLoadError: a kind is unknown, an MLP or experts do not follow a mixer, or no part is
+            attention.
     """
-    # If a file has both, layer_types is used, as in transformers.
+    # If a file has several of these fields, layer_types is used, as in transformers.
     name = next((n for n in ("layer_types", _PARTS) if fields.has(n)), _PATTERN)
     known = _LETTERS if name == _PATTERN else _NAMES
     kinds: list[str] = []
@@ -138,7 +141,7 @@ def _mamba2(fields: Fields) -> Mamba2Spec:
 
 
 def _experts(fields: Fields, mlp_bias: bool) -> ExpertsSpec:
-    """Read experts without gates, routed like DeepSeek V3's."""
+    """Read experts that have no gates and are chosen as in DeepSeek V3."""
     latent_size = fields.optional_integer("moe_latent_size")
     if latent_size is not None and mlp_bias:
         raise fields.wrong("mlp_bias", "true is not supported with moe_latent_size")
@@ -162,7 +165,13 @@ def _experts(fields: Fields, mlp_bias: bool) -> ExpertsSpec:
 
 
 def _stored_names(layer: int, mixer: int, feed_forward: int) -> dict[str, str]:
-    """Return the names of a layer's parts, given their indices in the file."""
+    """Return checkpoint names of a layer's parts.
+
+    Args:
+        layer: index of the layer in Baton.
+        mixer: index of the mixer in the checkpoint.
+        feed_forward: index of the MLP or experts in the checkpoint.
+    """
     return {
         f"model.layers.{layer}.self_attn.": f"backbone.layers.{mixer}.mixer.",
         f"model.layers.{layer}.input_layernorm.": f"backbone.layers.{mixer}.norm.",
@@ -233,7 +242,7 @@ _GGUF_NAMES: Names = {
 
 
 def _gguf(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields; each layer of the file has one part."""
+    """Return the fields of config.json; in the GGUF file, too, each layer has one part."""
     kinds = {
         **dict.fromkeys(keys.layers_with("ffn_up.weight"), "mlp"),
         **dict.fromkeys(keys.layers_with("ffn_gate_inp.weight"), "moe"),

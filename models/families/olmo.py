@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after each part, over all query heads, and over all key heads."""
+"""OLMo 2 and 3: a norm after each part, one over all query heads, and one over all key heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NORMS = LayerNorms(
 
 
 def _recipe(model: ModelFields, windows: list[int | None], **options: Any) -> Recipe:
-    """Return the recipe; layers with a window have the second rotary embedding."""
+    """Return the recipe; layers with a window use the second rotary embedding, if there is one."""
     mixers = [
         model.attention(
             window=window,
@@ -75,7 +75,7 @@ def _gguf_variant(keys: Keys) -> Architecture | None:
 
 
 def _gguf_of_3(keys: Keys) -> Mapping[str, Any]:
-    """Return OLMo 3's fields; layers with a window have the same RoPE base, unscaled."""
+    """Return OLMo 3's fields of config.json: layers with a window have RoPE without scaling."""
     theta = {"rope_theta": keys.decimal("rope.freq_base", DEFAULT_THETA)}
     ropes = {
         FULL: {**(rope_scaling(keys) or {"rope_type": "default"}), **theta},

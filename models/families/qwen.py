@@ -1,4 +1,4 @@
-"""Qwen2, 2.5 and 3, dense and with experts, and the text part of models that see images.
+"""Qwen2, 2.5 and 3, dense and with experts; also as the text part of models that read images.
 
 Qwen2 has biases on queries, keys and values; Qwen3 has a norm on each query and key head instead.
 """
@@ -35,7 +35,7 @@ def _qwen3(model: ModelFields) -> Recipe:
 
 
 def experts_of(fields: Fields, count: str = "num_experts") -> ExpertsSpec:
-    """Read the experts, whose number is in the field ``count``."""
+    """Read the routed experts; their number is the value of the field named ``count``."""
     return ExpertsSpec(
         num_experts=fields.integer(count, maximum=MAX_PARTS),
         inner_size=fields.integer("moe_intermediate_size"),
@@ -45,13 +45,13 @@ def experts_of(fields: Fields, count: str = "num_experts") -> ExpertsSpec:
 
 
 def experts_with_shared(fields: Fields) -> ExpertsSpec:
-    """Read the experts, and the shared expert, whose result a gate scales."""
+    """Read the routed experts and the shared expert, whose result a gate scales."""
     shared_size = fields.integer("shared_expert_intermediate_size")
     return replace(experts_of(fields), shared_size=shared_size, has_shared_gate=True)
 
 
 def dense_layers(model: ModelFields) -> frozenset[int]:
-    """Return the layers that have an MLP instead of experts."""
+    """Return the indices of layers that have an MLP instead of experts."""
     step = model.fields.integer("decoder_sparse_step", 1)
     named = model.fields.token_ids("mlp_only_layers")
     layers = range(model.num_layers)
@@ -68,7 +68,10 @@ def _with_experts(model: ModelFields, mixers: list[AttentionSpec], experts: Expe
 
 
 def _qwen2_moe(model: ModelFields) -> Recipe:
-    """Return the recipe; by default every second layer below ``max_window_layers`` has a window."""
+    """Return the recipe of Qwen2 with experts.
+
+    Without layer types, every second layer below ``max_window_layers`` has a sliding window.
+    """
     windows = model.windows_if_switched_on()
     if model.layer_types is None and model.use_sliding_window:
         windows = [
@@ -84,7 +87,7 @@ def _qwen3_moe(model: ModelFields) -> Recipe:
     window = model.sliding_window if model.use_sliding_window else None
     # Layer types are ignored, as in transformers.
     mixers = _qwen3_attention(model, [window] * model.num_layers)
-    # transformers writes either name; if a file has both, it reads the second.
+    # transformers writes either name; if a file has both, transformers reads num_local_experts.
     count = "num_local_experts" if model.fields.has("num_local_experts") else "num_experts"
     return _with_experts(model, mixers, experts_of(model.fields, count))
 
@@ -107,8 +110,8 @@ Qwen3ForCausalLM = Family(
 Qwen3MoeForCausalLM = Family(
     recipe=_qwen3_moe, defaults={"num_key_value_heads": 4, "sliding_window": 4096}
 )
-# For images, Qwen's rotary embedding has three axes. A text token has the same position on all
-# axes, so the plain embedding is equal.
+# In prompts with images, Qwen's RoPE has three axes (frame, row, column). A text token has the same
+# position on all axes, so for text alone, RoPE with one axis gives equal results.
 Qwen2VLForConditionalGeneration = TextPart(
     "Qwen2ForCausalLM", vision=read_qwen2, axes=AxesRule((16, 24, 24))
 )
@@ -132,15 +135,15 @@ GGUF_SHARED_EXPERT: Names = {
 
 
 def _gguf_of_2(keys: Keys) -> Mapping[str, Any]:
-    return {"attention_bias": False}  # queries, keys and values always have a bias
+    return {"attention_bias": False}  # the recipe has Qwen2's biases, whatever this field says
 
 
 def gguf_experts(keys: Keys, *, normalized: bool) -> Mapping[str, Any]:
-    """Return the expert fields.
+    """Return the experts' fields of config.json.
 
     Args:
-        keys: the file's metadata.
-        normalized: whether the weights of a token's experts sum to 1 by default.
+        keys: metadata of the GGUF file.
+        normalized: whether the weights of a token's experts sum to 1 if the GGUF file does not say.
     """
     with_experts = keys.layers_with(*EXPERTS)
     dense = sorted(set(keys.layers_with("ffn_up.weight")) - set(with_experts))
@@ -155,7 +158,7 @@ def gguf_experts(keys: Keys, *, normalized: bool) -> Mapping[str, Any]:
 
 
 def gguf_shared(keys: Keys) -> Mapping[str, Any]:
-    """Return the size of the shared expert."""
+    """Return the shared expert's size as a config.json field."""
     name = "expert_shared_feed_forward_length"
     size = keys.integer(name) if keys.get(name) is not None else keys.rows("ffn_up_shexp.weight")
     return {"shared_expert_intermediate_size": size}

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5, text: gated delta nets in most layers, gated attention in the rest."""
+"""Qwen3-Next and Qwen3.5: gated delta nets in most layers, gated attention in the others."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from models.recipe import (
 from models.rope_config import AxesRule
 from models.vision.specs import read_qwen3_5
 
-_INTERVAL = 4  # without layer types, every fourth layer attends
-# Weights that a text model ignores: multi-token prediction layers, and the vision part.
+_INTERVAL = 4  # without layer types, every fourth layer has attention
+# Prefixes of weights that the text model ignores: of MTP layers, and of the vision part.
 _ELSEWHERE = ("mtp.", "model.visual.")
 
 
@@ -68,7 +68,14 @@ def _recipe(
     feed_forward: FeedForwardSpec,
     dense: frozenset[int] = frozenset(),
 ) -> Recipe:
-    """Return the recipe: experts, or MLPs in all or only the ``dense`` layers."""
+    """Return the recipe.
+
+    Args:
+        model: the fields of config.json.
+        net: the gated delta net of layers without attention.
+        feed_forward: the MLP or experts of all layers but ``dense``.
+        dense: indices of layers that have an MLP instead of ``feed_forward``.
+    """
     bias, mlp = model.attention_bias, dense_mlp(model)
     attention = model.attention(
         qkv_bias=bias,
@@ -94,7 +101,7 @@ def _recipe(
 
 def _qwen3_next(model: ModelFields) -> Recipe:
     fields = model.fields
-    # The weights of a token's experts sum to 1 unless the file says otherwise.
+    # Unlike in Qwen3, the weights of a token's experts sum to 1 if the file does not say.
     normalize = fields.boolean("norm_topk_prob", True)
     experts = checked(fields, replace(experts_with_shared(fields), normalize=normalize))
     net = _delta_net(fields, stored_by_key_head=True)
@@ -107,7 +114,7 @@ def _qwen3_5(model: ModelFields) -> Recipe:
 
 
 def _qwen3_5_experts(fields: Fields) -> ExpertsSpec:
-    """Read Qwen3-Next's experts, for all layers, with weights that always sum to 1."""
+    """Read experts whose weights for a token always sum to 1."""
     if fields.get("norm_topk_prob") not in (None, True):
         raise fields.wrong("norm_topk_prob", "only true is supported for this architecture")
     return checked(fields, replace(experts_with_shared(fields), normalize=True))
@@ -115,12 +122,12 @@ def _qwen3_5_experts(fields: Fields) -> ExpertsSpec:
 
 def _qwen3_5_moe(model: ModelFields) -> Recipe:
     experts = _qwen3_5_experts(model.fields)
-    dense_layers(model)  # checks the fields
+    dense_layers(model)  # raises if a field is wrong
     return _recipe(model, _delta_net(model.fields, stored_by_key_head=False), experts)
 
 
 def _beside_images(recipe: Recipe) -> Recipe:
-    """Return the recipe of the text part of a model that also computes images."""
+    """Return the recipe with the names that text layers have in a checkpoint with a vision part."""
     return replace(recipe, stored_prefix="model.language_model.")
 
 
@@ -149,7 +156,7 @@ Qwen3_5ForCausalLM = replace(
     recipe=_qwen3_5,
     defaults={**Qwen3NextForCausalLM.defaults, "num_key_value_heads": 4},
 )
-# These files give no size of a dense MLP, because no layer has one.
+# These files have no size of an MLP, because all layers have experts.
 Qwen3_5MoeForCausalLM = replace(
     Qwen3NextForCausalLM,
     recipe=_qwen3_5_moe,

@@ -1,4 +1,4 @@
-"""Seed-OSS by ByteDance: a Llama whose attention may have input biases, output biases, or both."""
+"""Seed-OSS by ByteDance: a Llama with optional biases of the attention's projections."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from models.model_fields import ModelFields
 from models.recipe import Recipe
 from models.rope_config import NO_ROPE
 
-_INTERVAL = 4  # every fourth layer has no rotary embedding
+_INTERVAL = 4  # without a list, every fourth layer has no RoPE
 
 
 def _smollm3(model: ModelFields) -> Recipe:
@@ -33,7 +33,7 @@ def _smollm3(model: ModelFields) -> Recipe:
 
 
 def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
-    """Return 0 per layer without RoPE, else 1; None: the file has no such list."""
+    """Return the file's list: 0 for a layer without RoPE, else 1; None: there is no list."""
     if not fields.has("no_rope_layers"):
         return None
     values = fields.get("no_rope_layers")

@@ -1,1 +1,1 @@
-"""Packers for GPUs: weights of 4 and 8 bits, and batch-invariant layers."""
+"""Packers for GPUs, which quantize layers to 4 or 8 bits, or make them batch-invariant."""

@@ -1,4 +1,4 @@
-"""InvariantPacker: GPU layers whose result for a token does not depend on the batch.
+"""InvariantPacker: makes GPU layers whose result for a token does not depend on the batch.
 
 Refuses to know: attention, files, how a product is computed.
 """
@@ -25,9 +25,9 @@ class InvariantPacker:
     """A ``WeightPacker`` that keeps weights unchanged, but uses batch-invariant products.
 
     Attributes:
-        kind: the GPU's model, because other models add in another order.
-        int8: packer of int8 layers, whose integer sums do not depend on order; None: no int8
-            layers.
+        kind: the GPU's model; results are equal only on GPUs of one model.
+        int8: packer of layers whose weights and inputs are int8, because sums of integers do not
+            depend on the order; None: no layer is int8.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class InvariantPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
-        """Implement ``WeightPacker.start``; ``entry`` is None."""
+        """Start making a model batch-invariant; ``entry`` is None."""
         return _Packing(model, None if self.int8 is None else self.int8.start(model))
 
 
@@ -48,15 +48,15 @@ class _Packing:
         self._model, self._int8 = model, int8
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Implement ``PackingModel.take_kept``."""
+        """Use the packed weight of ``owner`` from the cache; return whether the cache has one."""
         return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Implement ``PackingModel.take``."""
+        """Let the packer of int8 layers pack a weight; return whether it was packed."""
         return self._int8 is not None and self._int8.take(owner, parts)
 
     def finish(self) -> None:
-        """Implement ``PackingModel.finish``; a tied head shares the embedding's memory."""
+        """Replace all linear layers by batch-invariant ones; a tied head shares the embedding."""
         if self._int8 is not None:
             self._int8.finish()
         model = self._model

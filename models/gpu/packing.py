@@ -1,4 +1,4 @@
-"""GpuPacker: keeps linear layers on a GPU in 4 or 8 bits, in the checkpoint's or a given format.
+"""GpuPacker: keeps the weights of linear layers on a GPU in 4 or 8 bits.
 
 Embeddings and heads tied to them, experts, routers, and projections of latents stay ordinary
 parameters. Refuses to know: architectures, files, how a product is computed.
@@ -45,13 +45,14 @@ _NAMES = {torch.int8: "int8", FLOAT8: "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class GpuPacker:
-    """A ``WeightPacker`` for GPUs; equal packers give equal packed models.
+    """A ``WeightPacker`` for GPUs; equal packers pack a model equally.
 
     Attributes:
         device: the weights' device.
         weights: format of all linear layers except a tied head; None: the checkpoint's format. With
-            ``INT4`` and ``FP8``, a head is ``INT8``, because it suffers most from low precision.
-        has_float8: whether the device has float8 matrix products.
+            ``INT4`` and ``FP8``, an untied head is ``INT8_WEIGHT_ONLY``, because low precision
+            harms the head most.
+        has_float8: whether the device can multiply float8 matrices.
     """
 
     device: torch.device
@@ -60,7 +61,7 @@ class GpuPacker:
     cache_key: ClassVar[None] = None
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> _Packing:
-        """Implement ``WeightPacker.start``; a GPU's weights are not cached: ``entry`` is None."""
+        """Start packing a model; ``entry`` is None, because packed GPU weights are not cached."""
         return _Packing(self, model)
 
 
@@ -82,11 +83,11 @@ class _Packing:
             self._left_alone |= set(model.vision.modules())
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Implement ``PackingModel.take_kept``."""
+        """Use the packed weight of ``owner`` from the cache; return whether the cache has one."""
         return False
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Implement ``PackingModel.take``."""
+        """Pack the weight of a linear layer if possible; return whether it was packed."""
         if not isinstance(owner, nn.Linear) or isinstance(owner, ExactLinear | LatentProjection):
             return False
         if owner in self._left_alone:
@@ -98,7 +99,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """Implement ``PackingModel.finish``."""
+        """Put quantized layers in place of the layers whose weights were packed."""
         kinds = Counter(map(_kind, self._packed.values()))
         for parent in list(self._model.modules()):
             for name, child in parent.named_children():
@@ -129,7 +130,10 @@ class _Packing:
     def _keep(
         self, parts: Sequence[WeightPart], wanted: QuantizedFormat | None
     ) -> QuantizedWeight | None:
-        """Keep a checkpoint's format; return None if another is wanted or kernels lack it."""
+        """Keep a weight in the checkpoint's format.
+
+        Returns None if another format is wanted, or kernels do not support the checkpoint's.
+        """
         kept, layout = integers_alike(parts)
         if layout is None:
             return self._keep_float8(parts) if wanted in (None, QuantizedFormat.FP8) else None
@@ -209,8 +213,8 @@ def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers
     return integers
 
 
-def quantized_kinds(model: CausalLM) -> list[str]:
-    """List the kinds of a model's quantized layers, each once."""
+def quantized_kinds(model: CausalLM | nn.Module) -> list[str]:
+    """List which kinds of quantized layers a model has, for example ``fp8 times fp8``."""
     assert isinstance(model, nn.Module)
     layers = [one.quantized for one in model.modules() if isinstance(one, QuantizedLinear)]
     return sorted(set(map(_kind, layers)))

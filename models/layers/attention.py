@@ -1,4 +1,4 @@
-"""Self-attention of one decoder layer: project, rotate, store in the paged cache, attend, project.
+"""Self-attention of a decoder layer: projections, rotation, storing in the paged cache, attention.
 
 Refuses to know: how the backend attends, which requests there are.
 """
@@ -29,21 +29,21 @@ class Attention(Computing):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
 
     Args:
-        spec: the layer's attention.
+        spec: shape and options of the attention.
         hidden_size: size of input and output.
         eps: epsilon of the norms of queries and keys.
         layer_index: index of this layer in the KV cache.
 
     Attributes:
-        k_scale: scale of keys in a float8 cache, from the checkpoint if it has one.
-        v_scale: scale of values in a float8 cache.
+        k_scale: scale of keys in a float8 cache; 1 if the checkpoint has no scale.
+        v_scale: scale of values in a float8 cache; 1 if the checkpoint has no scale.
     """
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, eps: float, layer_index: int) -> None:
         super().__init__()
         self._layer_index = layer_index
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
-        self.can_share = not spec.qk_norm_of_all_heads  # this norm needs all heads of all ranks
+        self.can_share = not spec.qk_norm_of_all_heads  # this norm needs all ranks' heads
         self._eps = eps
         self._scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self._soft_cap = spec.soft_cap
@@ -62,7 +62,7 @@ class Attention(Computing):
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some heads."""
+        """Keep this rank's heads; call before weights are loaded."""
         kv_size = self.qkv_proj.part_sizes[1]
         heads, kv_heads = rank.heads(self._num_heads, kv_size // self._head_dim)
         query, kv = scaled(heads, self._head_dim), scaled(kv_heads, self._head_dim)
@@ -73,7 +73,7 @@ class Attention(Computing):
         self._num_heads = heads[1] - heads[0]
 
     def keep_loaded(self, sinks: Tensor) -> Tensor:
-        """Return a checkpoint's sinks ``[num_heads]`` in the form that the layer stores."""
+        """Convert a checkpoint's sinks, ``[num_heads]``, to the dtype that the layer keeps."""
         return sinks.float()
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: ForwardContext) -> Tensor:
@@ -81,7 +81,7 @@ class Attention(Computing):
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: the step's rotations; the layer picks the one it uses.
+            rotations: cosines and sines of the step for each RoPE; ``spec.rotation`` chooses one.
             context: the step's forward context.
 
         Returns:
@@ -122,7 +122,7 @@ class Attention(Computing):
 
 
 def make_joined_projection(spec: AttentionSpec, num_inputs: int) -> JoinedLinear:
-    """Make the fused projection of queries, keys and values, and of gates, if any."""
+    """Make the fused projection of queries, keys, values and, if the layer has gates, gates."""
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     parts, bias = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}, spec.qkv_bias
     if spec.output_gate:

@@ -1,4 +1,4 @@
-"""Embeddings of models packed for a CPU: in the head's panels if tied, else in 16 bits.
+"""Embeddings on a CPU: packed together with the output head if tied, else in 16 bits.
 
 Refuses to know: other packed layers, files.
 """
@@ -14,11 +14,11 @@ from models.layers.computing import Computing
 
 
 class PackedEmbedding(Computing):
-    """A tied embedding that reads the output head's packed panels, so that the weight exists once.
+    """A tied embedding that reads rows from the output head's packed weight, the only copy.
 
     Args:
-        weight: the head's weight.
-        dtype: dtype of the result.
+        weight: the output head's packed weight.
+        dtype: dtype of the embeddings that `forward` returns.
     """
 
     def __init__(self, weight: ops.PackedWeight, dtype: torch.dtype) -> None:
@@ -26,7 +26,7 @@ class PackedEmbedding(Computing):
         self._packed, self._dtype = weight, dtype
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map token ids ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
+        """Map token ids ``[num_tokens]`` to embeddings ``[num_tokens, hidden_size]``."""
         return self.ops.unpack_rows(self._packed, input_ids, self._dtype)
 
 
@@ -35,7 +35,7 @@ class NarrowEmbedding(nn.Module):
 
     Args:
         weight: ``[vocab_size, hidden_size]``.
-        dtype: dtype of the result.
+        dtype: dtype of the embeddings that `forward` returns.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -44,5 +44,5 @@ class NarrowEmbedding(nn.Module):
         self._dtype = dtype
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map token ids ``[num_tokens]`` to ``[num_tokens, hidden_size]``."""
+        """Map token ids ``[num_tokens]`` to embeddings ``[num_tokens, hidden_size]``."""
         return functional.embedding(input_ids, self.weight).to(self._dtype)

@@ -1,4 +1,4 @@
-"""Qwen3-Next's and Qwen3.5's recurrent token mixer: a convolution, the gated delta rule.
+"""The recurrent token mixer of Qwen3-Next and Qwen3.5: a convolution, then the gated delta rule.
 
 Yang et al., arXiv:2412.06464.
 
@@ -22,11 +22,11 @@ from models.recipe import DeltaNetSpec
 class GatedDeltaNet(Computing):
     """Gated delta net: a mixer with a state, in place of attention.
 
-    In Qwen3-Next's checkpoints, a projection's rows are grouped by key head, each with its value
-    heads; in Qwen3.5's, by projection. Here, they are in the order that the convolution and the
-    rule read::
+    Qwen3-Next's checkpoints group the rows of the projections by key head: each key head's rows are
+    followed by the rows of its value heads. Qwen3.5's checkpoints store each projection separately.
+    This layer keeps the rows in the order that the convolution and the rule read::
 
-        | query | key | value | gate (as value) | b (value heads) | a (as b) |
+        | query | key | value | gate (size of value) | b (value heads) | a (value heads) |
 
     Args:
         spec: shape of the layer, and how checkpoints store it.
@@ -63,7 +63,7 @@ class GatedDeltaNet(Computing):
         self.out_proj = nn.Linear(self._value_size, hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
-        """Mix the step's tokens: ``[num_tokens, hidden_size]``; positions are not used."""
+        """Mix the step's tokens, ``[num_tokens, hidden_size]``; ``rotations`` is ignored."""
         spec, num_tokens, num_heads = self._spec, len(hidden), self._spec.num_value_heads
         # [num_slots, num_channels, kernel_size - 1], [num_slots, heads, key_dim, value_dim]
         metadata, (conv_states, states) = context.state_layer(self._layer_index)

@@ -1,4 +1,4 @@
-"""The gated norm at the end of recurrent mixers. Refuses to know: where the gate comes from."""
+"""The gated norm at the end of recurrent mixers. Refuses to know: how gates are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class GatedRMSNorm(Computing):
     """Root-mean-square norm of groups, times ``silu(gate)``.
 
     Args:
-        weight_size: size of all groups together, or of one group if they share the weight.
+        weight_size: size of the weight: of all groups together, or of one group if groups share the
+            weight.
         group_size: elements that are normalized together.
         eps: added to the mean square.
         norm_before_gate: whether the gate is applied after the norm.
@@ -28,7 +29,7 @@ class GatedRMSNorm(Computing):
         self._norm_before_gate = norm_before_gate
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Norm ``[num_tokens, size]`` with a gate of the same shape; return the same shape."""
+        """Normalize ``x`` and multiply by ``silu(gate)``; each is ``[num_tokens, size]``."""
         return self.ops.gated_rms_norm(
             *(x, gate, self.weight, self._eps),
             group_size=self._group_size,

@@ -1,7 +1,7 @@
 """Latent attention of one decoder layer: the cache keeps one vector per token for all heads.
 
-Keys and values are never computed. Instead, the key matrix is applied to the query, and the value
-matrix to the weighted sum (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
+Keys and values are never computed from latents. Instead, the query is multiplied by the key matrix,
+and the weighted sum of latents by the value matrix (DeepSeek-AI, arXiv:2405.04434, section 2.1.2).
 Refuses to know: how the backend attends, which requests there are.
 """
 
@@ -19,7 +19,8 @@ from models.layers.norm import RMSNorm
 from models.parallel.shards import Rank, Span, scaled
 from models.recipe import LatentSpec
 
-# Epsilon of the norms between low-rank projections; the config's `rms_norm_eps` does not apply.
+# Epsilon of the norms between low-rank projections. As in transformers, `rms_norm_eps` of
+# config.json does not apply to these norms.
 _EPS = 1e-6
 
 
@@ -27,9 +28,9 @@ class LatentProjection(nn.Linear):
     """The projection of latents to keys and values: ``kv_b_proj`` of a checkpoint.
 
     Args:
-        num_heads: heads; each has rows for its key, then for its value.
+        num_heads: number of heads; each has rows for its key, then rows for its value.
         rank: size of a latent.
-        key_dim: size of a head's key, without the rotated part.
+        key_dim: size of a head's key without the rotated part, which latents do not contain.
         value_dim: size of a head's value.
     """
 
@@ -38,13 +39,16 @@ class LatentProjection(nn.Linear):
         self._sizes = (num_heads, key_dim, value_dim, rank)
 
     def keep_heads(self, heads: Span) -> None:
-        """Keep some heads; call before weights are loaded."""
+        """Keep only the heads of one rank; call before weights are loaded."""
         _, key_dim, value_dim, rank = self._sizes
         keep_outputs(self, scaled(heads, key_dim + value_dim))
         self._sizes = (heads[1] - heads[0], key_dim, value_dim, rank)
 
     def parts(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Split ``[out_features, rank]`` into keys and values, each ``[num_heads, dim, rank]``."""
+        """Split a weight ``[out_features, rank]`` into matrices of keys and of values.
+
+        Each is ``[num_heads, dim, rank]``.
+        """
         num_heads, key_dim, value_dim, rank = self._sizes
         heads = weight.view(num_heads, key_dim + value_dim, rank)
         return heads[:, :key_dim], heads[:, key_dim:]
@@ -62,33 +66,33 @@ class PackedLatentProjection(Computing):
     """A ``LatentProjection`` on a CPU, with both matrices packed.
 
     Args:
-        keys: ``num_heads`` times ``rank`` outputs of ``key_dim`` inputs.
-        values: ``num_heads`` times ``value_dim`` outputs of ``rank`` inputs.
+        keys: the transposed key matrices: ``num_heads * rank`` outputs, ``key_dim`` inputs.
+        values: the value matrices: ``num_heads * value_dim`` outputs, ``rank`` inputs.
     """
 
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # parameters, so that the panels' memory is counted
+        # parameters, so that code that counts a model's memory finds the panels
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 
     @property
     def packed(self) -> tuple[ops.PackedWeight, ops.PackedWeight]:
-        """Return the weights of keys and values."""
+        """Return the packed matrices of keys and of values."""
         return self._keys, self._values
 
     def absorb(self, query: Tensor, out: Tensor) -> None:
-        """Implement `LatentProjection.absorb`."""
+        """Multiply ``[num_tokens, num_heads, key_dim]`` by the key matrices; write to ``out``."""
         self.ops.grouped_packed_linear(query, self._keys, out)
 
     def expand(self, attended: Tensor, out: Tensor) -> None:
-        """Implement `LatentProjection.expand`."""
+        """Multiply ``[num_tokens, num_heads, rank]`` by the value matrices; write to ``out``."""
         self.ops.grouped_packed_linear(attended, self._values, out)
 
 
 class LatentAttention(Computing):
-    """Multi-head latent attention.
+    """Multi-head latent attention (MLA) of one decoder layer.
 
     Args:
         spec: shape of the layer.
@@ -117,9 +121,9 @@ class LatentAttention(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some heads.
+        """Keep this rank's heads; call before weights are loaded.
 
-        All ranks compute and store all latents; each rank uses them for its own heads.
+        Every rank computes and stores all latents, because all heads read the same latents.
         """
         spec = self._spec
         heads = rank.span(self._num_heads)
@@ -135,7 +139,7 @@ class LatentAttention(Computing):
 
         Args:
             hidden: ``[num_tokens, hidden_size]``, normalized.
-            rotations: the step's rotations; the layer uses the first one.
+            rotations: cosines and sines of the step for each RoPE; the first is used.
             context: the step; this layer's cache is ``[num_blocks, block_size, width]``.
 
         Returns:

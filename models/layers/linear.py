@@ -1,7 +1,7 @@
 """Linear layers that torch lacks: fused projections, packed and quantized weights.
 
-A fused projection reads its input once, in one launch. Refuses to know: what the parts are used
-for.
+A fused projection computes several projections of one input in one kernel. Refuses to know: what
+the projections are used for.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from models.parallel.shards import Kept, KeptParts, Span
 
 
 class ExactLinear(nn.Linear):
-    """A small linear layer that is sensitive to rounding, such as a router; never quantized."""
+    """A small linear layer that is never quantized, because rounding would change its results much.
+
+    An example is the router of experts.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features]`` float32."""
+        """Compute the layer in float32: map ``[..., in_features]`` to ``[..., out_features]``."""
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(x.float(), self.weight.float(), bias)
 
@@ -30,10 +33,10 @@ class JoinedLinear(nn.Linear):
     """Several projections of one input, stacked along the output.
 
     Args:
-        in_features: inputs of all parts.
-        parts: name of each part in the checkpoint -> its rows, in output order.
+        in_features: number of inputs, which all parts read.
+        parts: name of each part in the checkpoint -> its number of rows, in output order.
         bias: whether each part has a bias.
-        stored_joined: whether checkpoints have the parts joined already, under this layer's name.
+        stored_joined: whether checkpoints have one tensor for all parts, under this layer's name.
     """
 
     def __init__(
@@ -54,26 +57,29 @@ class JoinedLinear(nn.Linear):
         return tuple(self._parts.values())
 
     def part_rows(self) -> Iterator[tuple[str, slice]]:
-        """Return each part's name and its rows of weight and bias."""
+        """Yield each part's name, and the rows of weight and bias that the part has."""
         start = 0
         for name, size in self._parts.items():
             yield name, slice(start, start + size)
             start += size
 
     def row_order(self, name: str) -> Tensor | None:
-        """Return each row's index in the part's checkpoint tensor, int64; None: the same index."""
+        """Return where the checkpoint's tensor has each row of a part.
+
+        Returns row indices, int64; None: the checkpoint has the rows in the same order.
+        """
         return None
 
     def stored_name(self, name: str) -> str:
-        """Return the checkpoint's name of the tensor that contains this part's rows."""
+        """Return the name of the checkpoint's tensor that contains a part's rows."""
         return name
 
     def stored_rows(self, name: str) -> int:
-        """Return the number of rows of a part's checkpoint tensor."""
+        """Return the number of rows of the checkpoint's tensor that contains a part."""
         return self._parts[name]
 
     def keep_parts(self, spans: Sequence[Span]) -> KeptParts:
-        """Keep some rows of each part; return which parts of a checkpoint's tensors to read."""
+        """Keep the given rows of each part; return what to read of the checkpoint's tensors."""
         kept: KeptParts = {}
         rows: list[int] = []
         for (name, of_part), (first, end) in zip(self.part_rows(), spans, strict=True):
@@ -91,21 +97,21 @@ class JoinedLinear(nn.Linear):
 
 
 class ExpertsLinear(JoinedLinear):
-    """Projections of all experts, of equal sizes; when packed, each expert has separate panels."""
+    """The projections of all experts, of equal sizes; a packed panel never mixes two experts."""
 
 
 class HeadsInPairs(JoinedLinear):
-    """Projections to rotated heads, whose rotated dims checkpoints store in adjacent pairs::
+    """Projections to rotated heads; checkpoints store a head's rotated dims in adjacent pairs::
 
-        in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  a head's rotated dims; then the others
-        here               | 0 2 4 6 | 1 3 5 7 |
+        in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  a head's rotated dims; then the other dims
+        in this layer      | 0 2 4 6 | 1 3 5 7 |
 
     Args:
-        in_features: inputs of all parts.
-        parts: name of each part in the checkpoint -> its rows.
-        turning: parts whose heads rotate.
-        head_dim: rows of a head.
-        rotary_dim: rows of a head that are rotated.
+        in_features: number of inputs, which all parts read.
+        parts: name of each part in the checkpoint -> its number of rows.
+        turning: names of the parts whose heads are rotated.
+        head_dim: number of rows of a head.
+        rotary_dim: number of rows of a head that are rotated.
         bias: whether each part has a bias.
     """
 
@@ -123,7 +129,7 @@ class HeadsInPairs(JoinedLinear):
         self._turning, self._head_dim, self._rotary_dim = tuple(turning), head_dim, rotary_dim
 
     def row_order(self, name: str) -> Tensor | None:
-        """Implement ``JoinedLinear.row_order``."""
+        """Return where the checkpoint's tensor has each row of a part; None: in the same order."""
         if name not in self._turning:
             return None
         heads = torch.arange(self._parts[name], device="cpu").view(-1, self._head_dim)
@@ -135,12 +141,13 @@ class HeadsWithGates(JoinedLinear):
     """Query, key and value projections; checkpoints store a gate after each query head::
 
         in a checkpoint    q_proj: | query of head 0 | gate of head 0 | query of head 1 | ...
-        here               | queries | keys | values | gates |
+        in this layer      | queries | keys | values | gates |
 
     Args:
-        in_features: inputs of all parts.
-        parts: name of each part in the checkpoint -> its rows here, without gates; queries first.
-        head_dim: rows of a head.
+        in_features: number of inputs, which all parts read.
+        parts: name of each part in the checkpoint -> its number of rows in this layer, not counting
+            gates; the queries' part comes first.
+        head_dim: number of rows of a head.
         bias: whether each part has a bias.
     """
 
@@ -154,15 +161,15 @@ class HeadsWithGates(JoinedLinear):
         super().__init__(in_features, {**parts, self._GATES: parts[self._query]}, bias=bias)
 
     def stored_name(self, name: str) -> str:
-        """Implement ``JoinedLinear.stored_name``."""
+        """Return the name of the checkpoint's tensor that contains a part's rows."""
         return self._query if name == self._GATES else name
 
     def stored_rows(self, name: str) -> int:
-        """Implement ``JoinedLinear.stored_rows``."""
+        """Return the number of rows of the checkpoint's tensor that contains a part."""
         return self._num_rows if self.row_order(name) is not None else super().stored_rows(name)
 
     def row_order(self, name: str) -> Tensor | None:
-        """Implement ``JoinedLinear.row_order``."""
+        """Return where the checkpoint's tensor has each row of a part; None: in the same order."""
         if name not in (self._query, self._GATES):
             return None
         rows = torch.arange(self._num_rows, device="cpu").view(-1, 2, self._head_dim)
@@ -170,15 +177,16 @@ class HeadsWithGates(JoinedLinear):
 
 
 class RegroupedLinear(JoinedLinear):
-    """Several projections of one input, whose rows checkpoints store by group::
+    """Several projections of one input; checkpoints store the projections' rows by group::
 
         in a checkpoint    | a of group 0 | b of group 0 | a of group 1 | b of group 1 | ...
-        here               | a of group 0 | a of group 1 | ... | b of group 0 | b of group 1 | ...
+        in this layer      | a of group 0 | a of group 1 | ... | b of group 0 | b of group 1 | ...
 
     Args:
-        in_features: inputs of all parts.
-        num_groups: groups of each projection.
-        parts: name of each part in the checkpoint -> rows of its pieces within a group.
+        in_features: number of inputs, which all parts read.
+        num_groups: number of groups of each projection.
+        parts: name of each tensor in the checkpoint -> rows within a group of each projection that
+            the tensor contains.
         bias: whether each part has a bias.
     """
 
@@ -191,7 +199,7 @@ class RegroupedLinear(JoinedLinear):
         self._pieces = dict(parts)
 
     def row_order(self, name: str) -> Tensor:
-        """Implement ``JoinedLinear.row_order``."""
+        """Return where the checkpoint's tensor has each row of a part; None: in the same order."""
         pieces = self._pieces[name]
         rows = torch.arange(self._num_groups * sum(pieces), device="cpu")
         by_group = torch.split(rows.view(self._num_groups, -1), list(pieces), dim=1)
@@ -199,14 +207,14 @@ class RegroupedLinear(JoinedLinear):
 
 
 class GatedLinear(JoinedLinear, Computing):
-    """``activation(first part) * second part`` of a fused product; parts have equal sizes.
+    """Two fused projections of equal size; the result is ``activation(first) * second``.
 
     Args:
-        in_features: inputs of both parts.
-        parts: name of each part in the checkpoint -> its rows, in output order.
+        in_features: number of inputs, which both parts read.
+        parts: name of each part in the checkpoint -> its number of rows, in output order.
         bias: whether each part has a bias.
         activation: activation of the first part, one of ``ops.ACTIVATIONS``.
-        stored_joined: whether checkpoints have the parts joined already, under this layer's name.
+        stored_joined: whether checkpoints have one tensor for both parts, under this layer's name.
     """
 
     def __init__(
@@ -222,20 +230,20 @@ class GatedLinear(JoinedLinear, Computing):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features / 2]``."""
+        """Return the gated result, ``[..., out_features / 2]``, for ``[..., in_features]``."""
         return self.ops.gated_mul(super().forward(x), self.activation)
 
 
 class PackedLinear(Computing):
-    """A linear layer on a CPU, with its weight in panels; made from a loaded layer.
+    """A linear layer on a CPU that computes with a packed weight; made from a loaded layer.
 
     Args:
-        weight: the layer's parameters; read only.
-        activation: activation of the original ``GatedLinear``; None: not gated.
+        weight: the packed weight, with the bias; never written.
+        activation: activation of the original ``GatedLinear``; None: the original was not gated.
         exact: whether the original was an ``ExactLinear``.
 
     Attributes:
-        packed: the weight.
+        packed: the packed weight.
         activation: the argument, unchanged.
     """
 
@@ -245,7 +253,7 @@ class PackedLinear(Computing):
         super().__init__()
         self.activation, self._is_exact = activation, exact
         self.packed = weight
-        # parameters, so that the panels' memory is counted
+        # parameters, so that code that counts a model's memory finds the panels
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
         groups = () if weight.groups is None else weight.groups.tensors
@@ -255,7 +263,7 @@ class PackedLinear(Computing):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the original layer's result from its packed weight."""
+        """Compute the original layer's result from the packed weight."""
         if self._is_exact:
             return self.ops.packed_scores(x, self.packed)
         if self.activation is None:
@@ -264,12 +272,12 @@ class PackedLinear(Computing):
 
 
 class QuantizedLinear(Computing):
-    """A linear layer on a GPU with 4 or 8 bits per number; made from a loaded layer.
+    """A linear layer on a GPU with 4 or 8 bits per weight; made from a loaded layer.
 
     Args:
-        weight: the weight, on the device of the layer.
+        weight: the quantized weight, on the GPU.
         bias: ``[out_features]``.
-        activation: activation of the original ``GatedLinear``; None: not gated.
+        activation: activation of the original ``GatedLinear``; None: the original was not gated.
     """
 
     def __init__(
@@ -279,13 +287,13 @@ class QuantizedLinear(Computing):
         self._activation = activation
         self.quantized = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # parameters, so that their memory is counted
+        # parameters, so that code that counts a model's memory finds these tensors
         self.numbers = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for tensor in weight.tensors
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the original layer's result from its rounded weight."""
+        """Compute the original layer's result from the quantized weight."""
         out = self.ops.quantized_linear(x, self.quantized, self.bias)
         return out if self._activation is None else self.ops.gated_mul(out, self._activation)
 
@@ -296,7 +304,7 @@ class InvariantLinear(Computing):
     Args:
         weight: ``[out_features, in_features]``, shared with the original layer.
         bias: ``[out_features]``.
-        activation: activation of the original ``GatedLinear``; None: not gated.
+        activation: activation of the original ``GatedLinear``; None: the original was not gated.
         exact: whether the original was an ``ExactLinear``.
     """
 
@@ -318,13 +326,13 @@ class InvariantLinear(Computing):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> InvariantLinear:
-        """Make an invariant layer from a loaded one."""
+        """Make a batch-invariant layer that shares the weight of a loaded layer."""
         activation = linear.activation if isinstance(linear, GatedLinear) else None
         exact = isinstance(linear, ExactLinear)
         return cls(linear.weight, linear.bias, activation=activation, exact=exact)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the original layer's result."""
+        """Compute the original layer's result, with equal bits in every batch."""
         if self._is_exact:
             bias = None if self.bias is None else self.bias.float()
             return self.ops.invariant_linear(x.float(), self.weight.float(), bias, self._arrived)
@@ -333,7 +341,7 @@ class InvariantLinear(Computing):
 
 
 def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
-    """Make a layer column-parallel, before weights are loaded: it computes some of its outputs.
+    """Make a layer column-parallel: keep some of its outputs. Call before weights are loaded.
 
     Args:
         linear: the layer.
@@ -352,10 +360,10 @@ def keep_outputs(linear: nn.Linear, *spans: Span) -> None:
 
 
 def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
-    """Make a layer row-parallel, before weights are loaded: it reads some of its inputs.
+    """Make a layer row-parallel: keep some of its inputs. Call before weights are loaded.
 
     Args:
-        linear: the layer; its results are summed over all ranks.
+        linear: the layer; the caller sums its results over all ranks.
         span: the inputs to keep.
         adds_bias: whether this rank adds the bias.
     """
@@ -374,7 +382,7 @@ def keep_inputs(linear: nn.Linear, span: Span, *, adds_bias: bool) -> None:
 
 
 def _resize(linear: nn.Linear, kept: KeptParts) -> None:
-    """Resize a layer's parameters, and record which parts were kept."""
+    """Resize a layer's parameters, and record which parts of the checkpoint they keep."""
     linear.kept = kept  # type: ignore[assignment]
     linear.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features))
     if linear.bias is not None:
@@ -382,7 +390,7 @@ def _resize(linear: nn.Linear, kept: KeptParts) -> None:
 
 
 def keep_elements(module: nn.Module, attribute: str, span: Span) -> None:
-    """Keep some elements of a parameter along its first axis, before weights are loaded."""
+    """Keep some elements along a parameter's first axis; call before weights are loaded."""
     parameter = getattr(module, attribute)
     kept: KeptParts = dict(getattr(module, "kept", {}))
     kept[attribute] = Kept(tuple(parameter.shape), slice(*span))
@@ -408,7 +416,7 @@ __all__ = [
 
 
 class LabelHead(nn.Module):
-    """Computes logits of labels.
+    """The head of a classification model: computes a logit per label.
 
     Not an ``nn.Linear``, so that no packer rounds its small weight.
     """
@@ -418,5 +426,5 @@ class LabelHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_labels, hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[n, num_labels]`` of ``[n, hidden_size]``."""
+        """Return the labels' logits, ``[n, num_labels]``, for ``[n, hidden_size]``."""
         return functional.linear(hidden, self.weight)

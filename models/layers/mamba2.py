@@ -19,9 +19,10 @@ from models.recipe import Mamba2Spec
 class Mamba2(Computing):
     """Mamba 2: a mixer with a state, in place of attention.
 
-    One projection makes all inputs of a token; the convolution reads ``x``, ``b`` and ``c``::
+    One projection computes everything that a token needs; the convolution reads ``x``, ``b``,
+    ``c``::
 
-        | gate (inner_size) | x (inner_size) | b (groups * state_dim) | c (as b) | dt (heads) |
+        | gate (inner_size) | x (inner_size) | b (groups * state_dim) | c (size of b) | dt (heads) |
 
     Args:
         spec: shape of the layer.
@@ -47,7 +48,7 @@ class Mamba2(Computing):
         self.out_proj = nn.Linear(inner_size, hidden_size, bias=spec.proj_bias)
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
-        """Mix the step's tokens: ``[num_tokens, hidden_size]``; positions are not used."""
+        """Mix the step's tokens, ``[num_tokens, hidden_size]``; ``rotations`` is ignored."""
         spec = self._spec
         # [num_slots, num_channels, kernel_size - 1], [num_slots, num_heads, state_dim, head_dim]
         metadata, (conv_states, states) = context.state_layer(self._layer_index)

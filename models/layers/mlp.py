@@ -19,8 +19,8 @@ class GatedMLP(nn.Module):
         hidden_size: size of input and output.
         intermediate_size: size between the projections, after gating.
         bias: whether each of the three projections has a bias.
-        activation: activation of the gate, see ``ops.gated_mul``.
-        stored_joined: whether checkpoints have gate and up projection joined.
+        activation: activation of the gate, one of ``ops.ACTIVATIONS``.
+        stored_joined: whether checkpoints have one tensor for gate and up projection.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class GatedMLP(nn.Module):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some of the intermediate columns."""
+        """Keep this rank's part of the intermediate size; call before weights are loaded."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.gate_up_proj, span, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
+        """Return the MLP's results for ``x``, ``[num_tokens, hidden_size]``."""
         out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out
 
 
 class SquaredReluMLP(Computing):
-    """``down(relu(up(x)) ** 2)``: no gates (So et al., arXiv:2109.08668).
+    """``down(relu(up(x)) ** 2)``, an MLP without gates (So et al., arXiv:2109.08668).
 
     Args:
         hidden_size: size of input and output.
@@ -70,13 +70,13 @@ class SquaredReluMLP(Computing):
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: each rank keeps some of the intermediate columns."""
+        """Keep this rank's part of the intermediate size; call before weights are loaded."""
         span = rank.wide_span(self.down_proj.in_features)
         keep_outputs(self.up_proj, span)
         keep_inputs(self.down_proj, span, adds_bias=rank.rank == 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
+        """Return the MLP's results for ``x``, ``[num_tokens, hidden_size]``."""
         up = self.up_proj(x)
         out: Tensor = self.down_proj(self.ops.gate_mul(up, up, "relu"))
         return out

@@ -1,6 +1,6 @@
 """A mixture of experts in place of a layer's MLP: a router, routed experts and shared experts.
 
-Refuses to know: how tokens are sorted, the names in checkpoints.
+Refuses to know: how kernels sort tokens by expert, the names in checkpoints.
 """
 
 from __future__ import annotations
@@ -20,36 +20,50 @@ from models.layers.linear import (
     keep_outputs,
 )
 from models.layers.mlp import GatedMLP, SquaredReluMLP
+from models.parallel.experts import expert_share
 from models.parallel.shards import Rank
 from models.recipe import RELU2, ExpertsSpec
 
 
 class AdaptedMix(Protocol):
-    """Computes the experts of a layer that has adapters."""
+    """The computation of a layer's experts when tokens of the step use adapters of the experts."""
 
     def mix(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """Apply each token's experts to ``[num_tokens, width]``; add the shared experts' result."""
+        """Return the weighted sum of each token's experts, plus the shared experts' result.
+
+        Args:
+            x: ``[num_tokens, width]``.
+            ids: ``[num_tokens, top_k]``, each token's experts.
+            weights: ``[num_tokens, top_k]``, the experts' weights.
+            shared: the shared experts' result, shaped like ``x``; None: there is none to add.
+            gate: ``[num_tokens, 1]``, logits whose sigmoid scales ``shared``; None: not scaled.
+        """
         ...
 
 
 class SparseMoe(Computing):
-    """A mixture of experts: a token uses few of many MLPs (Shazeer et al., arXiv:1701.06538).
+    """A mixture of experts: each token uses a few of many MLPs (Shazeer et al., arXiv:1701.06538).
 
-    The weights of all experts are one parameter, to be packed and multiplied together.
+    All experts' weights are one parameter, so that one kernel call can compute all experts.
 
     Args:
-        spec: the experts.
+        spec: shape and options of the experts.
         hidden_size: size of input and output.
 
     Attributes:
-        invariant: whether a token's results may not depend on other tokens, even on a GPU.
-        adapted: replaces `mix` if the layer has adapters; None: it has none.
+        invariant: whether a token's result must have equal bits in every batch, also on a GPU.
+        adapted: computes instead of `mix` in a step with adapters; None: use `mix`.
         width: size of the experts' input and output.
         inner_size: intermediate size of an expert.
-        num_halves: parts of an expert's first layer: 2 for gates and ups, 1 for ups alone.
-        activation: see ``ops.experts``.
+        num_halves: projections in an expert's first layer: 2 (gate and up), or 1 (up alone).
+        activation: the experts' activation, as ``ops.experts`` names it.
+        num_experts: number of routed experts, on all ranks together.
+        share: the experts that this rank has.
+        loads: ``[2]``, int64, on the CPU, if ranks divide the experts: rows of the busiest rank,
+            and rows of all ranks, summed over all steps on a CPU; see ``ops.experts``. Steps on a
+            GPU are not counted, because reading the count would wait for the GPU.
     """
 
     float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
@@ -65,27 +79,28 @@ class SparseMoe(Computing):
             spec.top_groups,
             spec.group_best,
         )
-        hidden, inner, experts = hidden_size, spec.inner_size, range(spec.num_experts)
+        hidden, inner = hidden_size, spec.inner_size
+        self.num_experts, self.share = spec.num_experts, ops.ALL_EXPERTS
+        self.loads: Tensor | None = None
         self.invariant = False
         self.adapted: AdaptedMix | None = None
         self.gate: nn.Module = ExactLinear(hidden, spec.num_experts, bias=spec.has_biases)
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
-        # Width of the experts' input and output: that of the residual stream, or of a projection.
+        # The experts read and write the residual stream's size, or a smaller size (latents).
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
         self.fc2_latent_proj: nn.Module | None = None
         if spec.latent_size is not None:
             self.fc1_latent_proj = nn.Linear(hidden, width, bias=False)
             self.fc2_latent_proj = nn.Linear(width, hidden, bias=False)
-        first = ("up",) if spec.activation == RELU2 else ("gate", "up")
-        self.width, self.inner_size, self.num_halves = width, inner, len(first)
-        halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in first]
-        downs = [f"experts.{expert}.down_proj" for expert in experts]
-        bias, self.activation = spec.has_biases, spec.activation
-        self.gate_up: nn.Module = ExpertsLinear(width, dict.fromkeys(halves, inner), bias=bias)
-        self.down: nn.Module = ExpertsLinear(inner, dict.fromkeys(downs, width), bias=bias)
+        self.width, self.inner_size, self.activation = width, inner, spec.activation
+        self.num_halves = 1 if spec.activation == RELU2 else 2
+        self._has_biases = spec.has_biases
+        self.gate_up: nn.Module
+        self.down: nn.Module
+        self._make_experts(range(spec.num_experts))
         self.shared_expert: GatedMLP | SquaredReluMLP | None = None
         self.shared_expert_gate: nn.Module | None = None
         if spec.shared_size and self.num_halves == 1:
@@ -97,21 +112,42 @@ class SparseMoe(Computing):
         if spec.has_shared_gate:
             self.shared_expert_gate = ExactLinear(hidden, 1, bias=False)
 
+    def _make_experts(self, experts: range) -> None:
+        """Make the two layers of these experts, without weights."""
+        names = ("gate_proj", "up_proj")[-self.num_halves :]
+        halves = [f"experts.{expert}.{half}" for expert in experts for half in names]
+        downs = [f"experts.{expert}.down_proj" for expert in experts]
+        width, inner, bias = self.width, self.inner_size, self._has_biases
+        self.gate_up = ExpertsLinear(width, dict.fromkeys(halves, inner), bias=bias)
+        self.down = ExpertsLinear(inner, dict.fromkeys(downs, width), bias=bias)
+
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Implement ``Shareable.shard``: ranks divide each expert's columns; all ranks route."""
+        """Keep this rank's experts, or its part of every expert; call before weights are loaded.
+
+        Every rank has the whole router. Shared experts are always divided by their inner size.
+
+        Raises:
+            ConfigError: there are too few experts for all ranks, or experts are too small.
+        """
+        if self.shared_expert is not None:
+            self.shared_expert.shard(rank)
+        share = expert_share(rank, self.num_experts, self.inner_size)
+        if share is not None:
+            self.share = share
+            self.loads = torch.zeros(2, dtype=torch.int64, device="cpu")
+            self._make_experts(share.experts(self.num_experts))
+            return
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)
         keep_outputs(self.gate_up, *(span for _ in self.gate_up.part_sizes))
         keep_inputs(self.down, span, adds_bias=rank.rank == 0)
         self.inner_size = end - first
-        if self.shared_expert is not None:
-            self.shared_expert.shard(rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_tokens, hidden_size]`` to results of the same shape."""
+        """Route each token to its experts, and return the mixture's results, shaped like ``x``."""
         ids, weights = self.ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
@@ -130,11 +166,22 @@ class SparseMoe(Computing):
         shared: Tensor | None,
         gate: Tensor | None,
     ) -> Tensor:
-        """Apply each token's experts to ``[num_tokens, width]``; add the shared experts' result."""
+        """Return the weighted sum of each token's experts, plus the shared experts' result.
+
+        Args:
+            x: ``[num_tokens, width]``.
+            ids: ``[num_tokens, top_k]``, each token's experts.
+            weights: ``[num_tokens, top_k]``, the experts' weights.
+            shared: the shared experts' result, shaped like ``x``; None: there is none to add.
+            gate: ``[num_tokens, 1]``, logits whose sigmoid scales ``shared``; None: not scaled.
+        """
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return self.ops.packed_experts(
-                x, ids, weights, *packed, shared, gate, activation=self.activation
+                *(x, ids, weights, *packed, shared, gate),
+                activation=self.activation,
+                share=self.share,
+                loads=self.loads,
             )
         assert isinstance(self.gate_up, nn.Linear)
         assert isinstance(self.down, nn.Linear)
@@ -152,4 +199,13 @@ class SparseMoe(Computing):
             biases=biases,
             activation=self.activation,
             invariant=self.invariant,
+            share=self.share,
+            loads=self.loads if x.device.type == "cpu" else None,
         )
+
+
+def loads_of(model: object) -> list[Tensor]:
+    """Return the counts of rows (`SparseMoe.loads`) of all layers whose experts ranks divide."""
+    assert isinstance(model, nn.Module)
+    layers = [one for one in model.modules() if isinstance(one, SparseMoe)]
+    return [one.loads for one in layers if one.loads is not None]

@@ -1,4 +1,4 @@
-"""RMSNorm as a module with a weight and an epsilon. Refuses to know: where it is applied."""
+"""RMSNorm as a module with a weight. Refuses to know: where a model applies the norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RMSNorm(Computing):
     Args:
         size: size of the last dimension.
         eps: added to the mean square.
-        kind: kind of weight.
+        kind: how the weight is applied.
     """
 
     def __init__(self, size: int, eps: float, kind: NormWeight = NormWeight.OWN) -> None:
@@ -25,28 +25,31 @@ class RMSNorm(Computing):
         self._kind = kind
 
     def keep_loaded(self, weight: Tensor) -> Tensor:
-        """Return a checkpoint's weight ``[size]`` in the form that this module stores."""
+        """Convert a checkpoint's weight, ``[size]``, to the form that `forward` needs."""
         if self._kind == NormWeight.OWN:
             return weight
         return weight.float() + (1.0 if self._kind == NormWeight.OFFSET else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``[..., size]`` over the last dimension."""
+        """Normalize ``x``, ``[..., size]``, over the last dimension."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return ``(norm(sum), sum)`` of ``residual + x * factor``, each ``[num_tokens, size]``."""
+        """Add ``x * factor`` to the residual stream; return the normalized sum, and the sum.
+
+        All tensors are ``[num_tokens, size]``; ``residual`` is not changed.
+        """
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, factor)
 
 
 class NoNorm(Computing):
-    """A placeholder for a norm that this architecture lacks."""
+    """A placeholder where this architecture has no norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input unchanged."""
         return x
 
     def add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return ``residual + x * factor`` twice: as the normed value and as the sum."""
+        """Return ``residual + x * factor`` twice: without a norm, the normalized sum is the sum."""
         total = self.ops.scaled_add(x, residual, factor)
         return total, total

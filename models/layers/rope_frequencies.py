@@ -1,4 +1,4 @@
-"""Rotary frequencies (radians per position of each pair), for every scaling that Hugging Face has.
+"""Rotary frequencies, in radians per position for each pair of dims, with all scalings of RoPE.
 
 Formulas and order of operations follow ``transformers.modeling_rope_utils``, so that float32
 frequencies have the same bits. Refuses to know: positions, heads, config files.
@@ -15,7 +15,7 @@ from models.rope_config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Compute the rotary frequencies, on the CPU.
+    """Compute the rotary frequencies of a model, on the CPU.
 
     Args:
         rope: the model's rotary embedding.
@@ -39,7 +39,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         case "longrope":
             return _longrope(rope, dim)
         case _:
-            # includes "dynamic": up to rope.max_len, its scaled base equals the unscaled base
+            # also for "dynamic", which does not scale sequences of up to rope.max_len tokens
             return _plain(rope, dim)
 
 
@@ -53,7 +53,7 @@ def _plain(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return full-head frequencies for the first pairs, and 0 for the rest."""
+    """Return frequencies computed for the whole head, but 0 for the pairs that are not rotated."""
     turning = int(rope.partial_rotary_factor * head_dim // 2)
     frequencies = _plain(rope, head_dim) / rope.factor  # [head_dim / 2]
     frequencies[turning:] = 0.0
@@ -61,7 +61,10 @@ def _proportional(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Scale frequencies as Llama 3.1: stretch long wavelengths, keep short ones, blend in between.
+    """Scale frequencies as Llama 3.1 does.
+
+    Long wavelengths are stretched by the factor, short wavelengths stay, and wavelengths between
+    the two limits are interpolated.
 
     ::
 
@@ -81,7 +84,11 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scale frequencies by YaRN (Peng et al., arXiv:2309.00071): a ramp over pairs."""
+    """Scale frequencies by YaRN (Peng et al., arXiv:2309.00071).
+
+    The first pairs keep their frequencies, the last are divided by the factor, and those between
+    are interpolated linearly.
+    """
     original = rope.original_max_position_embeddings
     assert original is not None
 
@@ -102,7 +109,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _longrope(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scale by LongRoPE (Ding et al., arXiv:2402.13753): divide frequencies by pair."""
+    """Scale by LongRoPE (Ding et al., arXiv:2402.13753): each pair has its own divisor."""
     divisors = rope.long_factor if rope.use_long_factors else rope.short_factor
     divisor = torch.tensor(divisors, dtype=torch.float32, device="cpu")  # [head_dim / 2]
     return 1.0 / (divisor * rope.theta ** _exponents(head_dim))

@@ -1,9 +1,9 @@
-"""Positions to cosines and sines, once per step for all layers.
+"""RotaryEmbedding: turns positions into cosines and sines, once per step for all layers.
 
 A step looks up cosines and sines in a table, with one op; computing them would take seven ops, 1 %
-of a decode step on a CPU. On a CPU, the table grows with sequences. On a GPU, the table is complete
-from the start, as CUDA graphs hold its address. If a table would be too large, each step computes
-cosines and sines. Refuses to know: queries, keys, scaling rules.
+of a decode step on a CPU. On a CPU, the table grows when sequences get longer. On a GPU, the
+table is complete from the start, because CUDA graphs hold its address. If a table would be too
+large, each step computes cosines and sines. Refuses to know: queries, keys, scaling rules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.layers.rope_frequencies import rope_frequencies
 from models.rope_config import RopeConfig
 
-LEAST_POSITIONS = 2048  # fewest positions in a CPU's table
+LEAST_POSITIONS = 2048  # minimum number of positions in a CPU's table
 MAX_TABLE_BYTES = 2**27  # 256k positions of 128 dims in bfloat16
 
 
@@ -22,7 +22,7 @@ class RotaryEmbedding(nn.Module):
     """Rotary position embedding of one model.
 
     Args:
-        rope: type and scaling of the rotation.
+        rope: type and scaling of the rotary embedding.
         head_dim: size of one attention head.
         max_model_len: number of positions.
     """
@@ -46,12 +46,12 @@ class RotaryEmbedding(nn.Module):
         """Compute cosines and sines of a step.
 
         Args:
-            positions: ``[num_tokens]`` int64, or ``[3, num_tokens]`` on frames, rows and columns.
-            max_seq_len: the longest sequence in the step.
+            positions: ``[num_tokens]`` int64, or ``[3, num_tokens]``: frame, row and column.
+            max_seq_len: length of the longest sequence in the step, in tokens.
             dtype: dtype of the result; angles are computed in float32.
 
         Returns:
-            ``(cos, sin)``, each ``[num_tokens, rotary_dim]``, with equal halves.
+            ``(cos, sin)``, each ``[num_tokens, rotary_dim]``; both halves of a row are equal.
         """
         assert self._max_len is None or max_seq_len <= self._max_len, (
             f"sequence of {max_seq_len} tokens, but ModelConfig.max_model_len is {self._max_len}"
@@ -65,9 +65,9 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def _table(self, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return a table with enough positions, ``[2, positions, rotary_dim]``.
+        """Return the table, ``[2, positions, rotary_dim]``; make a larger one if necessary.
 
-        Returns None if the table would be too large.
+        Returns None if the table would take more than `MAX_TABLE_BYTES`.
         """
         table = self._tables.get(dtype)
         if table is not None and min(max_seq_len, self._num_positions) <= table.shape[1]:
@@ -77,7 +77,8 @@ class RotaryEmbedding(nn.Module):
             size = min(size, max(LEAST_POSITIONS, 1 << (max_seq_len - 1).bit_length()))
         if 4 * len(self.frequencies) * size * dtype.itemsize > MAX_TABLE_BYTES:
             return None
-        # Not an inference tensor, because a later caller may be outside inference_mode.
+        # The table must not be an inference tensor, because a later caller may be outside of
+        # inference_mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             every = torch.arange(size, device=device)
             table = self._tables[dtype] = torch.stack(self._compute(every[:, None], dtype))
@@ -87,7 +88,8 @@ class RotaryEmbedding(nn.Module):
         """Compute `forward`'s result without a table.
 
         Args:
-            positions: ``[num_tokens, rotary_dim / 2]``, or ``[num_tokens, 1]`` for all pairs.
+            positions: ``[num_tokens, rotary_dim / 2]``, or ``[num_tokens, 1]`` if all pairs rotate
+                by the same position.
             dtype: dtype of the result.
         """
         half = positions.float() * self.frequencies  # [num_tokens, rotary_dim / 2]

@@ -1,4 +1,4 @@
-"""A short causal convolution per channel; its state holds the latest inputs.
+"""A short causal convolution per channel; a request's state holds the channel's latest inputs.
 
 Refuses to know: the channels' meaning, which request a slot belongs to.
 """
@@ -18,8 +18,8 @@ class ShortConv(Computing):
     """A short convolution, depthwise and causal.
 
     Args:
-        num_channels: channels of input and of output.
-        kernel_size: number of inputs that a result depends on, the token's own included.
+        num_channels: number of channels of the input, and of the output.
+        kernel_size: number of tokens whose inputs a result depends on, including the token itself.
         bias: whether each channel has a bias.
         has_silu: whether ``silu`` is applied to the result.
     """
@@ -45,7 +45,7 @@ class ShortConv(Computing):
         in_gate: Tensor | None = None,
         out_gate: Tensor | None = None,
     ) -> Tensor:
-        """Convolve ``[num_tokens, num_channels]``; see ``baton_kernels.recurrent.causal_conv``."""
+        """Convolve ``x``, ``[num_tokens, num_channels]``, and update the requests' states."""
         num_channels, _, kernel_size = self.weight.shape
         weight = self.weight.view(num_channels, kernel_size)
         return self.ops.causal_conv(
@@ -57,7 +57,7 @@ class ShortConv(Computing):
 
 
 class GatedShortConv(nn.Module):
-    """``out(C * conv(B * x))`` with ``B, C, x`` projections of the input.
+    """``out(C * conv(B * x))``, where ``B``, ``C`` and ``x`` are projections of the input.
 
     Args:
         spec: shape of the layer.
@@ -73,7 +73,7 @@ class GatedShortConv(nn.Module):
         self.out_proj = nn.Linear(size, size, bias=bias)
 
     def forward(self, hidden: Tensor, rotations: Rotations, context: StateContext) -> Tensor:
-        """Mix ``[num_tokens, hidden_size]``, normalized; return the same shape."""
+        """Mix the step's tokens, ``[num_tokens, hidden_size]``; ``rotations`` is ignored."""
         metadata, (states,) = context.state_layer(self._layer_index)
         in_gate, out_gate, x = self.in_proj(hidden).chunk(3, dim=-1)  # [num_tokens, hidden_size]
         mixed = self.conv(x, states, metadata, in_gate=in_gate, out_gate=out_gate)

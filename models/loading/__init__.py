@@ -1,1 +1,1 @@
-"""Loads weights from files into modules."""
+"""Reads checkpoints' weights from files, and loads them into modules."""

@@ -12,9 +12,9 @@ from models.loading.stored_weights import StoredTensor, WeightPart
 
 
 def check_finite(folder: Path, config: ModelConfig) -> None:
-    """Raise ModelLoadError for the first tensor with a NaN or an infinite number.
+    """Raise ModelLoadError if a tensor has a NaN or an infinite number.
 
-    Reads all weights once, a piece at a time.
+    Reads all weights of the folder, a piece at a time.
     """
     with ExitStack() as files:
         for stored in open_weights(folder, config, files).values():

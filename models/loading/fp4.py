@@ -1,4 +1,4 @@
-"""Numbers of four bits, e2m1 (OCP Microscaling Formats, 1.0), in groups with a common scale.
+"""Unpacks 4-bit numbers of type e2m1 (OCP Microscaling Formats, 1.0), in groups with a scale.
 
 Refuses to know: files, names of tensors.
 """
@@ -14,21 +14,24 @@ from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # bias of a scale's exponent (e8m0)
 _NOT_A_NUMBER = 255
-_GROUP, _SMALL_GROUP = 32, 16  # number of adjacent inputs with one scale
+_GROUP, _SMALL_GROUP = 32, 16  # number of adjacent inputs that share a scale
 
 
 def fp4(packed: Tensor) -> Tensor:
-    """Unpack ``[out, in / 2]`` bytes (low half first) to ``[out, in]`` bfloat16."""
+    """Unpack two 4-bit numbers per byte, low half first.
+
+    ``[out, in / 2]`` uint8 become ``[out, in]`` bfloat16.
+    """
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.bfloat16)
     return torch.cat([magnitudes, -magnitudes])[_codes(packed)]
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Unpack MXFP4, with a power of two as scale of 32 inputs, to ``[out, in]`` bfloat16.
+    """Dequantize MXFP4, in which 32 adjacent inputs share a scale, to ``[out, in]`` bfloat16.
 
     Args:
-        packed: ``[out, in / 2]`` uint8, see `fp4`.
-        scale: ``[out, in / 32]`` uint8, exponents.
+        packed: ``[out, in / 2]`` uint8, two numbers per byte, low half first.
+        scale: ``[out, in / 32]`` uint8, exponents of two.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -40,7 +43,7 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return MXFP4 as grouped integers: numbers are doubled, and scales halved.
+    """Return MXFP4 weights as grouped integers: numbers doubled, and scales halved.
 
     Returns None if a scale is NaN.
     """
@@ -54,10 +57,10 @@ def mxfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
 
 
 def nvfp4_integers(packed: Tensor, scale: Tensor) -> GroupedIntegers | None:
-    """Return NVFP4 as grouped integers: numbers are doubled, and scales halved.
+    """Return NVFP4 weights as grouped integers: numbers doubled, and scales halved.
 
     Args:
-        packed: ``[out, in / 2]`` uint8, see `fp4`.
+        packed: ``[out, in / 2]`` uint8, two numbers per byte, low half first.
         scale: ``[out, in / 16]`` float32.
     """
     if not _fit(packed, scale, _SMALL_GROUP):
@@ -79,7 +82,7 @@ def _check(packed: Tensor, scale: Tensor) -> None:
 
 
 def _fit(packed: Tensor, scale: Tensor, group_size: int) -> bool:
-    """Return whether each group of each row has a scale."""
+    """Return whether there is exactly one scale per group of ``group_size`` inputs of each row."""
     if packed.dim() != 2 or scale.dim() != 2 or len(packed) != len(scale):
         return False
     return 2 * packed.shape[1] == group_size * scale.shape[1]

@@ -1,16 +1,17 @@
-"""Splits a checkpoint's fused experts into one tensor per expert, as in other checkpoints.
+"""Splits tensors that hold all experts of a layer into one tensor per expert and projection.
 
     mlp.experts.gate_up_proj [experts, 2 * size, hidden]  ──  mlp.experts.0.gate_proj.weight, ...
     mlp.experts.down_proj    [experts, hidden, size]      ──  mlp.experts.0.down_proj.weight, ...
 
-In gpt-oss, inputs come before outputs, gates and ups alternate, and there are biases:
+In gpt-oss, the axis of inputs comes before the axis of outputs, rows of gates and ups alternate,
+and there are biases. In MXFP4, blocks and scales take the place of the weight:
 
     mlp.experts.gate_up_proj        [experts, hidden, 2 * size]
-    mlp.experts.gate_up_proj_blocks [experts, 2 * size, hidden / 32, 16 bytes], instead, in MXFP4
+    mlp.experts.gate_up_proj_blocks [experts, 2 * size, hidden / 32, 16 bytes]
     mlp.experts.gate_up_proj_scales [experts, 2 * size, hidden / 32]
     mlp.experts.gate_up_proj_bias   [experts, 2 * size]
 
-In Granite 4, experts are like the first kind, with other names:
+In Granite 4, fused experts are stored as in the first table, under other names:
 
     block_sparse_moe.input_linear.weight, block_sparse_moe.output_linear.weight
 
@@ -32,7 +33,7 @@ from models.loading.fp4 import mxfp4, mxfp4_integers
 from models.loading.stored_weights import StoredTensor, release_pages
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-# Parts of one expert: name -> which half of the fused tensor's outputs; None: all.
+# Fused tensor -> one expert's projections, and the half of the outputs that each has; None: all.
 _PARTS: Mapping[str, Mapping[str, int | None]] = {
     _GATE_UP: {"gate_proj": 0, "up_proj": 1},
     _DOWN: {"down_proj": None},
@@ -52,14 +53,15 @@ def split_fused_experts(
     by_turns: bool = False,
     as_linears: bool = False,
 ) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors by name, with fused tensors replaced by their parts.
+    """Return a checkpoint's tensors by name; split fused tensors into one per expert.
 
-    Fused tensors are named like the modules of ``transformers``, not like checkpoints.
+    Fused tensors have the names of modules in ``transformers``; the other tensors may have a
+    checkpoint's own names.
 
     Args:
         tensors: tensors by name.
         num_experts: number of experts in each layer with experts.
-        rename: turns a module's name into the name in the checkpoint.
+        rename: turns a parameter's name in Baton's model into the checkpoint's name.
         by_turns: whether fused experts are stored as in gpt-oss.
         as_linears: whether fused experts are stored as in Granite 4.
     """
@@ -106,7 +108,7 @@ def _read(stored: StoredTensor, num_experts: int, expert: int, half: int | None)
 def _by_turns(
     stored: StoredTensor, tensors: Mapping[str, StoredTensor], num_experts: int
 ) -> Iterator[StoredTensor]:
-    """Yield the parts of a gpt-oss tensor; none for scales, which belong to blocks."""
+    """Split one tensor of gpt-oss; yield nothing for scales, which are read with their blocks."""
     name = stored.name
     kind = name[name.rfind(".experts.") :]
     base = next((one for one in _PARTS if kind.startswith(one)), None)
@@ -132,7 +134,7 @@ def _by_turns(
 
 
 def _read_by_turns(stored: StoredTensor, num_experts: int, expert: int, half: int | None) -> Tensor:
-    """Copy one part of a bias, or of a weight with inputs before outputs."""
+    """Copy one expert's projection out of a fused bias or weight, ``[experts, in, out]``."""
     num_dims = 1 if stored.name.endswith(_BIAS) else 2
     found = _expert(stored, num_experts, expert, num_dims=num_dims)
     return _copied(stored, found, found.movedim(-1, 0), half)
@@ -159,7 +161,10 @@ def _keep_mxfp4(
 def _mxfp4_parts(
     blocks: StoredTensor, scales: StoredTensor, num_experts: int, expert: int, half: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Copy the bytes, ``[out, in / 2]``, and the exponents, ``[out, in / 32]``, of one part."""
+    """Copy one expert's projection out of fused MXFP4 blocks and scales.
+
+    Returns the bytes, ``[out, in / 2]``, and the scales' exponents, ``[out, in / 32]``.
+    """
     packed = _expert(blocks, num_experts, expert, num_dims=3)
     exponents = _expert(scales, num_experts, expert, num_dims=2)
     packed = _copied(blocks, packed, packed, half).flatten(1)
@@ -167,7 +172,7 @@ def _mxfp4_parts(
 
 
 def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: int) -> Tensor:
-    """Read one expert's part of a fused tensor."""
+    """Read one expert's slice of a fused tensor."""
     tensor = stored.read()
     if tensor.dim() != num_dims + 1 or len(tensor) != num_experts:
         problem = f"shape {list(tensor.shape)}, but config.json means {num_experts} experts"
@@ -176,13 +181,13 @@ def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: in
 
 
 def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor, half: int | None) -> Tensor:
-    """Copy an expert's outputs, all or every second one; release the file's pages.
+    """Copy all or every second output of an expert; release the file's pages.
 
     Args:
         stored: the fused tensor.
-        found: the expert's part of the fused tensor.
-        outputs: a view of ``found``, ``[out, ...]``.
-        half: 0: rows of gates; 1: rows of ups; None: all rows.
+        found: the expert's slice of the fused tensor.
+        outputs: a view of ``found`` in which outputs come first, ``[out, ...]``.
+        half: 0: copy the gates' outputs; 1: copy the ups' outputs; None: copy all outputs.
     """
     if half is not None:
         _check_halves(stored, len(outputs))

@@ -1,6 +1,6 @@
 """Converts the blocks of a quantized GGUF tensor, without loss, to integers in groups with scales.
 
-GGML (`ggml-quants.c`) defines the meaning of each type; names are GGML's. Refuses to know: files,
+GGML's file `ggml-quants.c` defines the types, and their names. Refuses to know: files,
 names of tensors.
 """
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from baton_kernels import GroupedIntegers, Groups
 from models.loading.fp4 import mxfp4_integers
 
-# Unpacks blocks, [rows, blocks of a row, bytes of a block]; returns the bits of a number, numbers
-# [rows, columns], groups, and a group's size.
+# What unpacking a tensor returns: bits per number, numbers [rows, columns], the groups' scales and
+# minima, and the size of a group.
 _Unpacked = tuple[int, Tensor, Groups, int]
-_BLOCK = 32  # weights per block of types other than K-quants
+_BLOCK = 32  # number of weights in a block of most types; K-quants have more
 
 
 def unpack_blocks(kind: str, blocks: Tensor) -> GroupedIntegers | None:
-    """Return the integers of a tensor; None: its type is not supported.
+    """Unpack a quantized tensor into grouped integers; None: its type is not supported.
 
     Args:
-        kind: the type's name.
+        kind: GGML's name of the tensor's type.
         blocks: ``[rows, blocks of a row, bytes of a block]`` uint8.
     """
     if kind == "MXFP4":
@@ -39,21 +39,20 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
 
 
 def _cut(parts: Tensor, *sizes: int) -> Tensor:
-    """Join per-block parts to one row: ``[rows, blocks, ...]`` to ``[rows, blocks, *sizes]``."""
+    """Reshape the bytes of each block: ``[rows, blocks, ...]`` to ``[rows, blocks, *sizes]``."""
     return parts.reshape(*parts.shape[:2], *sizes)
 
 
 def _nibbles(quads: Tensor) -> Tensor:
-    """Return the low halves of ``[..., n]`` bytes, then the high halves: ``[..., 2 n]``."""
+    """Unpack ``[..., n]`` bytes into the n low halves, then the n high halves: ``[..., 2 n]``."""
     return torch.cat([quads & 15, quads >> 4], dim=-1)
 
 
 def _neighbours(packed: Tensor) -> Tensor:
-    """Repack bytes as pairs of adjacent numbers.
+    """Repack 4-bit numbers so that each byte has two adjacent numbers.
 
-    A stored byte pairs numbers of a block's two halves.
-
-    ``[rows, blocks, 16]`` -> ``[rows, blocks * 16]``.
+    A stored byte has number i and number i + 16 of a block of 32. ``[rows, blocks, 16]`` become
+    ``[rows, blocks * 16]``.
     """
     codes = _nibbles(packed)
     return (codes[:, :, ::2] | codes[:, :, 1::2] << 4).flatten(1)
@@ -75,7 +74,10 @@ def _q4_1(blocks: Tensor) -> _Unpacked:
 
 
 def _five_bits(blocks: Tensor, start: int) -> Tensor:
-    """Unpack 32 5-bit numbers: 4 bytes hold the high bits, the next 16 the other bits."""
+    """Unpack each block's 32 numbers of 5 bits: ``[rows, columns]``.
+
+    From byte ``start`` on, 4 bytes hold the highest bits, and 16 bytes hold the other bits.
+    """
     places = torch.arange(8, dtype=torch.uint8)
     highest = (blocks[:, :, start : start + 4, None] >> places & 1).flatten(2)
     return (_nibbles(blocks[:, :, start + 4 :]) | highest << 4).flatten(1)
@@ -117,7 +119,10 @@ def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _offset_groups(scales: Tensor, minima: Tensor, blocks: Tensor, start: int) -> Groups:
-    """Return groups: scales are multiples of a block's `d`, minima of `-dmin`."""
+    """Return groups with factors: scales are multiples of `d`, and minima multiples of `-dmin`.
+
+    Each block has its own `d`, which begins at byte ``start``, and then its own `dmin`.
+    """
     scales, minima = (one.flatten(1).to(torch.int8) for one in (scales, minima))
     return Groups(scales, minima, _halves(blocks, start), -_halves(blocks, start + 2))
 
@@ -161,7 +166,7 @@ def _iq4_xs(blocks: Tensor) -> _Unpacked:
 
 
 def _unevenly(codes: Tensor) -> Tensor:
-    """Map 4-bit codes with uneven steps to their integers."""
+    """Map the 4-bit codes of IQ4 types to the integers that they stand for."""
     return torch.tensor(_UNEVEN, dtype=torch.int8)[codes.int()]
 
 

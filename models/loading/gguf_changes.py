@@ -1,7 +1,7 @@
-"""Undoes converters' changes to GGUF tensors, so that they equal the original checkpoint's.
+"""Undoes the changes of converters to GGUF, which gives the tensors of the original checkpoint.
 
-`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is not
-changed, because the loader reports the shape. Refuses to know: files, names of tensors.
+`baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is returned
+unchanged, because the loader will report its shape. Refuses to know: files, names of tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from baton.checkpoint.gguf.architecture import Change
 from models.config import ModelConfig
 from models.recipe import DeltaNetSpec
 
-# Functions that take a tensor, rows first, and the model's configuration.
+# Takes a tensor, whose first axis is the rows, and the model's configuration.
 _Changer = Callable[[Tensor, ModelConfig], Tensor]
 
 
 def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]:
-    """Return the changes to apply; without several value heads per key head, their order stays."""
+    """Return the changes that this model needs.
+
+    With one value head per key head, converters do not reorder value heads.
+    """
     net = _delta_net(config)
     if net is not None and net.num_key_heads == net.num_value_heads:
         return tuple(change for change in changes if change not in _OF_VALUE_HEADS)
@@ -28,19 +31,19 @@ def needed(changes: Sequence[Change], config: ModelConfig) -> tuple[Change, ...]
 
 
 def is_order(changes: Sequence[Change]) -> bool:
-    """Return whether the changes only reorder rows."""
+    """Return whether all changes only reorder rows."""
     return all(change in _ORDERS for change in changes)
 
 
 def changed(tensor: Tensor, changes: Sequence[Change], config: ModelConfig) -> Tensor:
-    """Apply changes in order; raises ValueError for impossible values."""
+    """Apply changes to a tensor, in order; raises ValueError for impossible values."""
     for change in changes:
         tensor = (_ORDERS.get(change) or _VALUES[change])(tensor, config)
     return tensor
 
 
 def joined(parts: Sequence[Tensor], changes: Sequence[Change], config: ModelConfig) -> Tensor:
-    """Stack parts along the rows and apply changes; raise ValueError if they do not fit."""
+    """Stack tensors along their rows, and apply changes; raises ValueError if shapes do not fit."""
     if Change.LATENTS in changes:
         return _latents(*parts)
     if len({part.shape[1:] for part in parts}) > 1:
@@ -64,7 +67,10 @@ def _key_halves(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _halves_of_heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """Reorder each head's rows from pairs to halves: ``0 1 2 3`` were rows ``0 2 1 3``."""
+    """Reorder each head's rows: first the first row of every pair, then the second rows.
+
+    For example, rows ``0 1 2 3`` of the result are rows ``0 2 1 3`` of ``tensor``.
+    """
     if tensor.shape[0] != num_heads * head_dim:
         return tensor
     pairs = tensor.view(num_heads, -1, 2, *tensor.shape[1:])  # [num_heads, head_dim / 2, 2, ...]
@@ -72,7 +78,7 @@ def _halves_of_heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def _value_heads(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder the rows of value heads so that those of one key head become adjacent."""
+    """Reorder rows so that the value heads of one key head become adjacent."""
     net = _delta_net(config)
     if net is None or tensor.shape[0] % net.num_value_heads:
         return tensor
@@ -94,7 +100,7 @@ def _value_columns(tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _by_key_head(tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Reorder ``| queries | keys | values | gates |`` by key head, each with all its rows."""
+    """Reorder rows ``| queries | keys | values | gates |``: rows of a key head become adjacent."""
     net = _delta_net(config)
     if net is None:
         return tensor
@@ -132,8 +138,8 @@ def _latents(*parts: Tensor) -> Tensor:
     """Join the two matrices that turn latents into keys and values.
 
     Args:
-        parts: the keys' matrix, ``[num_heads, rank, key_dim]``, and the values', ``[num_heads,
-            value_dim, rank]``.
+        parts: the matrix of keys, ``[num_heads, rank, key_dim]``, and the matrix of values,
+            ``[num_heads, value_dim, rank]``.
 
     Returns:
         ``[num_heads * (key_dim + value_dim), rank]``.

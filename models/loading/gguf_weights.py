@@ -1,4 +1,4 @@
-"""Reads a GGUF file's weights one tensor at a time: dequantized, with Hugging Face's names.
+"""Reads a GGUF file's tensors one at a time, under Hugging Face's names.
 
 Refuses to know: modules, the model's dtype, metadata and names (`baton/checkpoint/gguf`).
 """
@@ -44,12 +44,12 @@ _SIXTEEN_BITS = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of a checkpoint, made from a file's tensors.
+    """A tensor in Hugging Face layout, and the GGUF file's tensors that it is made from.
 
     Attributes:
         name: the name in Hugging Face layout.
-        parts: tensors of the file whose rows follow each other.
-        changes: changes to apply to the rows, in order.
+        parts: the file's tensors, which are stacked along their rows.
+        changes: converters' changes to undo after stacking, in order.
     """
 
     name: str
@@ -58,15 +58,16 @@ class _Tensor:
 
 
 def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
-    """Yield every tensor; a tensor is read as float32 or in the file's 16-bit type.
+    """Yield every tensor of a GGUF file.
 
-    Quantized values equal those of `gguf.dequantize`, in float32.
+    A quantized tensor is read as float32, with the values of `gguf.dequantize`, or as grouped
+    integers; a tensor of 16 bits keeps its type.
 
     Raises:
         ModelLoadError: the file is broken, or the `gguf` package is not installed.
     """
     try:
-        import gguf  # imported here, as few checkpoints need it
+        import gguf  # imported here, because few checkpoints need gguf
     except ModuleNotFoundError as error:
         raise ModelLoadError(
             f"{path}: {error.name} is not installed; a node needs: pip install 'baton-serve[node]'"
@@ -86,7 +87,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
             return numbers.view(sixteen_bits).view(place.shape)
         rows = blocks.reshape(*place.shape[:-1], -1)  # [..., bytes of a row]
         values = gguf.dequantize(rows, gguf.GGMLQuantizationType(place.type_id))
-        # Copy, because the loader could not release the file's own pages.
+        # a copy, because the loader cannot release pages of this mapped file
         return torch.from_numpy(numpy.array(values)).view(place.shape)
 
     def read(tensor: _Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def read_gguf(path: Path, config: ModelConfig) -> Iterator[StoredTensor]:
 
 
 def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
-    """Return the shape that a tensor will have when read; None: known only after reading."""
+    """Return the shape that a tensor will have when it is read; None: only reading will tell."""
     inner = {part.shape[1:] for part in tensor.parts}
     if len(inner) > 1 or not is_order(tensor.changes):
         return None
@@ -124,7 +125,7 @@ def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
 
 
 def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
-    """Unpack matrices of one type and stack their rows; None: the type has no integers."""
+    """Unpack and stack quantized matrices; None: the types differ, or have no integers."""
     kinds = {(part.type_id, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or len(parts[0].shape) != 2:
         return None
@@ -138,7 +139,7 @@ def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedInteger
 
 
 class _Tensors:
-    """A checkpoint's tensors, each with the file's tensors that hold its rows."""
+    """The tensors in Hugging Face layout that a GGUF file contains."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file, self._config = file, config
@@ -146,7 +147,7 @@ class _Tensors:
         self._num_layers = Keys.of(file).num_layers()
 
     def all(self) -> Iterator[_Tensor]:
-        """Yield every tensor; unknown tensors keep their names, so that the loader refuses them."""
+        """Yield every tensor. An unknown tensor keeps its name, so that the loader reports it."""
         for name, place in self._file.tensors.items():
             found = _NAME.fullmatch(name)
             if name in _IN_CONFIG or found is None:
@@ -156,7 +157,7 @@ class _Tensors:
                 outer = self._row.outer_name(part)
                 changes = self._row.changes_of(part, kind)
                 yield _Tensor(name if outer is None else outer + kind, (place,), changes)
-            elif int(layer) < self._num_layers:  # later layers are for multi-token prediction
+            elif int(layer) < self._num_layers:  # later layers are MTP layers, which are not read
                 yield from self._of_layer(name, place, (layer, part, kind))
 
     def _of_layer(self, name: str, place: Place, words: tuple[str, str, str]) -> Iterator[_Tensor]:
@@ -182,7 +183,7 @@ class _Tensors:
     def _named(
         self, name: str, places: Sequence[Place], words: tuple[str, str, str]
     ) -> Iterator[_Tensor]:
-        """Yield a tensor under its new name, or a tensor for each expert."""
+        """Yield a tensor under its Hugging Face name; for experts, one tensor per expert."""
         layer, part, kind = words
         changes = needed(self._row.changes_of(part, kind), self._config)
         full = self._row.inner_name(part, kind)
@@ -197,7 +198,7 @@ class _Tensors:
             yield _Tensor(full.replace(EXPERT, str(expert)), (place,), changes)
 
     def _cut(self, name: str, place: Place, part: str) -> Iterator[tuple[str, list[Place]]]:
-        """Cut the rows of a fused tensor, or of each of its experts, into parts."""
+        """Cut a fused tensor of the layer or of each expert; yield each part's name and rows."""
         parts = FUSED_PARTS[part]
         wholes = [place] if part == _QKV else list(_stacked(place))
         num_rows = wholes[0].shape[0]
@@ -217,7 +218,7 @@ class _Tensors:
 
 
 def _stacked(place: Place) -> Iterator[Place]:
-    """Yield the tensors of a stacked tensor, one per expert; yield other tensors unchanged."""
+    """Yield one tensor per expert of a stacked tensor; yield a vector unchanged."""
     if len(place.shape) < 2:
         yield place
         return

@@ -1,8 +1,8 @@
 """Loads weights from files into a module, layer by layer, never holding two copies of the model.
 
 The module is built on the meta device (shapes only). A checkpoint must have exactly the module's
-tensors. Each is read when needed, into a parameter or into a packer's format. `stored_weights.py`,
-`quantized_weights.py` and `gguf_weights.py` read the files.
+tensors. Each tensor is read when it is needed, into a parameter or into a packer's format.
+`stored_weights.py`, `quantized_weights.py` and `gguf_weights.py` read the files.
 Refuses to know: architectures, pickled checkpoints (they run code).
 """
 
@@ -28,7 +28,7 @@ from baton.checkpoint.gguf.folder import WEIGHTS
 from baton.checkpoint.gguf.folder import weight_files as gguf_files
 from baton.checkpoint.model_folder import MODELOPT_FILE
 from baton.checkpoint.weights_cache import CacheEntry, WeightsCache, WeightsCacheError
-from baton_kernels import Float8Rows, GroupedIntegers
+from baton_kernels import ALL_EXPERTS, Float8Rows, GroupedIntegers
 from baton_kernels.ops import Ops
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -38,6 +38,7 @@ from models.layers.attention import Attention
 from models.layers.computing import use_ops
 from models.layers.latent_attention import LatentAttention
 from models.layers.linear import JoinedLinear
+from models.layers.moe import SparseMoe
 from models.layers.norm import RMSNorm
 from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
@@ -53,11 +54,11 @@ logger = logging.getLogger(__name__)
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Buffers in old checkpoints that every model computes itself.
+# Suffixes of tensors in old checkpoints that are ignored, because every model computes them.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN_NAMES = 3
-# Names of the scales of a float8 KV cache, within a layer's attention; each is one number.
+# Name of a float8 KV cache's scale within a layer's attention -> attribute; a scale is one number.
 _SCALES = {
     **dict.fromkeys(("k_scale", "attn.k_scale", "k_proj.k_scale"), "k_scale"),
     **dict.fromkeys(("v_scale", "attn.v_scale", "v_proj.v_scale"), "v_scale"),
@@ -76,7 +77,7 @@ def load_model(
     cache: WeightsCache | None = None,
     images: bool = False,
 ) -> CausalLM:
-    """Load a model folder: config.json, generation_config.json and the safetensors weights.
+    """Load a model from a folder with config.json and weights (safetensors or GGUF).
 
     Args:
         folder: a local folder as ``save_pretrained`` writes it.
@@ -85,9 +86,9 @@ def load_model(
         max_model_len: longest sequence to serve, in tokens; None: see ``ModelConfig.from_folder``.
         packer: stores linear layers in another form, for example ``models.cpu.packing.CpuPacker``;
             None: torch parameters.
-        ops: compute the layers; None: the fastest ops for their device.
-        ranks: ranks that share the model; each loads its part; by default, one rank has the whole
-            model.
+        ops: kernels that compute the layers; None: the fastest kernels for the device.
+        ranks: the ranks that share the model, of which each loads its part; by default, there is
+            one rank, which loads the whole model.
         cache: keeps packed weights in files that processes share; None: no files are kept.
         images: whether to load the vision encoder of a model that has one, too.
 
@@ -104,6 +105,7 @@ def load_model(
         whole = _Names([name for name, _ in _checkpoint_parameters(model)], [*_kv_scales(model)])
         if ranks.everyone.size > 1:
             model.shard(ranks)
+            _log_experts(model, ranks)
     dtype = dtype or getattr(torch, config.dtype)
     if config.quantization is not None:
         kind, method = str(dtype).removeprefix("torch."), config.quantization.method
@@ -130,6 +132,16 @@ def load_model(
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
+def _log_experts(model: DecoderForCausalLM, ranks: Ranks) -> None:
+    """Log how the ranks of a stage divide the experts, if there are experts."""
+    layers = [one for one in model.modules() if isinstance(one, SparseMoe)]
+    if not layers or ranks.group.size == 1:
+        return
+    num_whole = sum(one.share != ALL_EXPERTS for one in layers)
+    text = "%d of %d layers with experts have whole experts on each of %d ranks"
+    logger.info(text, num_whole, len(layers), ranks.group.size)
+
+
 def _hold_entry(
     cache: WeightsCache,
     folder: Path,
@@ -138,20 +150,22 @@ def _hold_entry(
     ranks: Ranks,
     files: ExitStack,
 ) -> CacheEntry | None:
-    """Hold a model's entry in the cache until ``files`` is closed.
+    """Hold the model's entry in the cache of packed weights until ``files`` is closed.
 
-    Returns None if the cache has no entry for the model.
+    Returns None if packed weights of this model cannot be cached, or the model is too small.
     """
     sources = gguf_files(folder) or _weight_files(folder)
     size = sum(path.stat().st_size for path in sources)
     if packer.cache_key is None or not cache.takes(size):
         return None
     everyone, group = ranks.everyone, ranks.group
+    experts = [item for item in model.named_modules() if isinstance(item[1], SparseMoe)]
     packing = [
         packer.cache_key,
         *(_content_digest(folder / name) for name in ("config.json", MODELOPT_FILE)),
         *(f"{name} {list(one.shape)}" for name, one in model.named_parameters()),
         f"{everyone.rank} {everyone.size} {group.rank} {group.size} {ranks.stage}",
+        *(f"{name} {one.share}" for name, one in experts if one.share != ALL_EXPERTS),
     ]
     try:
         return files.enter_context(cache.hold(sources, "\n".join(packing)))
@@ -166,7 +180,7 @@ def _content_digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Create modules without memory for weights inside this context."""
+    """Enter a context in which modules are created without memory for weights."""
     with torch.device("meta"), _NoInitialWeights():
         yield
 
@@ -180,7 +194,7 @@ def fill_model(
     packer: WeightPacker | None,
     ops: Ops | None = None,
 ) -> None:
-    """Load the weights of a folder into a model that was made on the meta device.
+    """Load tensors into a model that was made on the meta device.
 
     Raises ModelLoadError if a tensor is missing or has the wrong shape.
     """
@@ -194,10 +208,10 @@ def fill_model(
 
 
 class _NoInitialWeights(TorchFunctionMode):
-    """A torch mode that skips random initialization of weights, which are overwritten anyway.
+    """A torch mode that skips random initialization of weights, which loading overwrites.
 
-    On the meta device, torch would compile the random functions, and importing its compiler takes
-    longer than loading a small model.
+    On the meta device, random initialization would import torch's compiler, which takes longer than
+    loading a small model.
     """
 
     def __torch_function__(
@@ -222,32 +236,32 @@ class PackingModel(Protocol):
     takes_float8: bool
 
     def take_kept(self, owner: nn.Module) -> bool:
-        """Use the packed weight of ``owner`` that a file has; return whether there is one."""
+        """Use the packed weight of ``owner`` from the cache; return whether the cache has one."""
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Pack ``owner.weight`` if possible; return whether the caller can drop the weight."""
+        """Pack the rows of ``owner.weight``; return whether they were packed."""
 
     def finish(self) -> None:
-        """Replace the layers whose weights were taken."""
+        """Put packed layers in place of the layers whose weights were packed."""
 
 
 class WeightPacker(Protocol):
-    """Packs linear layers instead of storing them as torch parameters."""
+    """A packer, which keeps linear layers in another form than torch parameters."""
 
     @property
     def cache_key(self) -> str | None:
-        """Return a key of all that packed weights depend on; None: do not write files."""
+        """Return a text that names all that packed weights depend on; None: never cache them."""
 
     def start(self, model: DecoderForCausalLM, entry: CacheEntry | None = None) -> PackingModel:
         """Start packing a model that has no weights yet.
 
         Args:
-            entry: entry of the packed weights in the user's cache; None: do not cache.
+            entry: the model's entry in the user's cache of packed weights; None: do not cache.
         """
 
 
 def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
-    """Pack a model that was loaded without a packer; layers already packed stay."""
+    """Pack a model that was loaded without a packer."""
     assert isinstance(model, DecoderForCausalLM)
     packing = packer.start(model)
     for module in model.modules():
@@ -258,12 +272,12 @@ def pack_loaded(packer: WeightPacker, model: CausalLM) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a checkpoint's tensor goes in the model: to some or all rows of a parameter."""
+    """The place of a checkpoint's tensor in the model: some or all rows of a parameter."""
 
     owner: nn.Module
     attribute: str
     rows: slice
-    kept: Kept | None = None  # part of the tensor to use; None: all
+    kept: Kept | None = None  # the part of the tensor to load; None: all of it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -273,9 +287,9 @@ class _Place:
 
 
 def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Place]]:
-    """Return every tensor that a checkpoint must have, by its name in the checkpoint.
+    """Yield the checkpoint's name and the place of every tensor that a checkpoint must have.
 
-    A tensor whose rows belong to several parts occurs once for each part.
+    A tensor that is loaded to several places is yielded once for each place.
     """
     rename = model.checkpoint_name
     for path, module in model.named_modules():
@@ -298,14 +312,14 @@ def _checkpoint_parameters(model: DecoderForCausalLM) -> Iterator[tuple[str, _Pl
 
 
 class _Names(NamedTuple):
-    """Names of all tensors in a whole model's checkpoint, including other ranks'."""
+    """Names of all tensors in the whole model's checkpoint, including tensors of other ranks."""
 
     places: Sequence[str]
     scales: Sequence[str]  # optional
 
 
 def _kv_scales(model: DecoderForCausalLM) -> dict[str, tuple[Attention | LatentAttention, str]]:
-    """Return all KV scales that a checkpoint may have, by name; latents have no scales."""
+    """Return, by checkpoint name, the layer and the attribute to which each KV scale belongs."""
     return {
         model.checkpoint_name(f"{path}.{name}"): (module, attribute)
         for path, module in model.named_modules()
@@ -353,7 +367,7 @@ def _check_names(
     model: _Names,
     ignored: Sequence[str],
 ) -> None:
-    """Raise ModelLoadError unless a checkpoint has exactly the model's tensors."""
+    """Raise ModelLoadError if tensors of the model are missing, or unknown tensors are there."""
     if ignored:
         logger.info("not loaded, as nothing reads them: %s", _first_of(ignored))
     missing = [name for name in model.places if name not in stored]
@@ -370,7 +384,7 @@ def _check_names(
 
 
 def _check_shapes(model: DecoderForCausalLM, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ModelLoadError for the first tensor with a wrong shape, before reading any."""
+    """Raise ModelLoadError if a tensor has a wrong shape, before any tensor is read."""
     for name, place in _checkpoint_parameters(model):
         if (found := stored[name].shape) is not None and found != place.shape:
             raise _wrong_shape(stored[name], found, place.shape)
@@ -415,7 +429,7 @@ def _fill_parameter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Make a parameter from copies, because views would keep the file's pages in memory."""
+    """Make a parameter from copies of its rows; views would keep the file's pages in memory."""
     shape = getattr(owner, attribute).shape
     if attribute in getattr(owner, "float32_parameters", ()):
         dtype = torch.float32
@@ -429,13 +443,13 @@ def _fill_parameter(
 
 
 def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, StoredTensor]:
-    """Open a checkpoint's tensors, named as in Hugging Face layout."""
+    """Open a folder's tensors, under their names in Hugging Face layout."""
     gguf = folder / WEIGHTS
     if gguf.exists():
         return {stored.name: stored for stored in read_gguf(gguf, config)}
     tensors = open_safetensors(_weight_files(folder), files)
     if config.quantization is not None:
-        # Names in the file tell which layers are quantized.
+        # This needs the file's own names, so it comes before renaming.
         tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
     if config.is_text_part:
         return text_tensors(tensors, images=config.vision is not None)
@@ -443,7 +457,7 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files, each once; prefer a single file to an index."""
+    """List the safetensors files: the single file, or else all files that the index names."""
     if (folder / _SINGLE).exists():
         return [folder / _SINGLE]
     index = folder / _INDEX
@@ -452,7 +466,7 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = Fields.from_file(index).child("weight_map")
     shards = sorted({weight_map.text(name) for name in weight_map.names()})
     for shard in shards:
-        # a name with a folder could point to any file of this machine
+        # a path with folders could lead to any file of this machine
         if Path(shard).name != shard:
             raise ModelLoadError(f"{index}: weight_map: {shard!r} is not a file name")
         if not (folder / shard).exists():
@@ -461,7 +475,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_scale(stored: StoredTensor) -> float:
-    """Read a scale of stored keys or values."""
+    """Read the scale of a float8 KV cache's keys or values; raises ModelLoadError."""
     tensor = stored.read()
     scale = float(tensor) if tensor.numel() == 1 else math.nan
     if not 0 < scale < math.inf:
@@ -472,7 +486,7 @@ def _read_scale(stored: StoredTensor) -> float:
 
 
 def _check_tied(folder: Path, stored: Mapping[str, StoredTensor], embed: str) -> None:
-    """Raise ModelLoadError if a checkpoint has a tied head that differs from the embedding."""
+    """Raise ModelLoadError if the head differs from the embedding although they are tied."""
     head = WeightPart(0, stored[_HEAD].read(), stored[_HEAD].is_mapped)
     embedding = stored[embed].read()
 

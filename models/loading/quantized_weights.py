@@ -1,12 +1,12 @@
 """Reads a checkpoint's quantized weights as floating-point numbers, one layer at a time.
 
     layer.weight_packed  ┐
-    layer.weight_scale   ├─ the storage with exactly these parts ── layer.weight [out, in]
+    layer.weight_scale   ├─ the `Storage` that has exactly these parts ── layer.weight [out, in]
     layer.weight_shape   ┘
 
-A layer's tensors tell how it is stored; layers without such parts are read unchanged. Numbers are
-computed in the scales' dtype, and so equal those of the formats' own tools bit for bit. Refuses to
-know: modules, their dtype.
+The names of a layer's tensors tell how its weight is stored. A layer that is not quantized is read
+unchanged. Weights are computed in the dtype of the scales, and so equal the results of each
+format's own tools bit for bit. Refuses to know: modules, their dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from models.loading.stored_weights import StoredTensor
 from models.quantization import QuantizationConfig
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Order of eight adjacent numbers in a word of AWQ's GEMM layout.
+# In AWQ's GEMM layout: for each of eight adjacent numbers, its place in the packed word.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 Parts = Mapping[str, Tensor]
@@ -37,14 +37,14 @@ _Kept = TypeVar("_Kept")
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One way to store a layer's weight.
+    """One way in which checkpoints store a layer's weight.
 
     Attributes:
-        parts: required tensors, by suffix of their names.
-        may_have: optional tensors, by suffix.
-        restore: makes ``weight`` from the parts, ``[out, in]``; raises ValueError for bad shapes.
-        keep: returns the parts as grouped integers; None if kernels do not support them.
-        keep_float8: returns the parts as float8; None if they are not float8.
+        parts: last part of the names of the required tensors.
+        may_have: last part of the names of optional tensors.
+        restore: makes the weight, ``[out, in]``, from the parts; raises ValueError for bad shapes.
+        keep: returns the weight as grouped integers; None if kernels do not support this form.
+        keep_float8: returns the weight as float8; None if the weight is not float8.
     """
 
     parts: frozenset[str]
@@ -54,25 +54,27 @@ class Storage:
     keep_float8: Callable[[Parts, QuantizationConfig], Float8Rows | None] = lambda *_: None
 
 
-# Errors that parts with wrong shapes cause, because a file may contain anything.
+# Exceptions that parts with wrong shapes or values may cause in the functions of a `Storage`.
 _DO_NOT_FIT = (ValueError, RuntimeError, LookupError, ArithmeticError)
 
 
 def read_quantized(
     tensors: Mapping[str, StoredTensor], quantization: QuantizationConfig
 ) -> Iterator[StoredTensor]:
-    """Yield every weight; quantized ones are read as floating-point numbers.
+    """Yield every weight of a quantized checkpoint.
 
-    Reading raises ModelLoadError if the storage is unknown, or parts do not fit together.
+    A quantized weight can be read as floating-point numbers, or as integers or float8 if kernels
+    support them. Reading raises ModelLoadError if no `Storage` fits, or the parts do not fit
+    together.
     """
-    storages = STORAGES.get(quantization.method, ())  # None for experts: see `fused_experts.py`
+    storages = STORAGES.get(quantization.method, ())  # none for mxfp4, whose experts are fused
     suffixes = frozenset().union(*(one.parts | one.may_have for one in storages))
     layers: defaultdict[str, list[StoredTensor]] = defaultdict(list)
     for name, stored in tensors.items():
         layer, _, suffix = name.rpartition(".")
         layers[layer if suffix in suffixes else name].append(stored)
     for layer, parts in layers.items():
-        if parts[0].name == layer:  # not quantized
+        if parts[0].name == layer:  # not a part of a quantized layer
             yield parts[0]
         else:
             yield StoredTensor(
@@ -145,11 +147,11 @@ def _storage_of(parts: Parts, quantization: QuantizationConfig) -> Storage | Non
     return None
 
 
-# ---------------------------------------------------------------- numbers packed into words
+# ---------------------------------------------------------------- integers packed into words
 
 
 def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
-    """Unpack dense numbers of ``num_bits`` bits each, low bits first.
+    """Unpack integers of ``num_bits`` bits each, without gaps between, low bits first.
 
     Args:
         words: ``[rows, words]`` int32.
@@ -170,14 +172,14 @@ def _unpack(words: Tensor, num_bits: int, num_columns: int) -> Tensor:
     starts = torch.arange(num_columns) * num_bits
     first, offset = starts // 32, starts % 32
     wide = words.to(torch.int64) & 0xFFFFFFFF
-    # a number may end exactly at the last word's end
+    # a number may end exactly at the end of the last word
     padded = torch.nn.functional.pad(wide, (0, 1))
     both = padded[:, first] | padded[:, first + 1] << 32
     return ((both >> offset) & mask).to(torch.int32)
 
 
 def _num_bits(num_words: int, num_columns: int) -> int:
-    """Return the bits per number of ``num_columns`` numbers in ``num_words`` words."""
+    """Return how many bits each number has if ``num_words`` words hold ``num_columns`` numbers."""
     for num_bits in range(1, 9):
         if -(-num_columns * num_bits // 32) == num_words:
             return num_bits
@@ -195,10 +197,11 @@ def _scaled(
 
     Args:
         numbers: ``[out, in]``.
-        scale: one number; or one per row, per row and group of columns, or per block.
+        scale: one number for the weight, one per row, one per row and group of columns, or one per
+            block.
         zero_point: shaped like ``scale``; None: 0.
-        columns: each column's group; None: groups of adjacent columns.
-        block_shape: rows and columns of a block; None: no blocks.
+        columns: the group of each column, ``[in]``; None: groups are adjacent columns.
+        block_shape: rows and columns of a block; None: there are no blocks.
     """
     shape = (numbers.shape[0], numbers.shape[1])
 
@@ -233,11 +236,11 @@ def _spread_blocks(
     return one[: shape[0], : shape[1]]
 
 
-# ---------------------------------------------------------------- one format each
+# ---------------------------------------------------------------- formats of weights
 
 
 def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Restore int8 or float8 weights, one number per element."""
+    """Dequantize a weight that is stored as int8 or float8."""
     weight = parts["weight"]
     if weight.dtype not in (torch.int8, *_FLOAT8):
         raise ValueError(f"weight: dtype {weight.dtype} is not supported beside scales")
@@ -247,7 +250,7 @@ def _plain(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _factors(parts: Parts) -> Tensor:
-    """Return the scales; for float8, they may be stored as exponents of two (MXFP8)."""
+    """Return a weight's scales as floating-point numbers; MXFP8 stores them as exponents of two."""
     scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
     if scale.is_floating_point():
         return scale
@@ -257,7 +260,10 @@ def _factors(parts: Parts) -> Tensor:
 
 
 def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Return int8 as grouped integers, if scales are per weight, row, or group of a row."""
+    """Return an int8 weight as grouped integers.
+
+    Returns None for other dtypes, and if scales are not per weight, row, or group of a row.
+    """
     weight = parts["weight"]
     if weight.dtype != torch.int8 or "weight_g_idx" in parts:
         return None
@@ -265,7 +271,10 @@ def _keep_plain(parts: Parts, quantization: QuantizationConfig) -> GroupedIntege
 
 
 def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows | None:
-    """Return e4m3 numbers unchanged, if scales are per weight, row, group of a row, or block."""
+    """Return an e4m3 weight without change.
+
+    Returns None for other dtypes, and if scales are not per weight, row, group of a row, or block.
+    """
     weight = parts["weight"]
     if weight.dtype != FLOAT8 or "weight_g_idx" in parts or "weight_zero_point" in parts:
         return None
@@ -280,7 +289,7 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
     elif quantization.block_shape is not None:
         high, size = quantization.block_shape
         if len(scale) != -(-rows // high):
-            return None  # `_plain` will report the mismatch
+            return None  # `_plain` will raise an error about the shape
         scale = scale.repeat_interleave(high, dim=0)[:rows]
     else:
         return None
@@ -291,13 +300,13 @@ def _keep_float8(parts: Parts, quantization: QuantizationConfig) -> Float8Rows |
 def _integers_in_groups(
     num_bits: int, numbers: Tensor, scale: Tensor, zero_point: Tensor | None = None
 ) -> GroupedIntegers | None:
-    """Return grouped integers with a scale per row, or per group of adjacent numbers.
+    """Return grouped integers; None if a group is not a run of adjacent numbers of a row.
 
     Args:
         num_bits: bits of one number.
         numbers: ``[out, in]``, at least ``-2 ** (num_bits - 1)``.
-        scale: one number, ``[out]``, or ``[out, groups]``.
-        zero_point: shaped like ``scale``, in units of the numbers; None: 0.
+        scale: one number for the weight, ``[out]``, or ``[out, groups]``.
+        zero_point: the number that stands for 0, shaped like ``scale``; None: 0.
     """
     rows, size = numbers.shape
     found = [_in_rows(one, rows) for one in (scale, zero_point) if one is not None]
@@ -318,14 +327,17 @@ def _integers_in_groups(
 
 
 def _in_rows(one: Tensor, num_rows: int) -> Tensor:
-    """Reshape one number, or one per row, to ``[rows, 1]``; return other shapes unchanged."""
+    """Reshape a single number, or ``[rows]``, to ``[rows, 1]``; return other shapes unchanged."""
     if one.numel() == 1:
         return one.reshape(1, 1).expand(num_rows, 1)
     return one[:, None] if one.dim() == 1 else one
 
 
 def _dense_integers(parts: Parts) -> tuple[int, Tensor]:
-    """Return the bits per number, and the integers by row, from ``-2 ** (bits - 1)`` up."""
+    """Unpack a weight's integers.
+
+    Returns the bits per integer, and the integers, ``[out, in]``, at least ``-2 ** (bits - 1)``.
+    """
     num_columns = int(parts["weight_shape"][1])
     packed = parts["weight_packed"]
     num_bits = _num_bits(packed.shape[1], num_columns)
@@ -344,12 +356,12 @@ def _dense_zero_point(parts: Parts, num_bits: int) -> Tensor | None:
     zero_point = parts.get("weight_zero_point")
     if zero_point is None or zero_point.dtype != torch.int32:
         return zero_point
-    num_rows = int(parts["weight_shape"][0])  # zero points are packed in columns
+    num_rows = int(parts["weight_shape"][0])  # a word packs zero points of adjacent rows
     return _unpack(zero_point.T.contiguous(), num_bits, num_rows).T - (1 << (num_bits - 1))
 
 
 def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Restore densely packed integers, with zero points if any."""
+    """Dequantize integers that compressed-tensors packed into words."""
     num_bits, numbers = _dense_integers(parts)
     zero_point, columns = _dense_zero_point(parts, num_bits), parts.get("weight_g_idx")
     scale = parts["weight_scale"]
@@ -357,14 +369,14 @@ def _packed_integers(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Dequantize e2m1 in groups of 16, with e4m3 scales and one scale of the whole weight."""
+    """Dequantize NVFP4: e2m1 in groups of 16 with e4m3 scales, divided by one scale per weight."""
     numbers = fp4(parts["weight_packed"])
     scale = parts["weight_scale"].to(numbers.dtype) / parts["weight_global_scale"]
     return _scaled(numbers, scale).to(numbers.dtype)
 
 
 def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Dequantize e2m1 in groups of 32, with powers of two as scales (OCP MX, 1.0)."""
+    """Dequantize MXFP4: e2m1 in groups of 32, with powers of two as scales (OCP MX, 1.0)."""
     scale = parts["weight_scale"]
     if scale.dtype != torch.uint8:
         raise ValueError(f"weight_scale: dtype {scale.dtype} is not supported for mxfp4")
@@ -372,7 +384,7 @@ def _mxfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _bits_by_zeros(parts: Parts) -> int:
-    """Return the bits per number, from the packed zero points' shape."""
+    """Return the bits per integer, computed from the shape of the packed zero points."""
     num_words, num_outputs = parts["qzeros"].shape[1], parts["scales"].shape[1]
     num_bits, rest = divmod(32 * num_words, num_outputs)
     if rest or not 1 <= num_bits <= 8:
@@ -381,7 +393,7 @@ def _bits_by_zeros(parts: Parts) -> int:
 
 
 def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
-    """Return numbers, ``[out, in]``, and zero points, ``[groups, out]``, both unpacked."""
+    """Unpack a GPTQ weight's integers, ``[out, in]``, and its zero points, ``[groups, out]``."""
     qweight, scales, num_bits = parts["qweight"], parts["scales"], _bits_by_zeros(parts)
     num_columns = qweight.shape[0] * 32 // num_bits
     numbers = _unpack(qweight.T.contiguous(), num_bits, num_columns)
@@ -390,7 +402,7 @@ def _gptq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tens
 
 
 def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Unpack transposed integers with zero points."""
+    """Dequantize GPTQ: integers with zero points, stored transposed."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     columns = parts.get("g_idx")
     if columns is None:
@@ -399,9 +411,12 @@ def _gptq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> Tensor:
-    """Compute each column's group, ``[size]``, for layers without a tensor of groups.
+    """Compute each column's group, ``[size]``, for a layer that does not store the groups.
 
-    If a layer's group size differs from the configured one, all its groups have equal sizes.
+    If the configured group size does not give ``num_groups`` groups, all groups have equal sizes.
+
+    Raises:
+        ValueError: the columns cannot be divided into groups of an equal power of two.
     """
     wanted = quantization.group_size or size
     if -(-size // wanted) != num_groups:
@@ -412,7 +427,7 @@ def _groups_of(size: int, num_groups: int, quantization: QuantizationConfig) -> 
 
 
 def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Return the integers if each group is a run of adjacent columns, else None."""
+    """Return a GPTQ weight as grouped integers; None if a group's columns are not adjacent."""
     numbers, zero_points = _gptq_integers(parts, quantization)
     scales, columns, num_bits = parts["scales"].T, parts.get("g_idx"), _bits_by_zeros(parts)
     if columns is None:
@@ -425,7 +440,7 @@ def _keep_gptq(parts: Parts, quantization: QuantizationConfig) -> GroupedInteger
 
 
 def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tensor, Tensor]:
-    """Unpack a weight's integers, ``[in, out]``, and its zero points, ``[groups, out]``.
+    """Unpack an AWQ weight's integers, ``[in, out]``, and its zero points, ``[groups, out]``.
 
     The checkpoint packs both along the output dimension: a word has eight adjacent integers, in
     AWQ's order.
@@ -439,7 +454,7 @@ def _awq_integers(parts: Parts, quantization: QuantizationConfig) -> tuple[Tenso
 
 
 def _awq(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Unpack AWQ's transposed integers with zero points."""
+    """Dequantize AWQ: integers with zero points, stored transposed."""
     numbers, zero_points = _awq_integers(parts, quantization)
     columns = _groups_of(len(numbers), len(parts["scales"]), quantization)
     return _scaled(numbers.T, parts["scales"].T, zero_points.T, columns)
@@ -453,10 +468,10 @@ def _keep_awq(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers
 
 
 def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Return the numbers of a weight in one of ModelOpt's formats, which differ in their dtypes.
+    """Dequantize a ModelOpt weight, whose dtypes tell the format: MXFP4, int4, int8 or float8.
 
-    If inputs have to be scaled before the product (``pre_quant_scale``), the weight's columns are
-    scaled instead.
+    If the checkpoint asks to scale the layer's inputs (``pre_quant_scale``), the weight's columns
+    are scaled instead.
     """
     weight, scale = parts["weight"], parts["weight_scale"]
     if weight.dtype == torch.uint8 and scale.dtype == torch.uint8:
@@ -470,18 +485,18 @@ def _modelopt(parts: Parts, quantization: QuantizationConfig) -> Tensor:
 
 
 def _by_blocks(scale: Tensor) -> Tensor:
-    """Reshape ``[rows, 1, columns, 1]`` to ``[rows, columns]``; return other shapes unchanged."""
+    """Reshape scales ``[rows, 1, columns, 1]`` to ``[rows, columns]``; leave other shapes."""
     return scale[:, 0, :, 0] if scale.dim() == 4 and scale.shape[1::2] == (1, 1) else scale
 
 
 def _pairs_of_rows(packed: Tensor) -> Tensor:
-    """Unpack bytes of two 4-bit integers of adjacent outputs, low half first."""
+    """Unpack bytes that hold 4-bit integers of two adjacent outputs, low half first."""
     signed = torch.stack([packed << 4, packed], dim=1).view(torch.int8) >> 4
     return signed.flatten(0, 1)
 
 
 def _keep_modelopt(parts: Parts, quantization: QuantizationConfig) -> GroupedIntegers | None:
-    """Return ModelOpt's int8 per row, MXFP4, or grouped 4-bit integers, as grouped integers."""
+    """Return a ModelOpt weight of int8, MXFP4 or int4 as grouped integers; None for others."""
     weight, scale = parts["weight"], parts["weight_scale"]
     if "pre_quant_scale" in parts:
         return None
@@ -502,7 +517,7 @@ def _keep_modelopt_float8(parts: Parts, quantization: QuantizationConfig) -> Flo
 
 
 def _modelopt_nvfp4(parts: Parts, quantization: QuantizationConfig) -> Tensor:
-    """Dequantize e2m1 in groups of 16, with e4m3 scales times one float32 scale."""
+    """Dequantize ModelOpt's NVFP4: e2m1 in groups of 16 with e4m3 scales, times one scale."""
     scale = parts["weight_scale"].float() * parts["weight_scale_2"].float()
     numbers = _scaled(fp4(parts["weight"]).float(), scale)
     smoothed = parts.get("pre_quant_scale")
@@ -520,7 +535,7 @@ _ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "input_global_scale
 _FIRST_SCALE = frozenset({"weight", "weight_scale"})
 _SMOOTHED = frozenset({"input_scale", "pre_quant_scale"})
 
-# To add a format, add one line here, and the functions that it names.
+# Quantization method -> its storages. To add a format, add a line here, and its functions above.
 STORAGES: dict[str, tuple[Storage, ...]] = {
     "compressed-tensors": (
         Storage(

@@ -1,7 +1,7 @@
 """Reads a checkpoint's tensors one at a time; safetensors files are mapped.
 
-A mapped file's pages are released after a tensor is used, so that memory never holds a weight
-twice. Refuses to know: modules, formats of quantized weights.
+A mapped file's pages are released after a tensor is used, so that memory never holds both the
+file's content and the loaded weight. Refuses to know: modules, formats of quantized weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.safetensors_header import read_header
 from baton_kernels import CodeLayout, Float8Rows, GroupedIntegers
 
-# maximum number of bytes of a mapped tensor that are read before their pages are released
+# a mapped tensor's pages are released whenever this many bytes of it have been used
 _PIECE_BYTES = 16 * 2**20
 
 
@@ -33,14 +33,14 @@ class StoredTensor:
 
     Attributes:
         path: the file that holds the tensor.
-        name: name in Hugging Face layout.
-        read: reads the tensor as numbers; raises ModelLoadError.
+        name: the tensor's name in Hugging Face layout.
+        read: reads the tensor, dequantized if necessary; raises ModelLoadError.
         is_mapped: whether the tensor, when read, is a view of the mapped file.
         shape: the tensor's shape when read; None: known only after reading.
-        read_integers: reads the tensor as grouped integers that kernels support. It is None, or
-            returns None, for tensors in other formats. Raises ModelLoadError.
-        read_float8: reads the tensor as float8. It is None, or returns None, for tensors in other
-            formats.
+        read_integers: reads a weight that is stored in integers which kernels support, without
+            dequantizing. None, or a function that returns None, for other tensors.
+        read_float8: reads a weight that is stored in float8, without dequantizing. None, or a
+            function that returns None, for other tensors.
     """
 
     path: Path
@@ -57,9 +57,9 @@ class WeightPart:
     """Some rows of a layer's weight, or all of them.
 
     Attributes:
-        first_row: index of the first row within the weight.
-        content: ``[n, ...]``.
-        is_mapped: whether ``content`` is a view of the mapped file.
+        first_row: index of the first of these rows within the weight.
+        content: the rows, ``[n, ...]``.
+        is_mapped: whether ``content`` is a view of a mapped file.
     """
 
     first_row: int
@@ -68,16 +68,16 @@ class WeightPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the rows."""
+        """Return the shape of these rows, ``[n, ...]``."""
         return (self.content if isinstance(self.content, Tensor) else self.content.numbers).shape
 
     @property
     def tensor(self) -> Tensor:
-        """Return the rows as floating-point numbers."""
+        """Return the rows as floating-point numbers, dequantized if necessary."""
         return self.content if isinstance(self.content, Tensor) else self.content.dequantized()
 
     def moved(self, rows: slice, first_row: int) -> WeightPart:
-        """Return a slice of the rows, to be placed from the weight's row ``first_row`` on."""
+        """Return some of these rows as a part that begins at the weight's row ``first_row``."""
         if isinstance(self.content, Tensor):
             return WeightPart(first_row, self.content[rows], self.is_mapped)
         content = self.content.part(rows, None)
@@ -85,7 +85,10 @@ class WeightPart:
         return WeightPart(first_row, content, self.is_mapped)
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield pieces of the rows, with their first rows; release a piece's pages afterwards."""
+        """Yield the rows in pieces, each with the index of its first row within the weight.
+
+        A mapped piece's pages are released when the next piece is asked for.
+        """
         tensor = self.tensor
         row_bytes = tensor[:1].numel() * tensor.itemsize
         num_rows = max(_PIECE_BYTES // max(row_bytes, 1), 1)
@@ -100,7 +103,10 @@ class WeightPart:
 def integers_alike(
     parts: Sequence[WeightPart],
 ) -> tuple[list[GroupedIntegers], CodeLayout | None]:
-    """Return all parts' integers (or []) and their common layout; None if layouts differ."""
+    """Return the integers of all parts, and their common layout.
+
+    The list is empty if a part has no integers; the layout is None if layouts differ.
+    """
     kept = [part.content for part in parts if isinstance(part.content, GroupedIntegers)]
     if len(kept) < len(parts):
         return [], None
@@ -110,14 +116,14 @@ def integers_alike(
 
 
 def float8_alike(parts: Sequence[WeightPart]) -> list[Float8Rows]:
-    """Return all parts' float8 rows; empty if a part is not float8, or if groups differ."""
+    """Return the float8 rows of all parts; empty if a part is not float8, or groups differ."""
     kept = [part.content for part in parts if isinstance(part.content, Float8Rows)]
     cuts = {(one.group_size, one.scales.shape[1]) for one in kept}
     return kept if len(kept) == len(parts) and len(cuts) == 1 else []
 
 
 def open_safetensors(paths: Iterable[Path], files: ExitStack) -> dict[str, StoredTensor]:
-    """Map the files until ``files`` is closed; return their tensors by name.
+    """Map safetensors files until ``files`` is closed; return their tensors by name.
 
     Raises:
         ModelLoadError: a file is broken, or two files have the same tensor.
@@ -150,18 +156,18 @@ def _unreadable(path: Path, error: Exception) -> ModelLoadError:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Release a tensor's pages of the mapped file, once it is no longer needed."""
+    """Let the system drop a mapped tensor's pages from memory; the tensor is no longer needed."""
     madvise = _madvise()
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
     size = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if madvise is not None and size > 0 and tensor.is_contiguous():
-        madvise(begin, size, mmap.MADV_DONTNEED)  # madvise is only advice, which may fail
+        madvise(begin, size, mmap.MADV_DONTNEED)  # a failure does no harm
 
 
 @functools.cache
 def _madvise() -> Any:
-    """Return the C library's function; None if it cannot release pages."""
+    """Return the C library's ``madvise``; None if it does not exist or cannot release pages."""
     if not hasattr(mmap, "MADV_DONTNEED"):
         return None
     function = getattr(ctypes.CDLL(None), "madvise", None)

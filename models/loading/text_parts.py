@@ -1,4 +1,4 @@
-"""Finds the text network of a model that sees images, and its names in a checkpoint.
+"""Finds the text part of a model that reads images: its configuration and its tensors.
 
 Refuses to know: how networks compute.
 """
@@ -15,13 +15,12 @@ from models.fields import Fields
 logger = logging.getLogger(__name__)
 Stored = TypeVar("Stored")
 
-# Fields of the whole model that also apply to its text part. For _TIED, the whole model's value
-# overrides the text part's.
+# Fields of the whole model that also apply to its text part. The whole model's value of _TIED
+# overrides the text part's value.
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-# Prefixes of the text network's names -> prefixes in a text-only model. The last row is written by
-# transformers since version 4.52, the other rows are older.
+# Prefixes of the text part's tensors in checkpoints -> prefixes in a model for text only.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head": "lm_head",
@@ -29,19 +28,20 @@ _PREFIXES = {
     "model.text_model.": "model.",
 }
 _HEADS = ("lm_head.", "score.")
-# SigLIP's module in a vision tower; transformers 5 leaves this name out.
+# Older checkpoints have the name of SigLIP's module in their names; transformers 5 leaves it out.
 _TOWER, _TOWER_BEFORE = "vision_tower.", "vision_tower.vision_model."
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
-# Prefix of the vision encoder's tensors in Baton's models with images.
+# Prefix that Baton gives to the names of a vision encoder's tensors.
 VISION = "vision."
 
 
 def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
-    """Return the text part's fields, plus the whole model's fields that also apply to it.
+    """Return the text part's fields, plus those of the whole model that apply to the text part.
 
     Args:
-        fields: fields of a file with an object for the text part, or without (early Qwen2-VL).
-        is_tied: whether the head uses the embedding's weight by default.
+        fields: fields of config.json; the text part's are in ``text_config``, or (early Qwen2-VL)
+            among the other fields.
+        is_tied: whether the output head uses the embedding's weight if the file does not say.
     """
     text = fields.child("text_config") if fields.has("text_config") else fields
     shared = {
@@ -53,14 +53,17 @@ def text_fields(fields: Fields, *, is_tied: bool = False) -> Fields:
 
 
 def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
-    """Return the architecture of a model's text part, and its fields as in a text model.
+    """Return the architecture and the fields of a model's text part.
+
+    The fields are those that the config.json of a text model would have.
+
 
     Args:
         fields: fields of the whole model's config.json.
-        part: the entry in the family's file.
+        part: the family's description of the model.
 
     Raises:
-        ModelLoadError: the text network is not supported.
+        ModelLoadError: the text part is not supported.
     """
     fields = text_fields(fields, is_tied=part.is_tied)
     architecture = part.architecture
@@ -76,25 +79,25 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
 
 
 def rope_fields(fields: Fields) -> Fields:
-    """Return the fields of the text part's rotary embedding; the older name takes precedence."""
+    """Return the text part's section about RoPE, preferably ``rope_scaling``; empty: none."""
     text = fields.child("text_config") if fields.has("text_config") else fields
     return next((text.child(name) for name in _ROPES if text.get(name)), Fields({}, ""))
 
 
 def _without_axes(rope: Fields) -> dict[str, object]:
-    """Return a three-axis rotary embedding as a one-axis embedding, for text."""
+    """Turn the section of a RoPE with three axes into one with one axis, for text only."""
     values = {n: rope.get(n) for n in rope.names() if not n.startswith("mrope_")}
     return {n: "default" if value == "mrope" else value for n, value in values.items()}
 
 
 def with_vision_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return all tensors, with `VISION` before the names of the vision encoder's tensors."""
+    """Return all tensors, and put `VISION` before the names of the vision encoder's tensors."""
 
     return {_vision_name(name) or name: one for name, one in stored.items()}
 
 
 def _vision_name(name: str) -> str | None:
-    """Return a vision tensor's name in Baton's model; None: not a vision tensor."""
+    """Return the name that Baton gives to a vision encoder's tensor; None: it is another tensor."""
     of_vision = name.removeprefix("model.")
     if not of_vision.startswith(_OF_IMAGES):
         return None
@@ -104,7 +107,7 @@ def _vision_name(name: str) -> str | None:
 
 
 def text_name(name: str) -> str | None:
-    """Return a tensor's or layer's name in a text model; None: it belongs to the image part."""
+    """Return a tensor's or layer's name in a model for text only; None: a vision part's name."""
     if _vision_name(name) is not None:
         return None
     prefix = next((begin for begin in _PREFIXES if name.startswith(begin)), "")
@@ -112,12 +115,12 @@ def text_name(name: str) -> str | None:
 
 
 def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[str, Stored]:
-    """Return the tensors of a model's text part, under their names in a text model.
+    """Return the tensors of the text part, under their names in a model for text only.
 
     Args:
         stored: the tensors of the whole model, by name.
         images: whether to return the vision encoder's tensors, too, under names that begin with
-            `VISION`. Otherwise they are left out, which is logged once.
+            `VISION`; otherwise, they are left out, and one line is logged.
     """
     kept: dict[str, Stored] = {}
     left_out: list[str] = []
@@ -141,11 +144,13 @@ def text_tensors(stored: Mapping[str, Stored], *, images: bool = False) -> dict[
 def with_prefix(
     stored: Mapping[str, Stored], prefix: str, expected: Collection[str]
 ) -> dict[str, Stored]:
-    """Return tensors under the names of a model with an output head.
+    """Add the prefix to all names if the model was saved without its output head.
 
-    A model that was saved without its head, as for embeddings, has names without the prefix.
+    Models for embeddings are saved like this: their names lack the prefix.
 
     Args:
+        stored: the tensors, by name.
+        prefix: the prefix, such as ``model.``.
         expected: names of the tensors of a model with an output head.
     """
     if any(name in expected and not name.startswith(_HEADS) for name in stored):

@@ -1,4 +1,4 @@
-"""Loads a model's vision encoder without its text network, for nodes that only encode images."""
+"""Loads a model's vision encoder without its text part, for nodes that only encode images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models.vision.layers import VisionEncoder
 
 
 class _NoText(nn.Module):
-    """A text network without weights; has the names that packers ask for."""
+    """A stand-in for the text part, without weights, but with the attributes that packers read."""
 
     embed_tokens = None
     tapes = None
@@ -35,12 +35,12 @@ def load_vision_encoder(
     packer: WeightPacker | None = None,
     ops: Ops | None = None,
 ) -> VisionEncoder:
-    """Load the vision tower and the projector of a model folder.
+    """Load the vision encoder (vision tower and projector) of a model folder.
 
     Args:
         dtype: type of weights and activations.
-        packer: stores linear layers in its own form; None: as torch's parameters.
-        ops: compute the layers; None: the fastest ops for their device.
+        packer: stores linear layers in another form; None: torch parameters.
+        ops: kernels that compute the layers; None: the fastest kernels for the device.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or broken, or its model reads text only.

@@ -1,4 +1,4 @@
-"""One model over several ranks: each rank's part of the model, and how ranks communicate.
+"""One model on several ranks (processes): each rank's part, and how ranks communicate.
 
 Refuses to know: what is computed, where ranks run, who starts ranks.
 """

@@ -1,6 +1,6 @@
-"""Collective: how the ranks of one model communicate while they compute.
+"""Collective and Ranks: how the ranks (processes) of one model communicate while they compute.
 
-Every rank makes the same calls in the same order. Refuses to know: what is exchanged.
+Every rank must make the same calls in the same order. Refuses to know: what is exchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Collective(Protocol):
-    """The ranks of one model, from the view of one rank.
+    """The ranks of one model that compute together, from the view of one of them.
 
     All calls raise `CollectiveError` if another rank is gone, or does not respond in time.
 
@@ -25,23 +25,23 @@ class Collective(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over all ranks in place, with equal bits everywhere; return it."""
+        """Sum ``tensor`` over all ranks, in place and with equal bits on all; return ``tensor``."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather tensors of equal shapes ``[...]`` from all ranks: ``[size, ...]`` on each."""
+        """Return the tensors of all ranks, stacked: ``[size, ...]``; all have equal shapes."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Copy ``source``'s tensor to all ranks, in place; return ``tensor``."""
+        """Copy the tensor of rank ``source`` into ``tensor`` on all ranks; return ``tensor``."""
         ...
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Start sending ``tensor`` to a rank; do not write to it afterwards."""
+        """Start sending ``tensor`` to rank ``to``; nobody may write to ``tensor`` afterwards."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for a rank's tensor, and write it to ``tensor``; return ``tensor``."""
+        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
         ...
 
     def abort(self) -> None:
@@ -72,11 +72,11 @@ class SingleRank:
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Raise AssertionError: a single rank has no peer."""
+        """Raise AssertionError: a single rank has no other rank to send to."""
         raise AssertionError("a single rank has no peer to send to")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Raise AssertionError: a single rank has no sender."""
+        """Raise AssertionError: a single rank has no other rank to receive from."""
         raise AssertionError("a single rank has no peer to receive from")
 
     def abort(self) -> None:
@@ -88,29 +88,31 @@ SINGLE_RANK = SingleRank()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A model's ranks, from the view of one rank; a group of ranks shares each pipeline stage.
+    """All ranks of a model, from the view of one; a group of ranks computes each pipeline stage.
 
         stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage is the
-                                                        leader: it samples, beside the engine
+                                                        leader: it samples, in the engine's process
 
     Attributes:
         everyone: all ranks, stage by stage.
-        group: ranks of this rank's stage.
-        stage_layers: number of layers of each stage; empty: equal numbers.
+        group: the ranks of this rank's stage.
+        stage_layers: number of layers of each stage; empty: all stages have equal numbers.
+        expert_parallel: whether a stage's ranks have whole experts: ``auto``, ``on`` or ``off``.
     """
 
     everyone: Collective = SINGLE_RANK
     group: Collective = SINGLE_RANK
     stage_layers: tuple[int, ...] = ()
+    expert_parallel: str = "auto"
 
     @property
     def num_stages(self) -> int:
-        """Return the number of stages."""
+        """Return the number of pipeline stages."""
         return self.everyone.size // self.group.size
 
     @property
     def stage(self) -> int:
-        """Return this rank's stage."""
+        """Return the index of this rank's stage."""
         return self.everyone.rank // self.group.size
 
     @property
@@ -125,7 +127,7 @@ class Ranks:
 
     @property
     def leader(self) -> int:
-        """Return the number of the rank that samples."""
+        """Return the number of the leader, the rank that samples."""
         return self.everyone.size - self.group.size
 
     @property
@@ -139,11 +141,11 @@ class Ranks:
             one.abort()
 
     def pass_on(self, hidden: Tensor) -> None:
-        """Send this stage's result to the next stage."""
+        """Send this stage's hidden states to the next stage."""
         self.everyone.send(hidden, self.everyone.rank + self.group.size)
 
     def take_over(self, hidden: Tensor) -> Tensor:
-        """Receive the previous stage's result, and write it to ``hidden``."""
+        """Receive the previous stage's hidden states into ``hidden``."""
         return self.everyone.receive(hidden, self.everyone.rank - self.group.size)
 
 

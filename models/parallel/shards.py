@@ -1,7 +1,8 @@
 """Shards: a rank's part of a model's dimensions, and of a checkpoint's tensors.
 
-Column-parallel layers keep some outputs, row-parallel ones some inputs; the results of row-parallel
-layers are summed over all ranks (Shoeybi et al., arXiv:1909.08053). Refuses to know: layers, files.
+On each rank, a column-parallel layer keeps some of its outputs, and a row-parallel layer some of
+its inputs; the results of row-parallel layers are summed over all ranks (Shoeybi et al.,
+arXiv:1909.08053). Refuses to know: layers, files.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor
 from baton.api.errors import ConfigError
 from baton.kv.manifest import shard, stage_span
 
-Span = tuple[int, int]  # first index of an axis, and the index after the last
-# Largest quantization group, in adjacent inputs. Axes are divided at multiples of this size where
-# possible, so that no group is divided.
+Span = tuple[int, int]  # first index of a share of an axis, and the index after the last
+# Size of the largest quantization groups, in adjacent inputs. Where possible, axes are divided at
+# multiples of this size, so that no group is on two ranks.
 _WHOLE_GROUPS = 128
 
 
@@ -26,13 +27,16 @@ class Rank:
     Attributes:
         rank: index of the rank, from 0.
         size: number of ranks.
+        expert_parallel: ``on``: each rank has whole experts; ``off``: a part of every expert;
+            ``auto``: the division that is faster (`models.parallel.experts`).
     """
 
     rank: int = 0
     size: int = 1
+    expert_parallel: str = "auto"
 
     def span(self, size: int) -> Span:
-        """Return this rank's share of an axis: equal shares if the size divides evenly.
+        """Return this rank's share of an axis of ``size`` indices; shares differ by at most 1.
 
         Raises ConfigError if there are fewer indices than ranks.
         """
@@ -43,16 +47,17 @@ class Rank:
         return shard(size, self.rank, self.size)
 
     def wide_span(self, size: int) -> Span:
-        """Return this rank's share of an axis; divide no quantization group if possible."""
+        """Return this rank's share of an axis, without dividing quantization groups if possible."""
         if size % _WHOLE_GROUPS or size // _WHOLE_GROUPS < self.size:
             return self.span(size)
         first, end = self.span(size // _WHOLE_GROUPS)
         return first * _WHOLE_GROUPS, end * _WHOLE_GROUPS
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
-        """Return this rank's query heads and key-value heads.
+        """Return this rank's query heads, and its KV heads.
 
-        With more ranks than KV heads, several ranks hold the same KV head and divide its queries.
+        If there are more ranks than KV heads, several ranks hold the same KV head, and divide the
+        query heads that read it.
 
         Raises ConfigError if there are fewer query heads than ranks.
         """
@@ -73,13 +78,13 @@ class Rank:
 def stage_layers(
     num_layers: int, stage: int, num_stages: int, numbers: tuple[int, ...] = ()
 ) -> Span:
-    """Return the layers of a stage.
+    """Return the layers of a pipeline stage.
 
     Args:
-        numbers: number of layers of each stage; empty: equal numbers.
+        numbers: number of layers of each stage; empty: all stages have equal numbers.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or other numbers of layers.
+        ConfigError: there are fewer layers than stages, or ``numbers`` do not sum to the layers.
     """
     if numbers and sum(numbers) != num_layers:
         raise ConfigError(
@@ -94,7 +99,7 @@ def stage_layers(
 
 
 def scaled(span: Span, factor: int) -> Span:
-    """Return the span of elements for a span of heads with ``factor`` elements each."""
+    """Turn a span of heads into the span of their elements; each head has ``factor`` elements."""
     return span[0] * factor, span[1] * factor
 
 
@@ -105,8 +110,9 @@ class Kept:
     Attributes:
         shape: shape of the whole tensor.
         rows: the rows that are kept.
-        columns: the columns of these rows that are kept.
-        is_zero: whether this rank keeps zeros, because another rank adds the tensor.
+        columns: the columns of these rows that are kept; None: all.
+        is_zero: whether this rank replaces the tensor by zeros, because results are summed and
+            another rank adds the tensor (such as a bias).
     """
 
     shape: tuple[int, ...]
@@ -115,11 +121,11 @@ class Kept:
     is_zero: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of the tensor."""
+        """Take this rank's part of a checkpoint's tensor."""
         rows = tensor if self.rows is None else tensor[self.rows]
         if self.columns is not None:
             rows = rows[:, self.columns].contiguous()
         return rows.new_zeros(()).expand_as(rows) if self.is_zero else rows
 
 
-KeptParts = dict[str, Kept]  # by name of a parameter or its part
+KeptParts = dict[str, Kept]  # by the checkpoint's name within the layer

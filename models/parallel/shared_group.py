@@ -1,7 +1,7 @@
 """SharedGroup: ranks on one machine that sum tensors in shared memory (kernels/csrc/ranks.c).
 
-The memory is an unnamed file that each rank inherits, so no file is left behind. All other
-operations go through another group. Refuses to know: how ranks start.
+The memory is a file without a name that each rank's process inherits, so no file is left behind.
+All other operations go through another ``Collective``. Refuses to know: how ranks start.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from baton_kernels.dispatch import native_ops
 from baton_kernels.native.library import RankGroup
 from models.parallel.group import Collective, CollectiveError
 
-# Size of a slot. Each rank has two slots and shares its tensor through them, at most one slot's
-# bytes at a time.
+# Bytes of a slot in shared memory. Each rank has two slots, and writes its tensor into them piece
+# by piece; a piece has at most this size.
 SLOT_BYTES = 2**20
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# How many times a rank checks another rank's flag before it yields its core: some 20 us.
+# How many times a rank checks another rank's flag before it yields its core: about 20 us.
 _SPINS = 1000
 
 
 def group_bytes(size: int) -> int:
-    """Return the bytes of memory that a group shares; unused pages take no memory."""
+    """Return how many bytes a group of ``size`` ranks shares; unused pages take no memory."""
     needed = (1 + size) * _LINE_BYTES + 2 * size * SLOT_BYTES
     return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 def open_shared(num_groups: int, size: int) -> int | None:
-    """Make memory for several groups; return its descriptor, or None if this is not supported."""
+    """Make shared memory for several groups of ``size`` ranks; return its file descriptor.
+
+    Returns None if the system cannot make such memory, or a group has only one rank.
+    """
     if not hasattr(os, "memfd_create") or size == 1:
         return None
     descriptor = os.memfd_create("baton-ranks")
@@ -48,7 +51,7 @@ class SharedGroup:
     Args:
         others: another group of these ranks, for all other operations.
         descriptor: file descriptor from `open_shared`.
-        index: index of this group among the groups in this memory.
+        index: index of this group among the groups that share this memory.
     """
 
     def __init__(self, others: Collective, descriptor: int, index: int) -> None:
@@ -62,28 +65,28 @@ class SharedGroup:
         self._group = RankGroup(self.rank, self.size, SLOT_BYTES, spins, _TIMEOUT_S, address, 0)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_reduce``."""
+        """Sum ``tensor`` over all ranks, in place; return ``tensor``."""
         return tensor if self._collect(tensor) else self._others.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_gather``."""
+        """Return the tensors of all ranks, stacked: ``[size, ...]``."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
         return gathered if self._collect(tensor, gathered) else self._others.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.broadcast``."""
+        """Copy the tensor of rank ``source`` into ``tensor`` on all ranks; return ``tensor``."""
         return self._others.broadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Implement ``Collective.send``."""
+        """Start sending ``tensor`` to rank ``to``."""
         self._others.send(tensor, to)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.receive``."""
+        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
         return self._others.receive(tensor, source)
 
     def abort(self) -> None:
-        """Implement ``Collective.abort``."""
+        """Make all calls of all ranks fail from now on; safe from any thread."""
         ops = native_ops()
         if ops is not None:
             ops.abort_ranks(self._group)
@@ -100,7 +103,7 @@ class SharedGroup:
 
 
 def share_memory(group: Collective, descriptor: int | None, index: int) -> Collective:
-    """Return a group that sums in shared memory if all ranks can, else ``group``."""
+    """Return a group that sums in shared memory if all ranks can map it, else ``group``."""
     if descriptor is None or group.size == 1:
         return group
     shared: SharedGroup | None = None

@@ -27,15 +27,15 @@ _TCP = "tcp://"
 
 
 class TorchGroup:
-    """A ``Collective`` on one host.
+    """A ``Collective`` over ``torch.distributed``.
 
     Args:
         rank: this process's rank.
         size: size of the group.
-        meeting: rendezvous of the ranks: a folder, or ``tcp://HOST:PORT``, the leader's
-            ``TCPStore``.
-        name: the group's name, unique at this rendezvous.
-        device: the tensors' device.
+        meeting: where the ranks find each other: a folder that all can read, or
+            ``tcp://HOST:PORT``, the address of the leader's ``TCPStore``.
+        name: the group's name, unique among the groups that meet there.
+        device: device of the tensors to exchange.
     """
 
     def __init__(self, rank: int, size: int, meeting: str, name: str, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class TorchGroup:
             options._timeout = _TIMEOUT
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # By default, gloo finds an interface by the host's name, which may not resolve.
+            # By default, gloo finds a network interface by the host's name, which may not resolve.
             device_options = dist.ProcessGroupGloo._Options()
             device_options._timeout = _TIMEOUT
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -57,39 +57,39 @@ class TorchGroup:
             self._backend = dist.ProcessGroupGloo(store, rank, size, device_options)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_reduce``."""
+        """Sum ``tensor`` over all ranks, in place; return ``tensor``."""
         _refuse_tapes(tensor)
         self._wait(self._backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Implement ``Collective.all_gather``."""
+        """Return the tensors of all ranks, stacked: ``[size, ...]``."""
         _refuse_tapes(tensor)
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._wait(self._backend.allgather([list(gathered)], [tensor]))
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.broadcast``."""
+        """Copy the tensor of rank ``source`` into ``tensor`` on all ranks; return ``tensor``."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._wait(self._backend.broadcast([tensor], options))
         return tensor
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Implement ``Collective.send``; waits until earlier tensors to that rank are sent."""
+        """Start sending ``tensor`` to rank ``to``, once the previous tensor is sent there."""
         before = self._sending.pop(to, None)
         if before is not None:
             self._wait(before[0])
         self._sending[to] = self._backend.send([tensor], to, 0), tensor
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Implement ``Collective.receive``."""
+        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
         self._wait(self._backend.recv([tensor], source, 0))
         return tensor
 
     def abort(self) -> None:
-        """Implement ``Collective.abort``."""
+        """Make all calls of all ranks fail from now on; safe from any thread."""
         self._backend.abort()
 
     def _wait(self, work: Any) -> None:
@@ -100,7 +100,7 @@ class TorchGroup:
 
 
 def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
-    """Return a group's store, and this host's address as other ranks see it."""
+    """Open a group's store for the rendezvous; return the store, and this host's address."""
     if not meeting.startswith(_TCP):
         return dist.FileStore(f"{meeting}/{name}", size), "127.0.0.1"
     host, _, port = meeting.removeprefix(_TCP).rpartition(":")
@@ -109,15 +109,19 @@ def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
 
 
 def host_store(host: str) -> tuple[Any, int]:
-    """Open a rendezvous store on this machine; return the store (keep a reference) and its port."""
+    """Open a rendezvous store on this machine; return the store and its port.
+
+    The store lives as long as the caller keeps a reference.
+    """
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
     return store, store.port
 
 
 def launchers_store(rank: int, size: int, host: str, port: int) -> Any:
-    """Return the store that a launcher's processes share; torchrun has one already.
+    """Return the store that all processes of a launcher, such as torchrun, share.
 
-    Source: the ``env://`` rendezvous of ``torch.distributed``.
+    As in the ``env://`` rendezvous of ``torch.distributed``, rank 0 opens the store if the launcher
+    has not.
     """
     url = f"env://{host}:{port}?rank={rank}&world_size={size}"
     store, _, _ = next(dist.rendezvous(url))
@@ -126,7 +130,7 @@ def launchers_store(rank: int, size: int, host: str, port: int) -> Any:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return this host's address on the route to another host, without sending anything."""
+    """Return the address from which this host would reach another host; send nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -146,11 +150,11 @@ def connect(
     Args:
         rank: rank of this process.
         num_ranks: number of ranks in all stages together.
-        stage_size: ranks of one stage.
-        meeting: rendezvous of these ranks, see ``TorchGroup``.
-        device: the tensors' device.
-        shared: descriptor of memory that ranks of this machine share (`open_shared`); on GPUs, sums
-            do not use it.
+        stage_size: number of ranks of one stage.
+        meeting: where these ranks find each other, as in ``TorchGroup``.
+        device: this rank's device.
+        shared: descriptor of memory that the ranks of this machine share (`open_shared`); ignored
+            on GPUs.
 
     Raises:
         ConfigError: some ranks are on CPUs and others on GPUs, or two ranks are on one GPU.
@@ -170,9 +174,9 @@ def connect(
 
 
 def _check_devices(rank: int, num_ranks: int, meeting: str, device: torch.device) -> None:
-    """Raise ConfigError, on every rank, unless the ranks' devices can form one group.
+    """Raise ConfigError on every rank if the ranks' devices cannot form one group.
 
-    Gloo and NCCL ranks cannot form a group, and NCCL refuses two ranks on one GPU.
+    CPUs (gloo) and GPUs (NCCL) cannot form a group, and NCCL refuses two ranks on one GPU.
     """
     store, _ = _meet(meeting, "devices", num_ranks)
     store.set_timeout(_TIMEOUT)
@@ -190,12 +194,12 @@ def _check_devices(rank: int, num_ranks: int, meeting: str, device: torch.device
 
 
 def _describe(device: torch.device) -> str:
-    """Return "cpu", or "GPU" and the GPU's unique number."""
+    """Return ``cpu``, or ``GPU`` with the GPU's unique id."""
     if device.type == "cpu":
         return "cpu"
     return f"GPU {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _refuse_tapes(tensor: Tensor) -> None:
-    """Mark the tape being recorded, if any, as impossible to replay."""
+    """Make a tape that is being recorded fail, because a replay would not communicate."""
     tensor[:0].zero_()

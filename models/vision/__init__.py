@@ -1,1 +1,1 @@
-"""Vision encoders: images' pixel values become embeddings of a text network's placeholders."""
+"""Vision encoders, which turn the pixels of an image into embeddings for the text model."""

@@ -1,4 +1,4 @@
-"""make_encoder: the encoder of each vision spec."""
+"""make_encoder: builds the encoder that a vision spec describes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_encoder(spec: VisionSpec, text_size: int) -> VisionEncoder:
     """Make an encoder without weights.
 
     Args:
-        spec: kind and sizes of the encoder.
+        spec: shape of the encoder; its type tells the kind of encoder.
         text_size: size of the text network's embeddings.
     """
     match spec:

@@ -1,12 +1,11 @@
-"""Gemma 3's encoder: SigLIP over an image of one size, and averages of squares of patches.
+"""Gemma 3's vision encoder: SigLIP over an image of fixed size, then averages of patches.
 
 ::
 
     pixels [3, side, side] -> patches [n, hidden] -> SigLIP -> averages of k x k neighbours
     [n / k^2, hidden] -> norm -> product [n / k^2, text size]
 
-Gemma Team, arXiv:2503.19786. Refuses to know: the text network, in which an image's tokens attend
-to each other in both directions.
+Gemma Team, arXiv:2503.19786. Refuses to know: the text network.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class GemmaEncoder(VisionEncoder):
         self.multi_modal_projector = _Projector(spec, text_size)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode`` for ``pixel_values [3, side, side]``."""
+        """Return the embeddings of an image, whose ``pixel_values`` are ``[3, side, side]``."""
         x, sides = self.vision_tower(pixels["pixel_values"][None])
         embeddings: Tensor = self.multi_modal_projector(x, sides)
         return embeddings
@@ -54,13 +53,16 @@ class _SiglipTransformer(nn.Module):
         self.post_layernorm = nn.LayerNorm(spec.layers.hidden_size, eps=spec.layers.norm_eps)
 
     def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return ``[rows * columns, hidden_size]`` of an image ``[1, 3, side, side]``."""
+        """Map an image ``[1, 3, side, side]`` to patches ``[rows * columns, hidden_size]``.
+
+        Also returns ``(rows, columns)``.
+        """
         x, sides = self.embeddings(images)
         return self.post_layernorm(self.encoder(x, ((1, len(x)),))), sides
 
 
 class _Embeddings(nn.Module):
-    """Patches and their learned positions."""
+    """The first layer: the embedding of each patch, plus its learned position."""
 
     def __init__(self, spec: GemmaSpec) -> None:
         super().__init__()
@@ -70,13 +72,16 @@ class _Embeddings(nn.Module):
         self.position_embedding = nn.Embedding(spec.patches_per_side**2, size)
 
     def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return ``[rows * columns, hidden_size]`` of an image ``[1, 3, side, side]``."""
+        """Map an image ``[1, 3, side, side]`` to patches ``[rows * columns, hidden_size]``.
+
+        Also returns ``(rows, columns)``.
+        """
         patches, sides = cut_patches(images, self._patch_size)
         return self.patch_embedding(patches) + self.position_embedding.weight, sides
 
 
 class _Projector(nn.Module):
-    """Averages squares of patches, and maps them to the text network's size."""
+    """The last layers: average each square of patches, and map to the text model's size."""
 
     def __init__(self, spec: GemmaSpec, text_size: int) -> None:
         super().__init__()

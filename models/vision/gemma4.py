@@ -1,11 +1,12 @@
-"""Gemma 4's encoder: images of any size, rotary positions on two axes, averages of squares.
+"""Gemma 4's vision encoder: images of any size, rotary positions, averages of patches.
 
 ::
 
     patches [n, 3 * side^2] -> product + learned positions -> layers -> averages of k x k neighbours
     [n / k^2, hidden] * sqrt(hidden) -> norm -> product [n / k^2, text size]
 
-The image processor cuts patches, and pads them to a fixed number; padding is left out here.
+The image processor cuts an image into patches, and adds padding up to a fixed number of patches.
+The encoder leaves the padding out.
 Refuses to know: how images are resized (`baton/media/layouts/gemma4.py`), the text network.
 """
 
@@ -41,10 +42,10 @@ class Gemma4Encoder(VisionEncoder):
         self.embed_vision = _Projector(spec.layers, text_size)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode``.
+        """Return the embeddings of an image, ``[num_placeholders, width]``.
 
-        ``pixel_values`` are patches ``[n, 3 * side^2]``, and ``image_position_ids`` are their
-        columns and rows ``[n, 2]``, -1 for padding. Patches are in rows.
+        ``pixel_values`` are patches ``[n, 3 * side^2]``, row by row. ``image_position_ids`` are the
+        column and row of each patch, ``[n, 2]``; -1 for padding.
         """
         positions = pixels["image_position_ids"]
         is_real = (positions >= 0).all(dim=1)
@@ -65,20 +66,20 @@ class _Transformer(nn.Module):
             )
 
     def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
-        """Map patches ``[n, 3 * side^2]`` at ``positions`` to ``[n / square^2, hidden_size]``."""
+        """Encode patches ``[n, 3 * side^2]`` at ``positions``: ``[n / square^2, hidden_size]``."""
         x = self.patch_embedder(patches, positions)
         x = self.encoder(x, ((1, len(x)),), self._rotation(positions))
         columns, square = int(positions[:, 0].max()) + 1, self._spec.square
         by_square = x.float().view(-1, square, columns // square, square, x.shape[1])
         pooled = by_square.mean(dim=(1, 3)).flatten(0, 1).to(x.dtype).float()
-        pooled = pooled * self._spec.layers.hidden_size**0.5  # may exceed float16
+        pooled = pooled * self._spec.layers.hidden_size**0.5  # may be too large for float16
         if self._spec.is_standardized:
             pooled = (pooled - self.std_bias.float()) * self.std_scale.float()
         embeddings: Tensor = pooled.to(x.dtype)
         return embeddings
 
     def _rotation(self, positions: Tensor) -> Rotation:
-        """Return cosines and sines ``[n, 1, 2, head_dim / 2]``: by columns, and by rows."""
+        """Return cosines and sines by column and by row, each ``[n, 1, 2, head_dim / 2]``."""
         each = frequencies(self._spec.theta, self._spec.layers.head_dim // 2).to(positions.device)
         angles = positions[:, :, None].float() * each  # [n, 2, head_dim / 4]
         both = torch.cat((angles, angles), dim=2)[:, None]
@@ -86,7 +87,7 @@ class _Transformer(nn.Module):
 
 
 class _Patches(nn.Module):
-    """Products of patches, and learned positions of columns and rows."""
+    """The first layer: each patch's embedding, plus learned positions of its column and row."""
 
     def __init__(self, spec: Gemma4Spec) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class _Patches(nn.Module):
         self.position_embedding_table = nn.Parameter(torch.empty(2, spec.num_positions, size))
 
     def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
-        """Map ``[n, 3 * side^2]`` with numbers from 0 to 1 to ``[n, hidden_size]``."""
+        """Map patches, ``[n, 3 * side^2]`` with values from 0 to 1, to ``[n, hidden_size]``."""
         x = self.input_proj((2 * (patches - 0.5)).to(self.input_proj.weight.dtype))
         columns, rows = self.position_embedding_table
         placed: Tensor = x + (columns[positions[:, 0]] + rows[positions[:, 1]])
@@ -103,7 +104,7 @@ class _Patches(nn.Module):
 
 
 class _ClippedLinear(nn.Module):
-    """A linear layer whose inputs and results may be clipped to stored limits."""
+    """A linear layer whose inputs and results may be clipped to limits from the checkpoint."""
 
     input_min: Tensor
     input_max: Tensor
@@ -127,7 +128,7 @@ class _ClippedLinear(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention and a feed-forward part on one residual stream, with norms around each."""
+    """Attention and a feed-forward part on one residual stream; norms before and after each."""
 
     def __init__(self, spec: Gemma4Spec) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class _Layer(nn.Module):
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Compute the layer: add its parts' results to ``x``, ``[num_patches, hidden_size]``."""
         attended = self.self_attn(self.input_layernorm(x), runs, rotation)
         x = x + self.post_attention_layernorm(attended)
         fed: Tensor = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -149,7 +150,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(Computing):
-    """Attention of all patches of a run to each other; queries, keys and values have norms."""
+    """Attention among all patches of a run, with norms of queries, keys and values."""
 
     def __init__(self, spec: Gemma4Spec) -> None:
         super().__init__()
@@ -168,10 +169,10 @@ class _Attention(Computing):
         )
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the attention's results for ``x``, ``[num_patches, hidden_size]``."""
         assert rotation is not None
         shape = (len(x), self._num_heads, self._head_dim)
-        # `attend_runs` divides scores by sqrt(head_dim), and this model does not.
+        # This model does not divide scores by sqrt(head_dim), but `attend_runs` does.
         query = _turned(self.q_norm(self.q_proj(x).view(shape)), rotation) * self._head_dim**0.5
         key = _turned(self.k_norm(self.k_proj(x).view(shape)), rotation)
         value = _normed(self.v_proj(x).view(shape), self._eps)
@@ -193,13 +194,13 @@ class _Mlp(nn.Module):
         self._activation = ACTIVATIONS[spec.layers.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the feed-forward part's results for ``x``, ``[num_patches, hidden_size]``."""
         result: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
         return result
 
 
 class _Projector(nn.Module):
-    """Maps averages of patches to the text network's size."""
+    """The last layer: maps averages of patches to the size of the text model's embeddings."""
 
     def __init__(self, spec: TransformerSpec, text_size: int) -> None:
         super().__init__()
@@ -218,9 +219,10 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 
 
 def _turned(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[num_patches, num_heads, head_dim]``: half of a head by columns, half by rows.
+    """Rotate queries or keys, ``[num_patches, num_heads, head_dim]``.
 
-    Within a half, number i pairs with i + ``head_dim / 4``.
+    The first half of a head is rotated by the patch's column, the second half by its row. Within a
+    half, dim i pairs with dim i + ``head_dim / 4``.
     """
     cos, sin = rotation
     halves = x.float().view(*x.shape[:2], 2, -1)

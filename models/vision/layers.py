@@ -1,4 +1,4 @@
-"""Layers that vision encoders share: patches, attention within runs of patches, feed-forward parts.
+"""Layers that vision encoders share: embedding of patches, attention, feed-forward parts.
 
 Refuses to know: families, preprocessing, the text network.
 """
@@ -16,20 +16,20 @@ from models.layers.computing import Computing
 from models.layers.linear import JoinedLinear
 from models.vision.specs import TransformerSpec
 
-# Runs of patches that attend to each other, as ``(count, length)`` pairs in order: ``count``
-# adjacent runs of ``length`` patches each.
+# How patches are divided into runs; patches attend only within their run. Each pair ``(count,
+# length)`` stands for ``count`` adjacent runs of ``length`` patches.
 Runs = Sequence[tuple[int, int]]
-# Cosines and sines of each patch, ``[num_patches, 1, head_dim]`` float32; None: no rotation.
+# Cosines and sines for each patch, ``[num_patches, 1, head_dim]`` float32; None: no rotation.
 Rotation = tuple[Tensor, Tensor] | None
 
 
 class VisionEncoder(nn.Module):
-    """The part of a model that turns pixel values into embeddings.
+    """The part of a model that turns an image's pixels into embeddings for the text network.
 
     Attributes:
-        width: numbers per embedding: the text network's ``hidden_size``, or a multiple of it if
-            vectors are also added after layers of the text network (DeepStack).
-        ignored: prefixes of unused names in checkpoints, within the encoder.
+        width: size of an embedding: the text network's ``hidden_size``, or, with DeepStack, a
+            multiple: then further vectors follow, to be added after layers of the text network.
+        ignored: prefixes of those tensors of the encoder in checkpoints that are not used.
     """
 
     width: int
@@ -48,12 +48,12 @@ class VisionEncoder(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """A product of each patch's pixels with one matrix, stored as a convolution's weight.
+    """The product of each patch's pixels with a matrix, which checkpoints store as a convolution.
 
     Args:
-        hidden_size: size of the results.
-        kernel: channels, frames if any, rows and columns of a patch.
-        bias: whether there is a bias.
+        hidden_size: size of a patch's embedding.
+        kernel: number of channels, frames (if images have frames), rows and columns of a patch.
+        bias: whether the layer has a bias.
     """
 
     def __init__(self, hidden_size: int, kernel: Sequence[int], *, bias: bool) -> None:
@@ -62,20 +62,21 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Map pixels ``[num_patches, numbers of a kernel]`` to ``[num_patches, hidden_size]``."""
+        """Map pixels ``[num_patches, values per patch]`` to ``[num_patches, hidden_size]``."""
         patches = patches.to(self.weight.dtype)
         return functional.linear(patches, self.weight.flatten(1), self.bias)
 
 
 def cut_patches(images: Tensor, size: int) -> tuple[Tensor, tuple[int, int]]:
-    """Cut images into patches, row by row; incomplete patches are left out.
+    """Cut images into square patches, row by row; leave out incomplete patches at the edges.
 
     Args:
         images: ``[n, num_channels, height, width]``.
-        size: pixels in a row of a patch.
+        size: number of pixels along a side of a patch.
 
     Returns:
-        ``[n * rows * columns, num_channels * size * size]``, and ``(rows, columns)``.
+        The patches, ``[n * rows * columns, num_channels * size * size]``, and an image's
+        ``(rows, columns)`` of patches.
     """
     num_images, num_channels, height, width = images.shape
     rows, columns = height // size, width // size
@@ -88,13 +89,13 @@ def cut_patches(images: Tensor, size: int) -> tuple[Tensor, tuple[int, int]]:
 
 
 class VisionAttention(Computing):
-    """Attention of all patches of a run to each other.
+    """Attention among all patches of a run.
 
     Args:
         spec: sizes of the layer.
         output: name of the output projection in checkpoints.
         bias: whether the projections have biases.
-        stored_joined: whether checkpoints have queries, keys and values joined.
+        stored_joined: whether checkpoints have one tensor for query, key and value projections.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class VisionAttention(Computing):
         self.add_module(output, nn.Linear(size, size, bias=bias))
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the attention's results for ``x``, ``[num_patches, hidden_size]``."""
         joined = self.qkv(x).view(len(x), 3, self._num_heads, self._head_dim)
         query = joined[:, 0]  # [num_patches, num_heads, head_dim]
         if rotation is None:
@@ -123,7 +124,10 @@ class VisionAttention(Computing):
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[num_patches, num_heads, head_dim]``, pairing dims i and i + ``head_dim / 2``."""
+    """Rotate queries or keys, ``[num_patches, num_heads, head_dim]``.
+
+    Dim i of a head pairs with dim i + ``head_dim / 2``.
+    """
     cos, sin = rotation
     numbers = x.float()
     first, second = numbers.chunk(2, dim=-1)
@@ -148,7 +152,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class VisionMlp(nn.Module):
-    """A feed-forward part of two linear layers.
+    """A feed-forward part: two linear layers, with an activation between them.
 
     Args:
         spec: sizes of the layer.
@@ -162,7 +166,7 @@ class VisionMlp(nn.Module):
         self.add_module(names[1], nn.Linear(spec.inner_size, spec.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Return the feed-forward part's results for ``x``, ``[num_patches, hidden_size]``."""
         first, second = map(self.get_submodule, self._names)
         result: Tensor = second(self._activation(first(x)))
         return result
@@ -183,7 +187,7 @@ class VisionLayer(nn.Module):
 
     Args:
         names: names of the parts in checkpoints.
-        norm: makes a norm.
+        norm: makes one of the two norms.
         attention: the attention.
         mlp: the feed-forward part.
     """
@@ -201,11 +205,11 @@ class VisionLayer(nn.Module):
         self.add_module(names.attention, attention)
         self.add_module(names.mlp_norm, norms[1])
         self.add_module(names.mlp, mlp)
-        # a tuple, so that torch does not register the modules twice
+        # A tuple, because torch would register modules in an attribute a second time.
         self._parts = (norms[0], attention, norms[1], mlp)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Compute the layer: add its parts' results to ``x``, ``[num_patches, hidden_size]``."""
         attention_norm, attention, mlp_norm, mlp = self._parts
         x = x + attention(attention_norm(x), runs, rotation)
         result: Tensor = x + mlp(mlp_norm(x))
@@ -213,14 +217,14 @@ class VisionLayer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers that checkpoints keep under ``layers.``."""
+    """The layers of an encoder, whose names in checkpoints begin with ``layers.``."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to results of the same shape."""
+        """Compute all layers: turn ``x``, ``[num_patches, hidden_size]``, into the same shape."""
         for layer in self.layers:
             x = layer(x, runs, rotation)
         return x
@@ -230,19 +234,19 @@ class Layers(nn.Module):
 
 
 def frequencies(theta: float, size: int) -> Tensor:
-    """Return ``[size / 2]`` rotary frequencies (Su et al., arXiv:2104.09864), on the CPU."""
+    """Return rotary frequencies of ``size`` dims: ``[size / 2]`` (Su et al., arXiv:2104.09864)."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     return 1.0 / (theta**exponents)
 
 
 def rotation_by_axes(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Rotation:
-    """Make the rotation of patches: half of a head's pairs rotate by row, the rest by column.
+    """Return the rotation of patches: half of a head's pairs rotate by row, the rest by column.
 
     Args:
         rows: ``[num_patches]``, each patch's row.
         columns: ``[num_patches]``, each patch's column.
-        by_row: ``[head_dim / 4]`` frequencies of the first pairs.
-        by_column: ``[head_dim / 4]`` frequencies of the other pairs.
+        by_row: ``[head_dim / 4]``, frequencies of the pairs that rotate by row.
+        by_column: ``[head_dim / 4]``, frequencies of the pairs that rotate by column.
     """
     angles = torch.cat((rows[:, None] * by_row, columns[:, None] * by_column), dim=1)
     both = torch.cat((angles, angles), dim=1)[:, None]  # [num_patches, 1, head_dim]

@@ -50,7 +50,7 @@ class PixtralEncoder(VisionEncoder):
         self.multi_modal_projector = _Projector(spec, text_size)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode`` for ``pixel_values [3, height, width]``."""
+        """Return the embeddings of an image, whose ``pixel_values`` are ``[3, height, width]``."""
         x, sides = self.vision_tower(pixels["pixel_values"][None])
         embeddings: Tensor = self.multi_modal_projector(x, sides)
         return embeddings
@@ -67,14 +67,17 @@ class _PixtralTransformer(nn.Module):
         self.transformer = Layers(_layer(layers) for _ in range(layers.num_layers))
 
     def forward(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Return ``[rows * columns, hidden_size]`` of an image ``[1, 3, height, width]``."""
+        """Map an image ``[1, 3, height, width]`` to patches ``[rows * columns, hidden_size]``."""
         patches, sides = cut_patches(images, self._spec.patch_size)
         x = self.ln_pre(self.patch_conv(patches))
         rotation = self._rotation(*sides, x.device)
         return self.transformer(x, ((1, len(x)),), rotation), sides
 
     def _rotation(self, rows: int, columns: int, device: torch.device) -> Rotation:
-        """Return the rotation by rows (even frequencies) and columns (odd frequencies)."""
+        """Return the rotation of an image's patches.
+
+        Every second frequency, from the first on, rotates by row; the others rotate by column.
+        """
         each = frequencies(self._spec.theta, self._spec.layers.head_dim).to(device)
         row = torch.arange(rows, device=device).repeat_interleave(columns)
         column = torch.arange(columns, device=device).repeat(rows)
@@ -91,7 +94,7 @@ def _layer(spec: TransformerSpec) -> VisionLayer:
 
 
 class _Projector(nn.Module):
-    """Merges squares of patches, and maps them to the text network's size."""
+    """The last layers: join each square of patches, and map to the text network's size."""
 
     def __init__(self, spec: PixtralSpec, text_size: int) -> None:
         super().__init__()
@@ -104,11 +107,11 @@ class _Projector(nn.Module):
         self.linear_2 = nn.Linear(text_size, text_size, bias=bias)
 
     def forward(self, x: Tensor, sides: tuple[int, int]) -> Tensor:
-        """Map ``[rows * columns, hidden_size]`` to ``[rows * columns / merge^2, text_size]``."""
+        """Map patches ``[n, hidden_size]`` to embeddings ``[n / merge^2, text_size]``."""
         merge, (rows, columns) = self._merge, (side // self._merge for side in sides)
         x = self.norm(x).view(*sides, -1)[: rows * merge, : columns * merge]
         cut = x.reshape(rows, merge, columns, merge, -1)
-        # Features come first, then the places in the square, as torch's unfold orders them.
+        # A joined vector is ordered by feature, then by place in the square, as by torch's unfold.
         joined = cut.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)
         merged = self.patch_merger["merging_layer"](joined)
         result: Tensor = self.linear_2(self._activation(self.linear_1(merged)))

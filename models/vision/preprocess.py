@@ -1,8 +1,8 @@
-"""Preprocessor: turns an image file into the pixel values that a model's encoder reads.
+"""Preprocessor: turns an image file into the pixel values that a vision encoder reads.
 
-The image processors of transformers compute the values. The PIL backend of the processors needs no
-torchvision and gives the same numbers on every machine. A hostile file may crash its decoder, so
-callers run this module in a separate process. Refuses to know: encoders, prompts.
+The image processors of transformers compute the values. Their PIL backend is used, because it
+needs no torchvision and gives the same values on every machine. A hostile file may crash its
+decoder, so callers run this module in a separate process. Refuses to know: encoders, prompts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _Array = np.ndarray[Any, np.dtype[Any]]
-# Arrays of image processors that encoders read. Except in flat lists of patches, the first axis is
-# the image.
+# Names of the image processors' arrays that encoders read. The first axis is the image, except in
+# flat lists of patches.
 _READ = ("pixel_values", "image_grid_thw", "image_position_ids")
 _FLAT = 2
 
@@ -33,11 +33,11 @@ class Preprocessor:
     """The image processor of a checkpoint.
 
     Args:
-        folder: the model folder.
+        folder: the model folder, which contains the processor's settings.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Load the settings; raises ModelLoadError if transformers, Pillow or a file is missing."""
+        """Load the processor; raises ModelLoadError if a package or a file is missing."""
         try:
             from transformers import AutoImageProcessor
         except ImportError as error:
@@ -60,7 +60,7 @@ class Preprocessor:
         """Return the arrays that the encoder reads, by name.
 
         Args:
-            data: an image file.
+            data: content of an image file.
 
         Raises:
             InvalidRequestError: the file is no image that can be decoded.
@@ -78,17 +78,17 @@ class Preprocessor:
 def decode(data: bytes) -> Image.Image:
     """Decode the first frame of an image file, upright and in RGB, as transformers does.
 
-    The router computed the prompt from the image's size as `upright` reads it, so this function
-    must rotate the image equally.
+    The router built the prompt for the size that `upright` returned, so this function must turn the
+    image in the same way.
 
     Raises:
         InvalidRequestError: the file is no image that can be decoded.
     """
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # the reader of headers has separate limits
+    Image.MAX_IMAGE_PIXELS = None  # the reader of headers has checked the size
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return upright(image).convert("RGB")
-    except Exception as error:  # decoders raise exceptions of many types for broken files
+    except Exception as error:  # for broken files, decoders raise exceptions of many types
         raise InvalidRequestError("image", "the file cannot be decoded") from error

@@ -1,15 +1,16 @@
-"""Qwen's encoders: images of any size, with rotary positions; some have windows, or DeepStack.
+"""Qwen's vision encoders: images of any size, rotary positions; some with windows or DeepStack.
 
 ::
 
     patches [n, pixels of a patch] -> [n, hidden] -> layers -> merger [n / merge^2, text size]
                                               |
-                                              +-> deep layers' own mergers, side by side behind it
+                                              +-> mergers of deep layers (DeepStack): their results
+                                                  are appended to each embedding
 
-Patches that become one embedding form a square; patches come square by square. Most of Qwen2.5-VL's
-layers attend within windows. For these layers, squares are sorted by window first, and restored to
-image order at the end. Refuses to know: how images are resized (`baton/media/layouts/qwen.py`), the
-text network.
+A square of merge x merge patches becomes one embedding, and the image processor returns the patches
+square by square. In most layers of Qwen2.5-VL, patches attend only within windows of squares. For
+this, the squares are first sorted by window; the embeddings are put back in image order at the end.
+Refuses to know: how images are resized (`baton/media/layouts/qwen.py`), the text network.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class QwenEncoder(VisionEncoder):
         self.visual = _QwenTransformer(spec)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode``.
+        """Return the embeddings of an image, ``[num_placeholders, width]``.
 
-        ``pixel_values`` are ``[patches, pixels of a patch]``, ``image_grid_thw`` are the frames,
-        rows and columns of patches.
+        ``pixel_values`` are ``[patches, pixels of a patch]``; ``image_grid_thw`` is the number of
+        frames, of rows and of columns of patches.
         """
         _, rows, columns = map(int, pixels["image_grid_thw"])
         embeddings: Tensor = self.visual(pixels["pixel_values"], rows, columns)
@@ -65,7 +66,7 @@ class QwenEncoder(VisionEncoder):
 
 
 class _Places(NamedTuple):
-    """Row and column of each patch of an image, ``[num_patches]`` int64."""
+    """The row and the column of each patch of an image, ``[num_patches]`` int64 each."""
 
     rows: Tensor
     columns: Tensor
@@ -105,7 +106,7 @@ class _QwenTransformer(nn.Module):
         return merged if order is None else torch.empty_like(merged).index_copy_(0, order, merged)
 
     def _layers(self, x: Tensor, rotation: Rotation, windows: Runs | None) -> list[Tensor]:
-        """Return the results of the merger, and of each deep layer's merger."""
+        """Return the merger's result, then the result of each deep layer's merger."""
         spec, deep = self._spec, list[Tensor]()
         everything = ((1, len(x)),)
         for index, layer in enumerate(self.blocks):
@@ -116,7 +117,7 @@ class _QwenTransformer(nn.Module):
         return [self.merger(x), *deep]
 
     def _sorted(self, x: Tensor, order: Tensor) -> Tensor:
-        """Reorder patches ``[n, ...]`` by a new order of their squares."""
+        """Reorder patches, ``[n, ...]``, so that their squares are in the given order."""
         by_square = x.view(len(order), -1, *x.shape[1:])
         return by_square[order].flatten(0, 1)
 
@@ -126,7 +127,7 @@ class _QwenTransformer(nn.Module):
         return rotation_by_axes(*places, each, each)
 
     def _learned(self, places: _Places, rows: int, columns: int) -> Tensor:
-        """Return each patch's position embedding, interpolated linearly from the four nearest."""
+        """Return each patch's position embedding: an average of the four nearest in the table."""
         side = self._spec.positions_per_side
         assert side is not None
         of_rows, of_columns = (
@@ -143,12 +144,15 @@ class _QwenTransformer(nn.Module):
 
 
 def _neighbours(place: Tensor, count: int, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the two nearest learned positions per patch, and their weights, ``[num_patches]``.
+    """Return each patch's two nearest learned positions along one axis, and their weights.
+
+    All are ``[num_patches]``.
 
     Args:
-        place: the patches' rows, or columns.
-        count: rows, or columns, of patches; the first and last have the first and last position.
-        side: rows, or columns, of learned positions.
+        place: the row (or column) of each patch.
+        count: number of rows (columns) of patches; they are spread evenly from the first to the
+            last learned position.
+        side: number of learned positions per row (column).
     """
     exact = place.float() * (side - 1) / max(count - 1, 1)
     lower = exact.floor()
@@ -176,7 +180,7 @@ def _norm(spec: QwenSpec, size: int | None = None) -> nn.Module:
 
 
 class _Merger(nn.Module):
-    """Joins squares of adjacent patches, and maps them to the text size (Qwen2, Qwen2.5)."""
+    """Joins each square of patches, and maps it to the text model's size (Qwen2-VL, Qwen2.5-VL)."""
 
     def __init__(self, spec: QwenSpec) -> None:
         super().__init__()
@@ -187,14 +191,14 @@ class _Merger(nn.Module):
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
+        """Map patches ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         joined = self.ln_q(x).view(len(x) // self._square, -1)
         result: Tensor = self.mlp["2"](ACTIVATIONS["gelu"](self.mlp["0"](joined)))
         return result
 
 
 class _ThirdMerger(nn.Module):
-    """Qwen3's merger; for a deep layer, the norm is over joined patches."""
+    """The merger of Qwen3-VL; in a deep layer's merger, the norm spans the joined patches."""
 
     def __init__(self, spec: QwenSpec, *, is_deep: bool = False) -> None:
         super().__init__()
@@ -205,7 +209,7 @@ class _ThirdMerger(nn.Module):
         self.linear_fc2 = nn.Linear(joined, spec.text_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
+        """Map patches ``[num_patches, hidden_size]`` to ``[num_patches / merge^2, text_size]``."""
         shape = (len(x) // self._square, -1)
         joined = self.norm(x.view(shape)) if self._is_deep else self.norm(x).view(shape)
         result: Tensor = self.linear_fc2(ACTIVATIONS["gelu"](self.linear_fc1(joined)))
@@ -213,7 +217,7 @@ class _ThirdMerger(nn.Module):
 
 
 def _places(rows: int, columns: int, merge: int, device: torch.device) -> _Places:
-    """Return row and column of each patch, square by square."""
+    """Return the row and column of each patch, in the order of the squares."""
     row, column = torch.meshgrid(
         torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
     )
@@ -222,15 +226,16 @@ def _places(rows: int, columns: int, merge: int, device: torch.device) -> _Place
 
 
 def _windows(rows: int, columns: int, spec: QwenSpec) -> tuple[Tensor, Runs]:
-    """Sort an image's squares by window, with windows of equal size adjacent.
+    """Sort an image's squares by window, so that windows of equal size are adjacent.
 
     Args:
-        rows: rows of squares.
-        columns: columns of squares.
+        rows: number of rows of squares.
+        columns: number of columns of squares.
         spec: sizes of the encoder.
 
     Returns:
-        The squares' order, ``[rows * columns]`` int64, and the windows' runs of patches.
+        The squares in their new order, ``[rows * columns]`` int64, and the windows as runs of
+        patches.
     """
     window, square = spec.window, spec.merge**2
     assert window is not None

@@ -1,11 +1,12 @@
-"""SigLIP over an image's tiles and a pixel shuffle (Idefics3, Laurençon et al., arXiv:2408.12637).
+"""The vision encoder of Idefics3 and SmolVLM: SigLIP over tiles (arXiv:2408.12637).
 
-The image processor cuts a large image into square tiles and adds the whole image in the same size::
+The image processor cuts a large image into square tiles, and adds the whole image, scaled to the
+size of a tile::
 
     pixels [tiles, 3, side, side] -> patches [tiles * n, hidden] -> SigLIP within each tile ->
     s x s neighbours joined [tiles * n / s^2, s^2 * hidden] -> product [tiles * n / s^2, text size]
 
-Refuses to know: the rule for tiles (`baton/media/layouts/tiles.py`), the text network.
+Refuses to know: how many tiles an image has (`baton/media/layouts/tiles.py`), the text network.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class TilesEncoder(VisionEncoder):
         self.connector = _Connector(spec, text_size)
 
     def encode(self, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Implement ``VisionEncoder.encode`` for ``pixel_values [tiles, 3, side, side]``."""
+        """Return an image's embeddings; its ``pixel_values`` are ``[tiles, 3, side, side]``."""
         tiles = pixels["pixel_values"]
         embeddings: Tensor = self.connector(self.vision_model(tiles), len(tiles))
         return embeddings
@@ -81,7 +82,7 @@ class _TileTransformer(nn.Module):
 
 
 class _TileEmbeddings(nn.Module):
-    """Patches and learned positions."""
+    """The first layer: the embedding of each patch, plus its learned position."""
 
     def __init__(self, spec: TilesSpec) -> None:
         super().__init__()
@@ -103,10 +104,10 @@ class _TileEmbeddings(nn.Module):
 
 @functools.lru_cache(maxsize=64)
 def _positions(rows: int, columns: int, per_side: int) -> Tensor:
-    """Return each patch's learned position, ``[rows * columns]`` int64.
+    """Return the index of each patch's learned position, ``[rows * columns]`` int64.
 
-    A patch's relative place in the image chooses its position (Dehghani et al., arXiv:2307.06304).
-    Rounding is as in transformers, step by step in float32.
+    The index depends on the patch's relative place in the image (Dehghani et al.,
+    arXiv:2307.06304). To round as transformers does, the steps are computed in float32.
     """
     bounds = torch.arange(1 / per_side, 1.0, 1 / per_side, device="cpu")
 
@@ -119,7 +120,7 @@ def _positions(rows: int, columns: int, per_side: int) -> Tensor:
 
 
 class _Connector(nn.Module):
-    """Joins squares of adjacent patches, and maps them to the text network's size."""
+    """The last layer: joins each square of patches, and maps it to the text network's size."""
 
     def __init__(self, spec: TilesSpec, text_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Vision specs: the shapes of vision encoders, read from a whole model's config.json; no torch.
+"""Vision specs: the shapes of vision encoders, read from config.json; no torch.
 
 Defaults equal those of transformers' configuration classes. Refuses to know: tensors, weights.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from models.fields import MAX_PARTS, Fields
 
-# Activation's name in config.json -> name in Baton (`models/vision/layers.py`).
+# Name of an activation in config.json -> Baton's name (`models/vision/layers.py`).
 _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -20,13 +20,13 @@ _ACTIVATIONS = {
     "silu": "silu",
 }
 _GATES = ("gelu_tanh", "gelu", "silu")
-# Default layers without windows in Qwen2.5-VL, and default deep layers in Qwen3-VL.
+# Defaults: the layers without windows in Qwen2.5-VL, and the deep layers in Qwen3-VL.
 _FULL, _DEEP = (7, 15, 23, 31), (8, 16, 24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerSpec:
-    """The layers of a vision transformer.
+    """The shape of a vision transformer's layers.
 
     Attributes:
         hidden_size: size of the residual stream.
@@ -44,20 +44,20 @@ class TransformerSpec:
 
     @property
     def head_dim(self) -> int:
-        """Return the size of a head."""
+        """Return the size of an attention head."""
         return self.hidden_size // self.num_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesSpec:
-    """SigLIP over the tiles of an image, and a connector that shuffles pixels (Idefics3, SmolVLM).
+    """SigLIP over the tiles of an image, then a connector that joins patches (Idefics3, SmolVLM).
 
     Attributes:
         layers: the transformer's layers.
-        num_channels: channels of a pixel.
-        patch_size: pixels in a row of a patch.
-        positions_per_side: learned positions along each side.
-        scale: patches along each side of the square that becomes one embedding.
+        num_channels: number of channels of a pixel.
+        patch_size: number of pixels along a side of a patch.
+        positions_per_side: number of learned positions along each side of the image.
+        scale: number of patches along each side of a square that becomes one embedding.
     """
 
     layers: TransformerSpec
@@ -73,10 +73,10 @@ class PixtralSpec:
 
     Attributes:
         layers: the transformer's layers.
-        num_channels: channels of a pixel.
-        patch_size: pixels in a row of a patch.
+        num_channels: number of channels of a pixel.
+        patch_size: number of pixels along a side of a patch.
         theta: base of the rotary frequencies.
-        merge: patches along each side of the square that becomes one embedding.
+        merge: number of patches along each side of a square that becomes one embedding.
         merger_eps: epsilon of the merger's norm.
         projector_activation: activation between the projector's linear layers.
         projector_bias: whether the projector's linear layers have biases.
@@ -98,19 +98,20 @@ class QwenSpec:
 
     Attributes:
         layers: the transformer's layers.
-        num_channels: channels of a pixel.
-        num_frames: frames of a patch; an image is repeated in all of them.
-        patch_size: pixels in a row of a patch.
-        merge: patches along each side of the square that becomes one embedding.
+        num_channels: number of channels of a pixel.
+        num_frames: number of frames of a patch; all frames of a patch show the same image.
+        patch_size: number of pixels along a side of a patch.
+        merge: number of patches along each side of a square that becomes one embedding.
         text_size: size of the text network's embeddings.
         theta: base of the rotary frequencies.
-        is_gated: whether norms are root-mean-square and feed-forward parts are gated (Qwen2.5).
-        is_third: whether this is Qwen3's encoder: patches have biases, and parts other names.
-        window: embeddings along each side of an attention window; None: no windows.
-        full_layers: layers without windows.
-        positions_per_side: learned positions along each side; None: none.
-        deep_layers: layers whose results are added after the first layers of the text network
-            (DeepStack, Meng et al., arXiv:2406.04334).
+        is_gated: whether the norms are RMSNorms and the feed-forward parts are gated (Qwen2.5-VL).
+        is_third: whether this is the encoder of Qwen3-VL, whose patch embedding has a bias, and
+            whose parts have other names in checkpoints.
+        window: number of embeddings along each side of an attention window; None: no windows.
+        full_layers: indices of layers in which all patches attend to each other.
+        positions_per_side: number of learned positions along each side; None: none are learned.
+        deep_layers: indices of layers whose merged results are added after the first layers of the
+            text network (DeepStack, Meng et al., arXiv:2406.04334).
     """
 
     layers: TransformerSpec
@@ -130,14 +131,14 @@ class QwenSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaSpec:
-    """SigLIP over an image of one size, and averages of squares of patches (Gemma 3).
+    """SigLIP over an image of fixed size, then averages of squares of patches (Gemma 3).
 
     Attributes:
         layers: the transformer's layers.
-        num_channels: channels of a pixel.
-        patch_size: pixels in a row of a patch.
-        patches_per_side: patches along each side.
-        tokens_per_side: embeddings along each side.
+        num_channels: number of channels of a pixel.
+        patch_size: number of pixels along a side of a patch.
+        patches_per_side: number of patches along each side of the image.
+        tokens_per_side: number of embeddings along each side of the image.
     """
 
     layers: TransformerSpec
@@ -149,16 +150,18 @@ class GemmaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Spec:
-    """A transformer over an image of any size, and averages of squares of patches (Gemma 4).
+    """A transformer over an image of any size, then averages of squares of patches (Gemma 4).
 
     Attributes:
         layers: the transformer's layers.
-        patch_size: pixels in a row of a patch.
-        num_positions: learned positions of patches, per axis.
+        patch_size: number of pixels along a side of a patch.
+        num_positions: number of learned positions per axis.
         theta: base of the rotary frequencies.
-        square: rows, and columns, of patches that become one embedding.
-        is_clipped: whether inputs and results of linear layers are clipped to stored limits.
-        is_standardized: whether a stored bias and scale are applied to the averages.
+        square: number of patches along each side of a square that becomes one embedding.
+        is_clipped: whether the inputs and results of linear layers are clipped to limits from the
+            checkpoint.
+        is_standardized: whether the averages are standardized: a bias is subtracted, and the
+            result multiplied by a scale.
     """
 
     layers: TransformerSpec
@@ -174,7 +177,7 @@ VisionSpec = TilesSpec | PixtralSpec | QwenSpec | GemmaSpec | Gemma4Spec
 
 
 def encoding_width(spec: VisionSpec, text_size: int) -> int:
-    """Return the numbers per embedding that an encoder makes; see `VisionEncoder.width`.
+    """Return the size of an encoder's embeddings, with the vectors of DeepStack if any.
 
     Args:
         text_size: size of the text network's embeddings.
@@ -340,7 +343,7 @@ def read_qwen3(fields: Fields) -> QwenSpec:
 
 
 def read_qwen3_5(fields: Fields) -> QwenSpec:
-    """Read the vision part of Qwen3.5: Qwen3-VL's without deep layers."""
+    """Read the vision part of Qwen3.5, which is like Qwen3-VL's, but without deep layers."""
     vision = _vision_fields(fields)
     size, inner = vision.integer("hidden_size", 1152), vision.integer("intermediate_size", 4304)
     return QwenSpec(
@@ -386,7 +389,7 @@ def _vision_fields(fields: Fields) -> Fields:
 
 
 def _num_heads(vision: Fields, name: str, hidden_size: int, default: int = 16) -> int:
-    """Read the number of heads, which divides the hidden size."""
+    """Read the number of heads; raises ModelLoadError if it does not divide the hidden size."""
     num_heads = vision.integer(name, default)
     if hidden_size % num_heads:
         raise vision.wrong(name, f"{num_heads} does not divide hidden_size {hidden_size}")
@@ -404,7 +407,7 @@ def _activation(
 
 
 def _theta(vision: Fields, default: float = 10_000.0) -> float:
-    """Read the base of rotary frequencies, in the dialects of transformers 4 and 5."""
+    """Read the base of the rotary frequencies from the fields of transformers 4 or 5."""
     if not vision.has("rope_parameters"):
         return vision.number("rope_theta", default)
     rope = vision.child("rope_parameters")

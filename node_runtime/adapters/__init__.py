@@ -1,1 +1,1 @@
-"""Adapters of a node: commands that wait for theirs, and how operators load and pin them."""
+"""LoRA adapters of a node: commands wait for them here, and operators load and pin them."""

@@ -3,9 +3,10 @@
     command -> adapter in memory? -> start
                  `-- no -> read and pack it on another thread -> wait for a slot -> load -> start
 
-Adapters are loaded in the order in which they were first requested. Once an adapter has waited long
-for a slot, commands of unpinned adapters queue behind it, so that no adapter waits for ever. Used
-on the engine's thread. Refuses to know: how commands are computed, names of adapters.
+Adapters are loaded in the order in which they were first requested. No adapter waits for ever: once
+one has waited long for a slot, commands of other adapters wait behind its commands, unless their
+adapter is pinned. Used on the engine's thread. Refuses to know: how commands are computed,
+names of adapters.
 """
 
 from __future__ import annotations
@@ -36,24 +37,25 @@ from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a command waits for its adapter; then another node may be quicker.
+# Seconds that a command waits for its adapter before it fails, because another node may be quicker.
 LOAD_TIMEOUT_S = 45.0
-# Once an adapter has waited this long for a slot, no command overtakes it to use another slot.
+# Once an adapter has waited this many seconds for a slot, commands of other adapters may no longer
+# overtake it.
 PATIENCE_S = 1.0
-# Niceness of a thread that reads with low priority: it gets a sixteenth of a core that steps always
-# use.
+# Niceness of a thread that reads with low priority: on a core that steps use all the time, the
+# thread gets a sixteenth of the time.
 NICENESS = 12
-_FADING = 0.5  # weight of a new value in the running average
+_FADING = 0.5  # weight of a new value in the moving average
 
 JobCommand = PrefillCommand | DecodeCommand
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A command that cannot start here.
+    """A command that cannot start on this node.
 
     Attributes:
-        is_late: whether its deadline has passed.
+        is_late: whether the command's deadline has passed.
     """
 
     command: JobCommand
@@ -66,10 +68,10 @@ class _Load:
     """An adapter that is being read into memory.
 
     Attributes:
-        reading: the reading of its files, with the seconds that it took; None: not begun, or not
-            needed.
-        read_at: when its files were found to be read; None before.
-        problem: why the adapter has no slot yet.
+        reading: future of the read adapter and the seconds that reading took; None: reading has not
+            begun, or is not needed.
+        read_at: when the engine's thread found that reading was done; None before.
+        problem: why the adapter has no slot yet; empty: no problem so far.
         commands: waiting commands, each with the time of its arrival.
     """
 
@@ -84,13 +86,14 @@ class AdapterQueue:
 
     Args:
         engine: computes with the adapters.
-        root: folder below which adapters' folders must lie; None: there are no folders.
+        root: folder below which the folders of adapters must lie; None: adapters in folders are
+            refused.
         wake: wakes the engine's thread; safe from any thread.
         clock: returns seconds, never going back.
-        gives_way: whether steps take precedence over reading if both need the same core.
+        gives_way: whether steps take precedence over reading adapters if both need the same core.
 
     Attributes:
-        load_s: seconds that reading and loading an adapter took lately; 0: unknown.
+        load_s: moving average of the seconds that reading and loading an adapter took; 0: unknown.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class AdapterQueue:
         self.load_s = 0.0
         self._table, self._root, self._wake, self._clock = engine.adapters, root, wake, clock
         self._gives_way = gives_way
-        self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # oldest first
+        self._loads: OrderedDict[AdapterDigest, _Load] = OrderedDict()  # oldest adapter first
 
     @property
     def num_waiting(self) -> int:
@@ -134,10 +137,11 @@ class AdapterQueue:
         return False
 
     def take_ready(self) -> Iterator[tuple[float, JobCommand] | Failure]:
-        """Load what can be loaded now; yield commands to start, with their arrival, and failures.
+        """Load adapters that can be loaded now; yield failures, and commands to start.
 
-        The caller must start each command before it asks for the next: otherwise, the next adapter
-        could take the slot of the command's adapter.
+        Each command comes with the time of its arrival. The caller must start a command before it
+        asks for the next one: otherwise, another adapter could take the slot of the command's
+        adapter.
         """
         if not self._loads:
             return
@@ -150,7 +154,7 @@ class AdapterQueue:
                 is_here = self._bring_in(digest, load)
             except OverloadedError as error:
                 load.problem = str(error)
-                return  # no later adapter may take the slot that this one waits for
+                return  # later adapters must not take the slot that this one awaits
             except (AdapterError, AdapterMissingError) as error:
                 del self._loads[digest]
                 logger.warning("cannot load adapter %s: %s", shorten_digest(digest), error)
@@ -161,10 +165,10 @@ class AdapterQueue:
                 yield from load.commands
 
     def cancel(self, request_id: str, epoch: int | None = None) -> None:
-        """Forget a waiting command.
+        """Remove a waiting command from the queue.
 
         Args:
-            epoch: the attempt; None: any attempt.
+            epoch: the attempt whose command is removed; None: any attempt.
         """
         for load in self._loads.values():
             load.commands = [
@@ -174,7 +178,7 @@ class AdapterQueue:
             ]
 
     def abort(self, abort: AbortAll) -> None:
-        """Forget the waiting commands that an abort concerns."""
+        """Remove from the queue the waiting commands that an abort concerns."""
         for load in self._loads.values():
             load.commands = [
                 item for item in load.commands if not abort.concerns(item[1].request_id)
@@ -183,7 +187,7 @@ class AdapterQueue:
     # ------------------------------------------------------------------ inside
 
     def _must_queue(self) -> bool:
-        """Return whether an adapter has waited long for a slot."""
+        """Return whether the oldest adapter has waited longer than `PATIENCE_S` for a slot."""
         oldest = next(iter(self._loads.values()), None)
         waits_since = None if oldest is None else oldest.read_at
         return waits_since is not None and self._clock() - waits_since > PATIENCE_S
@@ -203,7 +207,7 @@ class AdapterQueue:
     def _begin_reading(
         self, digest: AdapterDigest, source: str
     ) -> Future[tuple[ReadAdapter, float]]:
-        """Read and pack an adapter on its own thread, because the disk may hang."""
+        """Read and pack an adapter on a thread of its own, because the disk may hang."""
         self._check_source(digest, source)
         reading: Future[tuple[ReadAdapter, float]] = Future()
 
@@ -212,7 +216,7 @@ class AdapterQueue:
                 _be_nice()
             try:
                 reading.set_result(self._read(digest, source))
-            except BaseException as error:  # the error is raised where the result is read
+            except BaseException as error:  # `_bring_in` raises this error
                 reading.set_exception(error)
             self._wake()
 
@@ -235,8 +239,8 @@ class AdapterQueue:
         """Load an adapter if its files are read; return whether it is in memory.
 
         Raises:
-            AdapterError: its files are wrong, or it does not fit the model.
-            AdapterMissingError: its files are not known, or pinned adapters have all slots.
+            AdapterError: the adapter's files are malformed, or it does not fit the model.
+            AdapterMissingError: no source of the files is known, or pinned adapters have all slots.
             OverloadedError: every slot is in use or pinned.
         """
         if self._table.takes_requests(digest):
@@ -265,7 +269,7 @@ class AdapterQueue:
         return True
 
     def _expire(self) -> Iterator[Failure]:
-        """Yield commands that have waited too long."""
+        """Remove the commands that have waited too long, and yield them as failures."""
         now = self._clock()
         for digest, load in self._loads.items():
             kept = []
@@ -282,7 +286,7 @@ class AdapterQueue:
 
 
 def _be_nice() -> None:
-    """Let other threads take precedence over this thread; possible only on Linux."""
+    """Lower this thread's priority, so that other threads take precedence; only on Linux."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):

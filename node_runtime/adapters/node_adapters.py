@@ -1,7 +1,7 @@
 """NodeAdapters: loads and unloads the LoRA adapters of a node, between two steps of its engine.
 
-Another thread reads, checks and packs files while the engine continues. Nodes know adapters by
-digest; only the router knows their names.
+Another thread reads, checks and packs files while the engine continues. Nodes know adapters only by
+digest; the router knows their names.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ T = TypeVar("T")
 
 
 class AskEngine(Protocol):
-    """Calls a function on the engine's thread, between two steps; raises its BatonError."""
+    """Calls a function on the engine's thread between two steps; raises the function's error."""
 
     async def __call__(self, function: Callable[[], T]) -> T: ...
 
 
 class NodeAdapters:
-    """The adapters of a node.
+    """Loads, unloads and lists the adapters of a node for operators.
 
     Args:
         engine: computes requests with the adapters.
         ask_engine: calls a function on the engine's thread; see `EngineLoop.ask`.
-        root: folder below which adapters' folders must lie; None: there are no folders.
+        root: folder below which the folders of adapters must lie; None: adapters in folders are
+            refused.
     """
 
     def __init__(self, engine: Engine, ask_engine: AskEngine, root: Path | None) -> None:
@@ -51,10 +52,10 @@ class NodeAdapters:
     async def load(
         self, digest: AdapterDigest, source: str, *, pinned: bool
     ) -> admin_pb2.AdaptersDescription:
-        """Load an adapter, from its files unless they were read before; return all loaded adapters.
+        """Load an adapter, and read its files if they are not cached; return all loaded adapters.
 
-        If every slot is in use, the packed adapter is kept in host memory, and its requests wait
-        for a slot.
+        If every slot is in use, the packed adapter is cached in host memory, and requests with it
+        wait for a slot.
 
         Args:
             digest: the adapter's digest, which the files must have.
@@ -80,7 +81,7 @@ class NodeAdapters:
         return await self.describe()
 
     async def unload(self, digest: AdapterDigest) -> admin_pb2.AdaptersDescription:
-        """Unload an adapter, at the latest after its last request; return all adapters.
+        """Unload an adapter now or after its last request; return all adapters in memory.
 
         Does nothing if the adapter is not in memory: another adapter may have taken its slot.
         """

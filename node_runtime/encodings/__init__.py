@@ -1,1 +1,1 @@
-"""Memory for encodings of images, and its units, for encode nodes and prefill nodes."""
+"""Memory for encodings of images, divided into units; encode nodes and prefill nodes have it."""

@@ -2,8 +2,8 @@
 
     [num_units, 1, BLOCK_TOKENS, width]      an encoding has the rows of some units, in their order
 
-The memory is on the host on all nodes: encodings are small beside KV, and peers need no GPU. Pages
-of the memory take no space before the first write.
+The memory is host memory on all nodes: encodings are small beside KV, and peers need no GPU. Its
+pages take no space before they are first written.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from engine.core.images.prompt_images import ImagePixels, encoding_of
 
 
 class EncodingMemory:
-    """Units of embeddings; a `kvconnector.layout.KVMemory` of one rank.
+    """Host memory of one node, whose units hold embeddings; a `kvconnector.layout.KVMemory`.
 
     Args:
         num_units: number of units.
-        width: numbers per embedding.
-        dtype: type of the numbers.
+        width: number of values per embedding.
+        dtype: dtype of the values.
 
     Attributes:
         manifest: layout of a unit.
-        tensor: ``[num_units, 1, BLOCK_TOKENS, width]``; never moves.
+        tensor: ``[num_units, 1, BLOCK_TOKENS, width]``; its address never changes.
     """
 
     rank = 0
@@ -47,9 +47,9 @@ class EncodingMemory:
                 self.tensor[unit, 0, : len(rows)] = rows
 
     def read(self, units: Sequence[int], num_embeddings: int) -> ImagePixels | None:
-        """Return a copy of an encoding, as plain values for the engine.
+        """Return a copy of an encoding in these units, as plain values for the engine.
 
-        Returns None if some of its numbers are NaN or infinite.
+        Returns None if some of the encoding's values are NaN or infinite.
         """
         rows = self.tensor[list(units), 0].flatten(0, 1)[:num_embeddings]  # a copy
         if not bool(rows.isfinite().all()):

@@ -1,1 +1,1 @@
-"""What a node tells others about itself: metrics, views for operators, and cached contents."""
+"""What a node reports: metrics, views for operators, and the contents of its prefix cache."""

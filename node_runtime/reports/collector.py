@@ -1,7 +1,7 @@
-"""NodeCollector: a node's metrics for Prometheus, read at each scrape.
+"""NodeCollector: a node's metrics for Prometheus, which are read at each scrape.
 
-Metrics take no time from steps. Only the ledger is read on the engine's thread, between two steps;
-a node that is stuck in a step answers without the ledger. Refuses to know: peers, HTTP.
+Reading metrics does not delay steps. Only the ledger is read on the engine's thread, between two
+steps; a node that is stuck in a step answers without the ledger. Refuses to know: peers, HTTP.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from baton.telemetry.ledger import BlockOwner, Ledger
 from engine.core.metrics import STEP_TOKENS, EngineMetrics
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 
-# Prometheus gives up after 10 s by default; no step of a healthy node takes as long as this
-# timeout.
+# Seconds that a scrape waits for the ledger: less than Prometheus's default of 10 s, and more than
+# a step of a healthy node takes.
 LEDGER_TIMEOUT_S = 2.0
 _Labels = Mapping[str, str]
 _NONE: _Labels = {}
 
 
 class TransferSource(Protocol):
-    """Where the scrape of any node gets its numbers from; all methods are thread-safe."""
+    """Interface that a scrape reads on any kind of node; all methods are safe from any thread."""
 
     def handoff_metrics(self) -> HandoffMetrics: ...
 
@@ -45,7 +45,7 @@ class TransferSource(Protocol):
 
 
 class MetricsSource(TransferSource, Protocol):
-    """Source of the numbers of a node with an engine."""
+    """Interface that a scrape reads on a node with an engine; safe from any thread."""
 
     def engine_metrics(self) -> EngineMetrics: ...
 
@@ -56,7 +56,7 @@ class TransferCollector(Collector):
     Args:
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
-        source: source of the numbers.
+        source: what a scrape reads.
         ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
     """
 
@@ -72,7 +72,7 @@ class TransferCollector(Collector):
         self._ledger_timeout_s = ledger_timeout_s
 
     def describe(self) -> list[Metric]:
-        return []  # registering the collector must not read the node
+        return []  # so that registering the collector reads nothing
 
     def _take_ledger(self) -> Ledger | None:
         call = self._transfers.ledger()
@@ -105,6 +105,27 @@ class TransferCollector(Collector):
             "encodings_lost",
             "Images encoded here because no encode node's encoding came.",
             handoffs.encodings_lost,
+        )
+        yield self._gauge(
+            "fetches_open",
+            "Cached prefixes that are sent, expected or in quarantine.",
+            handoffs.fetches_open,
+        )
+        ends = dict.fromkeys(("expected", "received", "lost"), 0) | dict(handoffs.fetches)
+        yield self._family(
+            CounterMetricFamily,
+            "fetches",
+            "Cached prefixes, by what became of them.",
+            _by("state", ends),
+        )
+        yield self._counter(
+            "fetched_tokens", "Tokens of the received prefixes.", handoffs.fetched_tokens
+        )
+        yield self._counter(
+            "fetched_bytes", "Bytes of the received prefixes.", handoffs.fetched_bytes
+        )
+        yield self._counter(
+            "shared_tokens", "Tokens of prefixes sent to other nodes.", handoffs.shared_tokens
         )
 
     def _of_connector(self, connector: ConnectorMetrics) -> Iterator[Metric]:
@@ -148,17 +169,17 @@ class TransferCollector(Collector):
         )
         yield gauge("block_references", "References that the pool counts.", ledger.num_references)
         yield gauge("block_references_owned", "References that have an owner.", held.total())
-        yield gauge("blocks_orphaned", "More references than owners: leaked.", len(ledger.orphans))
-        yield gauge("blocks_overdrawn", "More owners than references.", len(ledger.overdrawn))
+        yield gauge("blocks_orphaned", "More references than owners: leaked.", ledger.num_orphans)
+        yield gauge("blocks_overdrawn", "More owners than references.", ledger.num_overdrawn)
 
     def _histogram(
         self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
     ) -> Metric:
-        """Return a histogram.
+        """Make a histogram of counted values.
 
         Args:
             bounds: upper limits of all buckets except the last.
-            counts: number of values in each bucket.
+            counts: number of values in each bucket, of which there is one more than ``bounds``.
             total: sum of all values.
         """
         family = HistogramMetricFamily(f"baton_{name}", text, labels=[*self._common])
@@ -193,12 +214,12 @@ class TransferCollector(Collector):
 
 
 class NodeCollector(TransferCollector):
-    """One node's metric families; docs/metrics.md lists them.
+    """The metric families of a node with an engine; docs/metrics.md lists them.
 
     Args:
         role: the node's role, a label of each sample.
         node: the node's name, a label of each sample.
-        source: source of the numbers.
+        source: what a scrape reads.
         ledger_timeout_s: maximum number of seconds that a scrape waits for the ledger.
         vllm_model: model name in metrics with vLLM's names; empty: no such metrics.
     """
@@ -279,6 +300,7 @@ class NodeCollector(TransferCollector):
         )
         yield counter("step_seconds", "Time in whole steps.", engine.step_seconds_total)
         yield from self._of_work(engine)
+        yield from self._of_experts(engine)
         yield from self._of_images(engine)
         yield gauge("uptime_seconds", "Since the engine was made.", engine.uptime_seconds)
 
@@ -334,6 +356,13 @@ class NodeCollector(TransferCollector):
             if peak:
                 yield self._gauge(name, text, peak)
 
+    def _of_experts(self, engine: EngineMetrics) -> Iterator[Metric]:
+        for name, text, rows in (
+            ("busiest", "Rows of the busiest rank.", engine.expert_rows_busiest_rank_total),
+            ("mean", "Rows of a mean rank.", engine.expert_rows_mean_rank_total),
+        ):
+            yield self._counter(f"expert_rows_{name}_rank", text, rows)
+
     def _of_images(self, engine: EngineMetrics) -> Iterator[Metric]:
         counter = self._counter
         yield counter("images_encoded", "Images that steps encoded.", engine.images_encoded_total)
@@ -361,7 +390,7 @@ class NodeCollector(TransferCollector):
         )
 
     def _of_other_engines(self) -> Iterator[tuple[str, Metric]]:
-        """Return Baton's metrics under vLLM's names."""
+        """Return those of Baton's metrics that vLLM has, too, under vLLM's names."""
         engine = self._source.engine_metrics()
         used = 1 - engine.blocks_free / max(engine.blocks, 1)
         gauge, counter = self._gauge, self._counter
@@ -369,7 +398,7 @@ class NodeCollector(TransferCollector):
             ("num_requests_running", engine.requests_running),
             ("num_requests_waiting", engine.requests_waiting + engine.requests_parked),
             ("kv_cache_usage_perc", used),
-            ("gpu_cache_usage_perc", used),  # vLLM's older name
+            ("gpu_cache_usage_perc", used),  # name in older versions of vLLM
         ):
             yield name, gauge("x", "As vLLM's.", value)
         for name, value in (

@@ -1,9 +1,9 @@
-"""KVEventFeed: sends changes of an engine's prefix cache to the routers.
+"""KVEventFeed: sends the changes of an engine's prefix cache to the routers.
 
     take_events() of many steps -> their net effect -> KVCacheEvents with a sequence number
 
-The feed starts when a router first asks for a snapshot. All routers get the same messages; another
-router's snapshot does no harm. Refuses to know: links, receivers.
+The feed starts when a router first asks for a snapshot. All routers get the same messages; a
+snapshot that another router asked for does no harm. Refuses to know: links, receivers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from baton.kv.block_hash import BlockHash, ShortHash, shorten
 from baton.link.words import KVCacheEvents
 from engine.core.block_pool import BlocksCleared, BlocksRemoved, BlocksStored, KVCacheEvent
 
-# Seconds between messages: often enough for good placement, and no burden on a busy node.
+# Seconds between messages of a busy node: often enough for good placement, yet no burden.
 FLUSH_INTERVAL_S = 0.01
-MAX_HASHES_PER_MESSAGE = 2**16  # 512 KiB
+MAX_HASHES_PER_MESSAGE = 2**16  # so that a message has at most 512 KiB of hashes
 
 
 class KVEventSource(Protocol):
-    """The part of `BlockPool` that the feed needs."""
+    """The part of `BlockPool` from which the feed gets its events."""
 
     def start_events(self) -> list[BlockHash]: ...
 
@@ -34,7 +34,7 @@ class KVEventFeed:
 
     Args:
         source: the prefix cache.
-        emit: takes messages for the routers.
+        emit: sends messages to all routers.
         clock: returns seconds, never going back.
     """
 
@@ -57,9 +57,9 @@ class KVEventFeed:
         self._snapshot_wanted = True
 
     def after_step(self, *, busy: bool) -> None:
-        """Send pending changes; while busy, at most once per `FLUSH_INTERVAL_S`.
+        """Send pending changes; while the node is busy, only once per `FLUSH_INTERVAL_S`.
 
-        Call this only after a step, when cached blocks are full and committed.
+        Call this only after a step: then all cached blocks are full and committed.
         """
         if self._snapshot_wanted:
             self._snapshot_wanted = False
@@ -76,7 +76,7 @@ class KVEventFeed:
     def _send(
         self, snapshot: bool, stored: Sequence[ShortHash], removed: Sequence[ShortHash]
     ) -> None:
-        """Send hashes in as many messages as needed, at least one."""
+        """Send hashes in as many messages as needed, but at least one."""
         size = MAX_HASHES_PER_MESSAGE
         for start in range(0, max(len(stored), len(removed), 1), size):
             self._sequence += 1
@@ -92,13 +92,13 @@ class KVEventFeed:
 def _sum_up(
     events: Sequence[KVCacheEvent],
 ) -> tuple[bool, tuple[ShortHash, ...], tuple[ShortHash, ...]]:
-    """Return the net effect of events: whether all was cleared, stored hashes, removed hashes.
+    """Return the net effect of events: whether all was cleared, and stored and removed hashes.
 
-    A hash is stored only while absent, and removed only while present, so two events of one hash
-    cancel out.
+    A hash is stored only while it is absent, and removed only while it is present, so two
+    successive events of one hash cancel out.
     """
     cleared = False
-    stored: dict[BlockHash, None] = {}  # in order
+    stored: dict[BlockHash, None] = {}  # a dict keeps the hashes in order
     removed: dict[BlockHash, None] = {}
     for event in events:
         match event:

@@ -1,4 +1,4 @@
-"""Describes a node to operators: its open requests, and the ledger of block owners.
+"""Describes a node to operators: its open requests, and a ledger of who owns which blocks.
 
 Refuses to know: peers, transfers.
 """
@@ -16,13 +16,13 @@ from engine.engine import Engine
 
 
 def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
-    """Return the current ledger; takes O(num_blocks).
+    """Return which owners hold which blocks now; takes O(num_blocks) time.
 
     Call this on the engine's thread, between two steps.
 
     Args:
-        held: blocks held by owners other than the engine's requests. A GRANT also represents its
-            request, which holds the same blocks.
+        held: blocks that owners other than the engine's requests hold. A request whose blocks are
+            in a holding of the kind GRANT is not listed a second time.
     """
     others = list(held)
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
@@ -33,7 +33,7 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     ]
     computed = {item.request for step in engine.steps_in_flight for item in step.scheduled}
     own += [_hold(r, BlockOwner.STEP) for r in computed if r.status.is_finished]
-    # A null block occurs in many block tables, but is counted only once.
+    # A null block is in many block tables, but has only one reference.
     null_blocks = tuple(range(engine.kv_memory.spec.num_null_blocks))
     holdings = [BlockHolding(owner=BlockOwner.NULL_BLOCK, block_ids=null_blocks)]
     for holding in [*own, *others]:
@@ -61,7 +61,7 @@ def view_request(request: Request, transfer_state: str, age_s: float) -> Request
 
 
 def ids_of(command: PrefillCommand | DecodeCommand) -> dict[str, str | None]:
-    """Return the ids to log about a command, so that a request's log lines can be found."""
+    """Return the ids that each log line about a command has, so that its lines can be found."""
     trace = command.trace
     trace_id = trace.trace_id.hex() if trace is not None else None
     return {"request_id": command.request_id, "trace_id": trace_id}

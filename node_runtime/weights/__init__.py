@@ -1,1 +1,1 @@
-"""Changes the weights of a running node: between two steps of its engine, and between two joins."""
+"""Changes the weights of a running node, between two steps, after it has left the routers."""

@@ -1,6 +1,7 @@
 """NodeWeights: changes the weights of a node's engine, between two steps.
 
-Refuses to know: routers. The caller of `use` or `sleep` must ensure that no router places requests.
+Refuses to know: routers. The caller of `use` or `sleep` must ensure that no router sends new
+requests to the node.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class NodeWeights:
-    """The weights of a node.
+    """The weights of a node, and their replacement.
 
     Args:
         engine: the engine, which `ask_engine` reaches between two steps.
@@ -44,21 +45,21 @@ class NodeWeights:
 
     @property
     def digest(self) -> str:
-        """Return the version of the weights in use, or of those used before a sleep."""
+        """Return the version of the weights that are in use, or were in use before a sleep."""
         return self._served.digest
 
     @property
     def is_asleep(self) -> bool:
-        """Return whether the engine can compute nothing."""
+        """Return whether the engine sleeps, so that it can compute nothing."""
         return self._served.is_asleep
 
     async def begin(self, source: str) -> str:
         """Begin to load new weights while steps continue; return the new weights' version.
 
         Args:
-            source: path below the node's root.
+            source: path of the new weights, below ``root``.
 
-        Raises InvalidRequestError if the weights belong to another model, or none may be loaded.
+        Raises InvalidRequestError if the weights belong to another model, or if ``root`` is None.
         """
         path = self._find(source)
         new = await asyncio.to_thread(open_weights_of, path, self._served.folder)
@@ -70,15 +71,15 @@ class NodeWeights:
         return new.digest
 
     async def is_ready(self) -> bool:
-        """Return whether the new weights are loaded and checked; raises InvalidRequestError."""
+        """Return whether new weights are loaded; raises InvalidRequestError if they are unfit."""
         return await self._ask(self._served.is_ready)
 
     async def drop(self) -> None:
-        """Discard the new weights."""
+        """Drop the new weights without using them."""
         await self._ask(self._served.drop)
 
     async def use(self) -> bool:
-        """Switch to the new weights unless a request is open.
+        """Switch to the new weights, unless a request is open.
 
         Return whether the switch happened.
         """
@@ -90,16 +91,16 @@ class NodeWeights:
         return await self._ask(lambda: self._if_idle(use))
 
     async def sleep(self, level: SleepLevel) -> bool:
-        """Free the weights' memory unless a request is open; return whether it was freed.
+        """Free the weights' memory, unless a request is open; return whether it was freed.
 
-        The KV cache's memory is kept, because peers' network devices may have mapped it.
+        The memory of the KV cache is kept, because network devices of peers may have mapped it.
         """
         return await self._ask(
             lambda: self._if_idle(lambda: self._served.sleep(level, keeps_kv_memory=True))
         )
 
     async def wake(self) -> bool:
-        """End a sleep. Return False if weights must be loaded first; then `use` must follow."""
+        """End a sleep; return False if the caller must first wait for weights and `use` them."""
         return await self._ask(self._served.wake)
 
     def _if_idle(self, change: Callable[[], None]) -> bool:
@@ -109,7 +110,7 @@ class NodeWeights:
         return True
 
     def _find(self, source: str) -> Path:
-        """Return the path of a source below the root; raises InvalidRequestError."""
+        """Return the path of a source; raises InvalidRequestError if it is not below the root."""
         shown = f"{source!r:.200}"
         if self._root is None:
             raise InvalidRequestError("weights", "this node takes none: it has no --weights-root")

@@ -1,12 +1,12 @@
-"""WeightsAdmin: answers operators who change a node's weights, and makes the change.
+"""WeightsAdmin: answers operators who change a node's weights, and makes these changes.
 
     serving ──load──> loading ──> loaded ──use──> changing ──> serving
     serving ──sleep──> changing ──> asleep ──wake──> waking ──> serving
 
-While a node changes, no router places requests on it: it drains, leaves all routers, and joins
-again under its new identity, as a restarted node does. So a router never pairs nodes with different
-versions. A sleeping node stays drained. Only one change runs at a time. Used on the node's asyncio
-loop.
+While a node changes its weights, no router sends requests to it: the node drains, leaves all
+routers, and joins again under its new identity, as a restarted node does. So a router never pairs
+nodes whose weights have different versions. A sleeping node stays drained. Only one change runs at
+a time. Used on the node's asyncio loop.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton.v1 import admin_pb2
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_ANSWER_S = 0.2  # seconds in which the operator's answer is sent before the links end
-_KNOWN_WITHIN_S = 2.0  # seconds after which each router knows of a drain, or is gone
+_ANSWER_S = 0.2  # seconds for the answer to the operator, before the links end
+_KNOWN_WITHIN_S = 2.0  # seconds within which every living router learns of a drain
 
 
 class WeightsState(Enum):
-    """States of a node's weights."""
+    """States of a node's weights (see top of file)."""
 
     SERVING = "serving"
     LOADING = "loading"
@@ -42,7 +42,7 @@ class WeightsState(Enum):
 
 
 class EngineWeights(Protocol):
-    """The engine's side of a change; see `NodeWeights`."""
+    """Interface of the object that changes the engine's weights; see `NodeWeights`."""
 
     @property
     def digest(self) -> str: ...
@@ -66,11 +66,11 @@ class Links(Protocol):
 
 
 class WeightsAdmin:
-    """Changes the weights of one node.
+    """Changes the weights of one node as operators ask.
 
     Args:
-        weights: the engine's side.
-        drain: the node's serving state.
+        weights: changes the weights in the engine.
+        drain: whether the node serves, drains or is drained.
         links: returns the node's links.
         register: returns the node's registration, with its current identity.
     """
@@ -86,11 +86,11 @@ class WeightsAdmin:
         self._state = WeightsState.SERVING
         self._loaded = self._problem = ""
         self._serves_after = True  # whether the node served before the change
-        self._is_final = False  # whether it is too late to give up the change in progress
+        self._is_final = False  # whether the change can no longer be given up
         self._task: asyncio.Task[None] | None = None
 
     async def answer(self, request: admin_pb2.WeightsRequest) -> admin_pb2.WeightsDescription:
-        """Begin what an operator requests, and return the state at once.
+        """Begin the change that an operator requests, and return the state at once.
 
         Raises InvalidRequestError if a value is wrong, or the state does not allow it.
         """
@@ -120,7 +120,7 @@ class WeightsAdmin:
         return self.describe()
 
     def describe(self) -> admin_pb2.WeightsDescription:
-        """Return the state and the versions."""
+        """Return the state, the versions of weights in use and loaded, and the last problem."""
         return admin_pb2.WeightsDescription(
             digest=self._weights.digest,
             loaded=self._loaded,
@@ -151,7 +151,7 @@ class WeightsAdmin:
             await self._go_back()
 
     async def _go_back(self) -> None:
-        """Discard new weights, and serve with the old weights or continue to sleep."""
+        """Drop new weights; then serve with the old weights, or stay asleep."""
         self._loaded = ""
         await self._weights.drop()
         if self._weights.is_asleep:
@@ -190,7 +190,7 @@ class WeightsAdmin:
         self._serve()
 
     async def _drop(self) -> None:
-        """Discard new weights, or give up a change that has not taken effect."""
+        """Drop new weights, or give up a change that has not taken effect yet."""
         self._expect(WeightsState.LOADING, WeightsState.LOADED, WeightsState.CHANGING)
         if self._is_final:
             raise InvalidRequestError("weights", "it is too late: the change is being made")
@@ -200,9 +200,9 @@ class WeightsAdmin:
         await self._go_back()
 
     async def _rest(self, how: WhenOpen) -> None:
-        """Drain until no request is open.
+        """Drain the node until no request is open on it.
 
-        If asked to, abort open requests by leaving the routers.
+        If ``how`` is ABORT, leave the routers, which aborts open requests.
         """
         if not self._weights.is_asleep:
             self._serves_after = self._drain.is_serving
@@ -213,7 +213,7 @@ class WeightsAdmin:
             return
         try:
             async with asyncio.timeout(_KNOWN_WITHIN_S):
-                while not self._links().all_know_drain:  # noqa: ASYNC110  # polls: beats tell it
+                while not self._links().all_know_drain:  # noqa: ASYNC110  # no event tells
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             logger.warning("a router does not know that this node drains")
@@ -228,5 +228,5 @@ class WeightsAdmin:
         self._state = WeightsState.SERVING
 
     async def _until(self, condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-        while not await condition():  # noqa: ASYNC110  # polls: no event tells
+        while not await condition():  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(_POLL_S)

@@ -199,7 +199,7 @@ class HttpServer:
             *((hdrs.METH_POST, path, self._not_served, INFER) for path in NOT_SERVED),
             (hdrs.METH_GET, "/v1/models", self._models, INFER),
             (hdrs.METH_GET, "/v1/models/{model:.+}", self._model, INFER),
-            # Open to all: load balancers and kubelets have no key, and these answer only yes or no.
+            # Open to all: load balancers and kubelets have no key. The paths answer yes or no.
             (hdrs.METH_GET, "/health", self._health, OPEN),
             (hdrs.METH_GET, "/ping", self._ping, OPEN),
             (hdrs.METH_POST, "/ping", self._ping, OPEN),
@@ -486,7 +486,7 @@ def _ask_for_key(error: BatonError) -> web.Response:
 
 
 def _checking_expectations(handle: _Handle) -> _Handle:
-    """Wrap aiohttp's handler to refuse an unknown `Expect` header itself.
+    """Wrap aiohttp's handler, so that this server itself refuses an unknown `Expect` header.
 
     aiohttp would quote the header's value, and fail if the value is not UTF-8.
     """

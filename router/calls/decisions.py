@@ -83,7 +83,7 @@ class DecisionLog:
     def note_forecast(self, request_id: str, forecast: PrefillForecast | None) -> None:
         """Attach a forecast to the request's last placement.
 
-        The node fills in the measured times when the prompt is computed.
+        The node's `NodeLoad` fills in the measured times when the prompt is computed.
         """
         if noted := self._noted.get(request_id):
             noted[-1].forecast = forecast

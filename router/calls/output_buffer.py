@@ -53,7 +53,7 @@ class DeltaOrder:
     def push_next(self, output_index: int) -> bool:
         """Count one token as passed on, if it is the next one and no delta waits.
 
-        Returns whether it was; if not, the token must be pushed as a delta.
+        Returns whether the token was counted; if not, the caller must push it as a delta.
         """
         if output_index != self.next_index or self._early or output_index >= self._end_index:
             return False

@@ -17,8 +17,8 @@ from router.policies.base import Placement, RouteQuery, RoutingPolicy
 # Maximum number of calls that wait for a lost node to return. The number is limited, because each
 # waiting call holds a prompt and a client's connection.
 MAX_EXPECTING = 1024
-# A timer may fire this many seconds too early. Then the deadline counts as reached, or the caller
-# would ask again and again until it is.
+# A timer may fire this many seconds too early. The deadline then counts as reached; otherwise the
+# caller would ask again and again until the deadline is reached.
 _EARLY_S = 1e-6
 
 
@@ -74,7 +74,7 @@ class Placer:
             leaves_room=call.leaves_room,
             num_waiting=self._num_queued(),
             now=pool.clock(),
-            find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
+            find_cached_tokens=functools.cache(lambda: pool.find_cached_tokens(hashes)),
             adapter_load_s=pool.adapters.load_s(pool.fleet, adapter) if adapter else {},
         )
         num_tokens = query.num_prompt_tokens

@@ -78,7 +78,7 @@ class Fleet:
         return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
 
     def reached_by(self, prefill: NodeLoad) -> Sequence[NodeLoad]:
-        """Return the decode nodes that a prefill node may be paired with, by name; never empty."""
+        """Return the decode nodes to pair with a prefill node, sorted by name; never empty."""
         reached = self._reached.get(prefill.engine_id)
         if reached is None:
             usable = self._usable(prefill.engine_id)

@@ -63,7 +63,8 @@ def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
     """Return the nodes of one role that get no requests now, at most half of the nodes.
 
-    Ejected nodes come first, then canaries that have their one request.
+    If not all unwanted nodes can be left out, ejected nodes are left out before canaries that have
+    their one request.
     """
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
     unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))

@@ -29,7 +29,7 @@ RETURN_S = 15.0
 
 
 class Fate(Enum):
-    """What became of a lost node: not known yet, it came back, or it died."""
+    """Fates of a lost node: not known yet, came back, or died."""
 
     OPEN = "open"
     RETURNED = "returned"
@@ -79,7 +79,7 @@ class LostNodes:
             self._losses.append(Loss(self._clock(), engine_id, node_name, num_open))
 
     def note_joined(self, engine_id: str, node_name: str) -> None:
-        """Decide losses: the process that joined lives, earlier processes of its name have died."""
+        """Set the fates of losses: the joined process lives, earlier processes of its name died."""
         for loss in self._losses:
             if self._is_open(loss):
                 if loss.engine_id == engine_id:

@@ -104,7 +104,7 @@ class Capacity:
     def wait_s(
         self, num_requests: float, num_prompt_tokens: float, num_kv_tokens: float, *, last: int = 0
     ) -> float:
-        """Return the seconds until further requests, given by their sums, have their first tokens.
+        """Return the seconds until all of some further requests have their first tokens.
 
         Args:
             num_requests, num_prompt_tokens, num_kv_tokens: sums over these requests.

@@ -267,7 +267,7 @@ class FairQueue:
         return flow.start if flow.num_requests else max(flow.start, self.virtual_time)
 
     def _seen(self, ticket: Ticket) -> _Flow:
-        """Return the queue of a request's tenant; drop the queue of one long inactive tenant."""
+        """Return the queue of a request's tenant; drop the queue of a tenant inactive for long."""
         now = ticket.arrived_at
         flow = self._flows.get(ticket.tenant)
         if flow is None:

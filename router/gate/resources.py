@@ -57,7 +57,7 @@ def _limit_in(file: Path) -> int:
 
 
 def _share_of_descriptors(may_open: int) -> float:
-    """Return the share of allowed descriptors that are open; 1 if counting needs one too many."""
+    """Return the share of allowed descriptors that are open; 1 if none is left for counting."""
     try:
         return num_descriptors() / may_open
     except OSError:

@@ -13,7 +13,7 @@ from baton.api.outputs import Receipt
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """What the gate knows about one request.
+    """Facts about one request that the gate knows.
 
     Attributes:
         request_id: the request's scoped id.
@@ -71,7 +71,7 @@ class Ticket:
 
     @property
     def is_urgent(self) -> bool:
-        """Return whether the request begins before other tenants': its priority is negative."""
+        """Return whether the priority is negative, so that the request precedes other tenants'."""
         return self.order[0] < 0
 
     @property

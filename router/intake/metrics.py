@@ -206,7 +206,7 @@ class RouterMetrics:
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
-        """Count a request that is refused while it is checked within this context."""
+        """Check a request within this context; if the check raises an error, count the request."""
         try:
             yield
         except BatonError as error:

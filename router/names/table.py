@@ -67,7 +67,7 @@ class NameTable:
 
     @property
     def served(self) -> Sequence[ServedName]:
-        """What each name stands for, the default name first."""
+        """Meaning of each model name, the default name first."""
         return tuple(self._served.values())
 
     def served_to(self, principal: Principal) -> Sequence[ServedName]:

@@ -21,7 +21,7 @@ def _nothing_cached() -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteQuery:
-    """What a policy knows about the request that it must place.
+    """Facts about a request that a policy must place.
 
     Attributes:
         num_prompt_tokens: number of tokens of the prompt and of earlier attempts' output, which
@@ -57,6 +57,8 @@ class Candidate(NamedTuple):
         cost: cost in the policy's own unit; the lowest wins.
         terms: parts of the cost, by name.
         assumed: names of the nodes whose speed has not been measured yet.
+        num_computed_tokens: prompt tokens that the computing node has not cached; 0: the policy
+            does not tell.
     """
 
     prefill: str
@@ -64,6 +66,7 @@ class Candidate(NamedTuple):
     cost: float
     terms: Mapping[str, float]
     assumed: tuple[str, ...] = ()
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

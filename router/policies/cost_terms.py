@@ -1,6 +1,6 @@
 """Terms of `Cost`: a request's seconds on a node, between two nodes, and on a decode node alone.
 
-The functions turn nodes' values into costs; they choose nothing. D is the decode node.
+The functions turn nodes' values into costs; they choose nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,25 @@ LAST_CHUNK_TOKENS = 2048
 # is spread over many tokens.
 DECODE_WEIGHT = 0.5
 # A prompt delays all prompts that arrive before its node is idle again. If q prompts are queued,
-# about q more arrive while this prompt is computed (Little's law, random arrivals). These in turn
-# delay others: in all q / (1 - utilization), with an assumed utilization of one half.
+# about q more arrive until this prompt is done (Little's law, random arrivals). These delay further
+# prompts, so q / (1 - utilization) prompts are delayed in all. Assumes a utilization of one half.
 BUSY_FACTOR = 2.0
-# Computing a prompt on D must be cheaper by this margin, because the next prompt waits for it. If D
-# is idle, the margin shrinks with the share of the prompt that D must compute: a conversation with
-# a short new part stays where its KV is, and no prefill node computes that KV again.
+# A prompt on D delays all requests that decode there; D bounds each single step
+# (`--max-step-stretch`). The weight of the delay depends on the share of an average answer's time
+# that prompts on D take: from this share on, each second of delay counts as a second; below it, the
+# weight falls with the square of the share. So a few short prompts cost little, and a long prompt
+# or many prompts cost as much as a standstill.
+WHOLE_HARM_SHARE = 0.2
+# Computing a prompt on the decode node must be cheaper by this margin, because the next prompt has
+# to wait. If the decode node is idle, the margin shrinks with the share of the prompt that must be
+# computed: a conversation with a short new part stays where its KV is, and no prefill node computes
+# that KV again.
 LOCAL_MARGIN_S, LOCAL_MARGIN = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CostTerms:
-    """What the costs of all places need to know about a request.
+    """Facts about a request that the costs of all places need.
 
     Attributes:
         cached: number of prompt tokens that a node has in its cache, by engine id.
@@ -159,7 +166,8 @@ class Place:
         decode = self.decode.node.node_name
         assumed = [prefill] if self.prefill and not self.prefill.is_measured else []
         assumed += [] if self.decode.is_measured else [decode]
-        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed))
+        num_missing = (self.prefill or self.decode).num_missing
+        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed), num_missing)
 
 
 # ---------------------------------------------------------------- all nodes, computed fast
@@ -301,23 +309,26 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
 
 
 def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Place:
-    """Return the place of D alone, which computes the prompt in chunks between decode steps.
+    """Return the place of a decode node alone, which computes the prompt between decode steps.
 
-    Each other request waits while D computes the prompt, and the prompt waits for the other
-    requests' decode steps.
+    Each other request waits while the node computes a chunk of the prompt, and the prompt waits for
+    the other requests' decode steps.
 
     Args:
-        best_pair_s: cost of the best pair; inf: there is no pair, so D needs no margin.
+        best_pair_s: cost of the best pair; inf: there is no pair, so no margin is needed.
     """
     node = decode.node
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
     factor = node.beside_factor if node.num_batch else 1.0
     wait_s = max(factor * decode.stall_s, decode.room_s)
+    delay_s = node.delay_s(decode.num_missing)
+    share = node.prompt_share(terms.now, delay_s)
+    harm = min(share / WHOLE_HARM_SHARE, 1.0) ** 2
     terms_s = {
         "local_queue_ms": wait_s,
         "prefill_ms": compute_s,
         "beside_ms": (factor - 1) * compute_s,
-        "stall_ms": compute_s * node.num_batch,
+        "stall_ms": harm * delay_s * node.num_batch,
         "decode_ms": decode.steps_s,
         "damage_ms": decode.damage_s,
     }
@@ -330,9 +341,9 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
 
 
 def keeps_deadlines(terms: CostTerms, place: Place) -> bool:
-    """Return whether all requests on D keep their deadlines if D computes the prompt.
+    """Return whether all requests on a decode node keep their deadlines if it computes the prompt.
 
-    Takes time proportional to the requests on D, so it must not be called for every node.
+    Takes time proportional to the requests on the node, so do not call this for every node.
     """
     compute_s, node = place.terms_s["prefill_ms"], place.decode.node
     own_terms = ("local_queue_ms", "adapter_load_ms", "prefill_ms", "beside_ms")
@@ -353,7 +364,7 @@ def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     if num_lacking > 0:
         num_held = max(node.num_blocks * node.block_size - node.num_free_tokens, 1)
         wait_s = residence_s * num_lacking / num_held
-    if beat.num_waiting:  # requests whose KV has arrived wait for a place in the batch
-        ahead = (beat.num_waiting + 1) / max(beat.num_running, 1)
+    if node.num_waiting_for_room:  # KV has arrived, and waits for a place in the batch
+        ahead = (node.num_waiting_for_room + 1) / max(beat.num_running, 1)
         wait_s = max(wait_s, residence_s * ahead)
     return wait_s

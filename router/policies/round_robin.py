@@ -35,7 +35,7 @@ class _Turns:
         A turn counts double for a node of half the weight.
         """
         turns = self._turns
-        # Counts of nodes that left are dropped once they are the most
+        # Drop the counts of nodes that left once they outnumber the counts of present nodes
         if len(turns) > 2 * len(nodes) + 16:
             ids = {node.engine_id for node in nodes}
             self._turns = turns = {key: turn for key, turn in turns.items() if key in ids}

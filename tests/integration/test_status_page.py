@@ -51,8 +51,11 @@ _KEYS = """(async function() {
 
 @dataclass(frozen=True)
 class Site:
-    """Attributes:
-    request_id: of a request that has finished.
+    """Address of a running router's HTTP API, and one finished request.
+
+    Attributes:
+        url: URL of the HTTP API.
+        request_id: id of a request that has finished.
     """
 
     url: str

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.api.images import ImageSpan, PromptImage
 from baton.kv.block_hash import BlockHasher
 from engine.core.images.image_plan import StepImages
+from engine.core.images.image_steps import ImageLimits
 from engine.core.images.prompt_images import ImagePixels, PromptImages
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
@@ -95,9 +96,7 @@ class ImagesMachine(RuleBasedStateMachine):
             max_num_requests=3,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
-            encoder_cache_tokens=cache_tokens,
-            max_num_encoder_input_tokens=max_encoder_tokens,
-            keeps_images_whole=keeps_whole,
+            images=ImageLimits(cache_tokens, max_encoder_tokens, keeps_whole),
         )
 
     # ------------------------------------------------------------ what may happen
@@ -185,7 +184,7 @@ class ImagesMachine(RuleBasedStateMachine):
         failed = self.work(scheduled, plan.images or StepImages())
         output = self.sample(scheduled) if self.runs_ahead else self.runner.execute(scheduled)
         output = dataclasses.replace(output, failed_images=failed)
-        self.scheduler.begin_step(scheduled)
+        self.scheduler.in_flight.begin_step(scheduled)
         self.in_flight.append(Flight(scheduled, output))
         if len(self.in_flight) > 1 or not self.runs_ahead:
             self.end_step()

@@ -85,7 +85,7 @@ class InFlightMachine(SchedulerMachine):
             for item in step.scheduled
         ]
         output = self.run(next_token, SchedulerOutput(tuple(seen), step.num_scheduled_tokens))
-        self.scheduler.begin_step(step)
+        self.scheduler.in_flight.begin_step(step)
         self.in_flight.append(Flight(step, output, seen))
 
     def view(self, request: Request) -> View:
@@ -169,7 +169,7 @@ class StagesMachine(InFlightMachine):
         self.num_stages = num_stages
 
     def one_step(self, next_token: Callable[[Request], int], abort_during: bool = False) -> None:
-        self.scheduler.num_stages = self.num_stages
+        self.scheduler.in_flight.num_stages = self.num_stages
         step = self.scheduler.schedule()
         self.scheduler.check()
         self.check_ahead(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 # Packages of these names would shadow PyPI's (`kernels`, `proto`) or each other's.
 NO_PACKAGE = ["kernels", "proto", "tests", "benchmarks", "deploy", "docs", "examples"]
 PACKAGES = [
-    "baton", "router", "prefill_node", "decode_node", "engine", "kvconnector", "models",
+    "baton", "router", "prefill_node", "decode_node", "encode_node", "node_runtime", "engine",
+    "kvconnector", "models",
     "kernels/baton_kernels",
 ]  # fmt: skip
 
@@ -75,3 +77,27 @@ def test_every_file_begins_with_one_line_that_says_its_job() -> None:
         if not re.match(r'""".{10,}', first_line):
             silent.append(str(path.relative_to(ROOT)))
     assert silent == []
+
+
+def test_no_object_that_may_be_false_is_replaced_by_a_default() -> None:
+    """With ``inbox or Inbox()``, an empty inbox that the caller made would be thrown away."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in source_files()}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    may_be_false = {
+        node.name
+        for _, node in nodes
+        if isinstance(node, ast.ClassDef)
+        and any(getattr(item, "name", "") in ("__bool__", "__len__") for item in node.body)
+    }
+    assert "Inbox" in may_be_false
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path, node in nodes
+        if isinstance(node, ast.BoolOp)
+        and isinstance(node.op, ast.Or)
+        and any(
+            isinstance(value, ast.Call) and ast.unparse(value.func) in may_be_false
+            for value in node.values[1:]
+        )
+    ]
+    assert found == []

@@ -1,4 +1,4 @@
-"""GGUF files: a model in one file, shown to other code as a folder in Hugging Face layout.
+"""GGUF files: makes a model that is one file usable as a folder in Hugging Face layout.
 
 Imports neither torch nor numpy, because the router reads GGUF files too;
 `models/loading/gguf_weights.py` reads the tensors.

@@ -1,6 +1,6 @@
-"""Architecture: describes one GGUF architecture by its config.json fields and tensor names.
+"""Architecture: says how GGUF files of one architecture map to config.json and tensor names.
 
-Knows neither torch nor other architectures.
+Knows neither torch nor any particular architecture.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.file import GgufFile
 
-# Placeholders in checkpoint names for a tensor's layer and expert number.
+# Placeholders for the layer number and the expert number in names of tensors.
 LAYER, EXPERT = "{layer}", "{expert}"
 _MAX_LAYERS = 2**14
-# Decimal digits that suffice for every 32-bit float, and fewer digits that suffice for most.
+# Significant digits to write a 32-bit float: enough for most floats, and enough for all floats.
 _SHORTEST_DIGITS, _EXACT_DIGITS = 6, 10
-# Part of a layer in a GGUF file -> its name within a layer of the checkpoint. EXPERT in a name
-# means that the tensor stacks all experts.
+# A layer's tensor in a GGUF file -> its name within a layer in Hugging Face layout. EXPERT in a
+# name means that the tensor of the GGUF file stacks all experts.
 Names = Mapping[str, str]
 COMMON_NAMES: Names = {
     "attn_norm": "input_layernorm",
@@ -40,7 +40,8 @@ COMMON_NAMES: Names = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-# Tensors that join the rows of several parts; split unless the architecture names them.
+# Tensors that join the rows of several tensors. They are split into these tensors unless the
+# architecture has a name for the joined tensor.
 FUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
@@ -53,9 +54,9 @@ COMMON_OUTER: Mapping[str, str] = {
 
 
 class Change(enum.Enum):
-    """Undo one change that the converter made to a tensor (see `models/loading/gguf_changes.py`).
+    """Ways to undo what a converter to GGUF did to tensors (see `models/loading/gguf_changes.py`).
 
-    The first five reorder rows and do not change any value.
+    The first five ways reorder rows and do not change any value.
     """
 
     QUERY_HALVES = "split each query head's rows into halves; the file has them in pairs"
@@ -75,22 +76,22 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Read a file's metadata; all keys begin with the architecture's name."""
+    """Checked access to a file's metadata; the names to look up lack the architecture's prefix."""
 
     file: GgufFile
     architecture: str
 
     @classmethod
     def of(cls, file: GgufFile) -> Keys:
-        """Make keys with the file's own architecture."""
+        """Make the keys of a file, with the architecture that the file names."""
         return cls(file, str(file.metadata.get("general.architecture")))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a key's value from the file, unchecked."""
+        """Return a key's value from the file, unchecked, or ``default`` if it is missing."""
         return self.file.metadata.get(f"{self.architecture}.{name}", default)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return an integer; from a list with a value per layer, the largest one.
+        """Return a key's integer, or the largest integer of a list with an integer per layer.
 
         Raises:
             ModelLoadError: the value is missing, of another type, or too small.
@@ -103,14 +104,14 @@ class Keys:
         return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a positive number; raises ModelLoadError for anything else."""
+        """Return a key's positive number; raises ModelLoadError for another value."""
         value = self.get(name, default)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.wrong(name, f"must be a number above 0, got {value!r:.100}")
         return float(value)
 
     def decimal(self, name: str, default: float | None = None) -> float:
-        """Return a 32-bit float as the shortest decimal that rounds to it."""
+        """Return a key's 32-bit float as the shortest decimal number that rounds to this float."""
         value = self.number(name, default)
         exact = struct.pack("<d", value)
         for digits in range(_SHORTEST_DIGITS, _EXACT_DIGITS):
@@ -120,14 +121,14 @@ class Keys:
         return value
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return a boolean; raises ModelLoadError for anything else."""
+        """Return a key's boolean; raises ModelLoadError for another value."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, f"must be true or false, got {value!r:.100}")
         return value
 
     def num_layers(self) -> int:
-        """Return the number of layers without those of multi-token prediction."""
+        """Return the number of layers, without the layers for multi-token prediction."""
         count = self.integer("block_count")
         if count > _MAX_LAYERS:
             raise self.wrong("block_count", f"must be at most {_MAX_LAYERS}, got {count}")
@@ -141,14 +142,15 @@ class Keys:
         return f"blk.{layer}.{part}" in self.file.tensors
 
     def layers_with(self, *parts: str) -> list[int]:
-        """Return the layers that have any of these tensors."""
+        """Return the layers that have at least one of the tensors ``parts``."""
         layers = range(self.num_layers())
         return [layer for layer in layers if any(self.has(part, layer) for part in parts)]
 
     def rows(self, part: str) -> int:
-        """Return the output rows of the first layer's tensor; raises ModelLoadError if missing.
+        """Return the number of output rows of a tensor in the first layer that has this tensor.
 
-        A tensor of stacked experts counts with the rows of one expert.
+        For a tensor that stacks experts, returns the rows of one expert. Raises ModelLoadError if
+        no layer has the tensor.
         """
         for layer in self.layers_with(part):
             shape = self.file.tensors[f"blk.{layer}.{part}"].shape
@@ -157,7 +159,7 @@ class Keys:
         raise ModelLoadError(f"{self.file.path}: weights are missing: blk.0.{part}")
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
-        """Return an error about one key."""
+        """Return an error that names the file and a key."""
         return ModelLoadError(f"{self.file.path}: {self.architecture}.{name}: {problem}")
 
 
@@ -166,7 +168,7 @@ def _is_integer(value: object) -> bool:
 
 
 def whole_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return the head size if RoPE rotates heads entirely."""
+    """Return the config.json field of the head size, for models whose RoPE rotates whole heads."""
     size = _head_dim(keys)
     for name in ("attention.value_length", "rope.dimension_count"):
         if (found := keys.integer(name, size)) != size:
@@ -175,7 +177,7 @@ def whole_heads(keys: Keys) -> Mapping[str, Any]:
 
 
 def partly_turning_heads(keys: Keys) -> Mapping[str, Any]:
-    """Return the head size and the part of each head that RoPE rotates."""
+    """Return the fields of the head size and of the share of each head that RoPE rotates."""
     size = keys.integer("attention.key_length", default_head_dim(keys))
     if (found := keys.integer("attention.value_length", size)) != size:
         raise keys.wrong("attention.value_length", f"must be the keys' length {size}, got {found}")
@@ -196,26 +198,29 @@ def _head_dim(keys: Keys) -> int:
 
 
 def no_fields(keys: Keys) -> Mapping[str, Any]:
-    """Return no architecture-specific fields."""
+    """Return no fields: the architecture has no config.json fields of its own."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Describe one architecture of GGUF files.
+    """Description of one architecture of GGUF files.
 
     Attributes:
         model: name of the architecture in `models/registry.py`.
-        fields: reads the fields of config.json that only this architecture has.
-        heads: reads the fields about head size and rotation.
-        prefix: prefix of a layer's names in a checkpoint.
-        outer: names of tensors outside layers that differ from `COMMON_OUTER`.
-        names: names of a layer's tensors that differ from `COMMON_NAMES`. A key that ends in
-            `.weight` or `.bias` stands for this tensor alone, and its name is complete.
-        joins: names within a layer, each with the tensors of the file whose rows it joins.
-        changes: changes to undo, in order, by tensor of the file or by name in ``joins``.
-        may_have_experts: whether files may have experts.
-        variant: returns another row for files that need one; None: this row serves all files.
+        fields: makes the fields of config.json that only this architecture has.
+        heads: makes the fields of config.json about head size and rotation.
+        prefix: prefix of a layer's tensors in Hugging Face layout.
+        outer: names of tensors outside layers, where they differ from `COMMON_OUTER`.
+        names: names of a layer's tensors, where they differ from `COMMON_NAMES`. A key that ends in
+            `.weight` or `.bias` stands for this tensor alone, and its value includes the ending.
+        joins: tensors that Hugging Face layout joins: the joined tensor's name within a layer, and
+            the file's tensors whose rows it joins.
+        changes: the converter's changes to undo, in order, by tensor of the file or by name in
+            ``joins``.
+        may_have_experts: whether models of this architecture may have experts.
+        variant: returns another description for files that need another one, or None; if the
+            attribute is None, this description serves all files.
     """
 
     model: str
@@ -230,14 +235,14 @@ class Architecture:
     variant: Callable[[Keys], Architecture | None] | None = None
 
     def outer_name(self, part: str) -> str | None:
-        """Return the checkpoint's name of a tensor outside layers, or None if unknown."""
+        """Return the name in Hugging Face layout of a tensor outside layers, or None if unknown."""
         return {**COMMON_OUTER, **self.outer}.get(part)
 
     def inner_name(self, part: str, kind: str) -> str | None:
-        """Return the checkpoint's name of a layer's tensor, or None if unknown.
+        """Return the name in Hugging Face layout of a layer's tensor, or None if unknown.
 
         Args:
-            part: name of the tensor's part of the layer, for example `attn_q`.
+            part: name of the tensor in the file without layer and kind, for example `attn_q`.
             kind: `.weight`, `.bias` or "".
         """
         names = {**COMMON_NAMES, **self.names}
@@ -246,5 +251,5 @@ class Architecture:
         return self.prefix + names[part] + kind if part in names else None
 
     def changes_of(self, part: str, kind: str) -> tuple[Change, ...]:
-        """Return what GGUF converters changed in a tensor, to be undone."""
+        """Return the changes of GGUF converters to a tensor, which loading must undo."""
         return self.changes.get(part + kind) or self.changes.get(part, ())

@@ -1,6 +1,6 @@
 """GGUF config: rebuilds config.json from a GGUF file's metadata.
 
-Knows no texts, and no tensors but the few numbers that scale rotary frequencies.
+Does not read the vocabulary's texts; reads no tensors but the factors of rotary frequencies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile
 from baton.checkpoint.gguf.rope import DEFAULT_THETA, rope_scaling
 from baton.checkpoint.gguf.table import architecture_of
 
-# Ids of tokens that end a turn or a text; a file gives one or two of them.
+# Metadata keys of tokens that end a turn or a text; a file has one or two of these keys.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TOKENS = frozenset(
     (
@@ -24,7 +24,7 @@ _END_TOKENS = frozenset(
         "sentence\N{FULLWIDTH VERTICAL LINE}>",
     )
 )
-# gpt-oss's end tokens. Its <|end|> only ends a message within an answer.
+# End tokens of gpt-oss, where <|end|> ends a message within an answer but not the answer.
 _HARMONY = frozenset(("<|return|>", "<|call|>"))
 _MESSAGE_END = "<|end|>"
 _CONTROL, _USER_DEFINED = 3, 4  # values in tokenizer.ggml.token_type
@@ -34,7 +34,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the content of `config.json`; raises ModelLoadError for unsupported models."""
     row, keys = architecture_of(file), Keys.of(file)
     num_heads = keys.integer("attention.head_count")
-    # intermediate size if all layers have experts
+    # Default of the intermediate size, which files lack if all layers have experts.
     no_size = 1 if keys.get("expert_count") else None
     return {
         "architectures": [row.model],
@@ -81,9 +81,10 @@ def generation_config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Choose the dtype: that of a 16-bit file, else float32, which holds quantized values exactly.
+    """Choose the dtype of the weights: the dtype of a 16-bit file, or else float32.
 
-    Every file stores routers and convolutions in float32, so these do not count.
+    Float32 holds dequantized values exactly. Tensors in float32 are not considered, because every
+    file stores routers and convolutions in float32.
     """
     kinds = _matrix_kinds(file)
     if len(kinds) != 1:
@@ -92,12 +93,12 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _compute_dtype(file: GgufFile) -> str:
-    """Choose the dtype to compute in: the file's own, or bfloat16 for weights of few bits."""
+    """Choose the dtype to compute in: the file's dtype, or bfloat16 for quantized weights."""
     return "bfloat16" if _matrix_kinds(file) - {"F16", "BF16"} else _dtype(file)
 
 
 def _matrix_kinds(file: GgufFile) -> set[str]:
-    """Return the types of the file's matrices, without float32."""
+    """Return the storage types of the file's matrices, except float32."""
     kinds = {TENSOR_TYPES[t.type_id].name for t in file.tensors.values() if len(t.shape) > 1}
     return kinds - {"F32"}
 

@@ -1,8 +1,8 @@
 """GGUF files: read metadata and tensor positions, and check them against the file's size.
 
-The `gguf` package is not used: it takes seconds and gigabytes for a vocabulary, and needs numpy.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows neither the meaning of
-metadata nor the contents of tensors.
+The `gguf` package is not used, because it takes seconds and gigabytes to read a vocabulary, and
+needs numpy. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Knows neither the
+meaning of metadata nor the contents of tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
 _MAX_DIMENSIONS = 4
 _SHOWN_TYPES = 3
 
-# Metadata types as struct codes; 8 is a string, 9 an array.
+# Number of a metadata type -> code of the `struct` module. Types 8 (text) and 9 (array) have none.
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -34,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A storage type: a block holds some values in some bytes."""
+    """A type in which GGUF stores tensors: blocks of some values, each of some bytes."""
 
     name: str
     values_per_block: int
@@ -72,7 +72,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is in its file."""
+    """The storage type, shape and position of a tensor in a GGUF file."""
 
     path: Path  # the file that contains the tensor
     type_id: int  # a key of TENSOR_TYPES
@@ -83,13 +83,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of a GGUF file: all that precedes the tensors' contents.
+    """The header of a GGUF model: everything that precedes the tensors' contents.
 
     Attributes:
-        path: the file, or the first of its parts.
-        metadata: values by key.
-        tensors: positions of the tensors in all parts, by name.
-        header_bytes: offset of the tensors' contents.
+        path: the GGUF file, or the first part of a divided model.
+        metadata: the file's metadata, by key.
+        tensors: types and positions of the tensors in all parts, by name.
+        header_bytes: offset at which the tensors' contents begin in the file ``path``.
         parts: the files that form the model, in order.
     """
 
@@ -104,7 +104,8 @@ class GgufFile:
         """Read a file's header.
 
         Args:
-            max_header_bytes: maximum number of bytes of the header; None: the file's size.
+            max_header_bytes: limit of the header's size; None: the header may be as long as the
+                file.
 
         Raises:
             ModelLoadError: the file is no GGUF, truncated or unsupported.
@@ -118,7 +119,7 @@ class GgufFile:
                 return _read(path, content, max_header_bytes)
         except _BadFileError as error:
             raise ModelLoadError(f"{path}: {error}") from error
-        except ValueError as error:  # mmap's error for an empty file
+        except ValueError as error:  # raised by mmap for an empty file
             raise ModelLoadError(f"{path}: no GGUF file: {error}") from error
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -139,7 +140,7 @@ class _BadFileError(Exception):
 
 
 class _Cursor:
-    """Read consecutive little-endian values."""
+    """A position in a file, from which consecutive little-endian values are read."""
 
     def __init__(self, content: mmap.mmap, max_bytes: int | None = None) -> None:
         self.content = content
@@ -178,8 +179,8 @@ class _Cursor:
         return list(struct.unpack_from(code, self.content, self._take(struct.calcsize(code))))
 
     def _texts(self, number: int) -> list[str]:
-        """Read many texts at once, because vocabularies are most of a header."""
-        self._check(number * 8)  # each text has at least a length of 8 bytes
+        """Read ``number`` texts in one loop, because most of a header is a vocabulary's texts."""
+        self._check(number * 8)  # a text takes at least the 8 bytes of its length
         content, position, size = self.content, self.position, self._end
         length_at = struct.Struct("<Q").unpack_from
         texts = []
@@ -198,7 +199,7 @@ class _Cursor:
         return texts
 
     def _take(self, num_bytes: int) -> int:
-        """Advance over the next bytes, and return where they start."""
+        """Advance by ``num_bytes``; return the position before."""
         self._check(num_bytes)
         start = self.position
         self.position += num_bytes
@@ -255,7 +256,7 @@ def _read(path: Path, content: mmap.mmap, max_header_bytes: int | None) -> GgufF
 
 
 def _refuse_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse tensors that share bytes: with them a small file could claim any amount of data."""
+    """Refuse tensors that share bytes, which would let a small file fill any amount of memory."""
     ordered = sorted(tensors.items(), key=lambda item: item[1].start)
     for (name, one), (other, after) in pairwise(ordered):
         if after.start < one.start + one.num_bytes:

@@ -1,7 +1,8 @@
 """GGUF folders: makes model folders in Hugging Face layout for GGUF files, in the user's cache.
 
-A folder's config.json, tokenizer.json and others are made once from the metadata; a link points to
-the weights. So code for model folders also reads GGUF files. Knows no contents of files.
+config.json, tokenizer.json and other files of a folder are made once from the metadata of the GGUF
+file; a link in the folder points to the GGUF file. So code for model folders can use GGUF files,
+too. Does not know how the contents of these files are made.
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ from baton.checkpoint.gguf.parts import linked, part_files, read_model, read_pla
 from baton.checkpoint.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 WEIGHTS = "model.gguf"
-# Code that decides what is written into a folder: this package, and the families of models.
+# Folders of the code that decides what a model folder contains.
 _PACKAGE = Path(__file__).absolute().parent
 _MAKERS = (_PACKAGE, _PACKAGE.parents[2] / "models" / "families")
 
 
 def folder_of_gguf(path: Path) -> Path:
-    """Return the model folder of a GGUF file, of one or several parts; make it if needed.
+    """Return the model folder of a GGUF file; make the folder if the cache lacks it.
+
+    Args:
+        path: the GGUF file, or any part of a model in several files.
 
     Raises:
         ModelLoadError: a file is broken or unsupported, or the cache is unusable.
     """
-    # Links are not followed: the hub's files are links, and the links' names count.
+    # Links are not followed: files in the hub's cache are links to files whose names do not tell
+    # the number of the part.
     file = read_places(path.absolute())
     path = file.path
     try:
@@ -55,9 +60,9 @@ def folder_of_gguf(path: Path) -> Path:
 
 @functools.cache
 def code_digest(folders: Sequence[Path]) -> str:
-    """Return a digest of the Python files in some folders.
+    """Return a digest of the Python files in ``folders``.
 
-    A folder's name contains this digest, so new code does not read what old code wrote.
+    The name of a model folder contains this digest, so new code does not read files of old code.
     """
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
@@ -69,20 +74,20 @@ def read_folder(folder: Path) -> GgufFile:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the GGUF files with the weights, part by part; empty for other folders."""
+    """Return the GGUF files that a model folder links to, in order; empty if there is no link."""
     link = folder / WEIGHTS
     return part_files(linked(link)) if link.exists() else []
 
 
 def _header(part: Path, file: GgufFile) -> bytes:
-    """Return the bytes before the tensors' contents."""
+    """Return the header of a part: the bytes before the tensors' contents."""
     starts = (tensor.start for tensor in file.tensors.values() if tensor.path == part)
     with part.open("rb") as content:
         return content.read(min(starts, default=file.header_bytes))
 
 
 def _make(folder: Path, file: GgufFile) -> None:
-    """Write the folder under another name, then rename it, so that nobody sees it half done."""
+    """Write the folder under a temporary name, then rename it when it is complete."""
     contents = {
         "config.json": config_of(file),
         "generation_config.json": generation_config_of(file),
@@ -99,7 +104,8 @@ def _make(folder: Path, file: GgufFile) -> None:
         try:
             new.rename(folder)
         except OSError:
-            if not folder.is_dir():  # if it exists, another process was faster
+            # If the folder exists now, another process has made it in the meantime.
+            if not folder.is_dir():
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -18,14 +18,17 @@ from baton.checkpoint.gguf.file import GgufFile, StoredTensor
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _MAX_PARTS = 10**5
-# A file that changes twice within one tick of the kernel's clock keeps its times.
+# A younger file is not cached: a change within a tick of the kernel's clock leaves its times equal.
 _YOUNG_NS = 2 * 10**9
 _MOST_VALUES = 4096  # longest list that `read_places` keeps
 _COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def read_model(path: Path) -> GgufFile:
-    """Return the header of a model's only file, or the joined header of all parts, given any part.
+    """Return the header of a model's only file, or the joined headers of all of its parts.
+
+    Args:
+        path: the file, or any of the parts.
 
     Raises:
         ModelLoadError: a file is broken, a part is missing, or parts do not belong together.
@@ -64,10 +67,10 @@ def read_model(path: Path) -> GgufFile:
 def read_places(path: Path) -> GgufFile:
     """Return the header as `read_model` does, but without long lists such as vocabularies.
 
-    A process reads the header of an unchanged file only once.
+    A process caches the headers of the last four models, as long as their files do not change.
 
     Raises:
-        ModelLoadError: see `read_model`.
+        ModelLoadError: a file is broken, a part is missing, or parts do not belong together.
     """
     path = first_part(path)
     states = tuple(map(_state, part_files(path)))
@@ -79,7 +82,10 @@ def read_places(path: Path) -> GgufFile:
 
 @functools.lru_cache(maxsize=4)
 def _known_places(path: Path, _states: tuple[tuple[int, ...], ...]) -> GgufFile:
-    """Read the files' headers; ``_states`` keeps the cache from answering for changed files."""
+    """Read the headers of a model's files.
+
+    ``_states`` is part of the cache's key, so that changed files are read again.
+    """
     return _without_lists(path)
 
 
@@ -94,7 +100,10 @@ def _without_lists(path: Path) -> GgufFile:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Return values that change with a file, its times last; empty if the file is inaccessible."""
+    """Return a file's identity, size and times, of which at least one changes with the file.
+
+    Returns an empty tuple if the file is inaccessible.
+    """
     try:
         found = path.stat()
     except OSError:
@@ -103,7 +112,11 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def linked(path: Path) -> Path:
-    """Return the direct target of a link, because the hub's links have the names that count."""
+    """Return the direct target of a link, or a path that is no link.
+
+    Only one link is followed, because files in the hub's cache are links to files whose names do
+    not tell the number of the part.
+    """
     try:
         return path.parent / path.readlink() if path.is_symlink() else path
     except OSError as error:
@@ -111,7 +124,7 @@ def linked(path: Path) -> Path:
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of the model that a part belongs to; return other files unchanged."""
+    """Return the path of the first part of the model that a part belongs to; keep other paths."""
     found = _PART.fullmatch(path.name)
     return path if found is None else path.with_name(_name(found["stem"], 1, int(found["count"])))
 

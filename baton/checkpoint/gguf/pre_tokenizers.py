@@ -1,4 +1,4 @@
-"""Pre-tokenizers: how byte-level vocabularies split texts before merges, by their GGUF names.
+"""Pre-tokenizers: how byte-level vocabularies split a text before merging, by name in GGUF files.
 
 The patterns are from the models' own tokenizers; llama.cpp's `src/llama-vocab.cpp` has the names.
 Knows no vocabulary.
@@ -40,7 +40,7 @@ _QWEN35 = (
     rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
 )
-# Chinese characters are split off; otherwise like _O200K.
+# Like _O200K, but Chinese characters are split from other characters.
 _KIMI_UPPER, _KIMI_LOWER = (f"{kind[:-1]}&&[^\\p{{Han}}]]" for kind in (_UPPER, _LOWER))
 _KIMI = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_ENGLISH}?"
@@ -65,10 +65,12 @@ class PreTokenizer:
     """How one family of vocabularies splits a text.
 
     Attributes:
-        patterns: patterns that split the text one after another; a match is not split again.
+        patterns: regexes that split the text, applied one after another; each match becomes a
+            piece.
         composes: whether to normalize the text first (Unicode's NFC).
-        takes_whole_words: whether a piece that is a token needs no merges.
-        begins_texts: whether texts begin with a BOS token unless the file says otherwise.
+        takes_whole_words: whether a piece of text that is in the vocabulary becomes one token
+            without merges.
+        begins_texts: whether texts begin with a BOS token if the GGUF file says nothing about this.
     """
 
     patterns: Sequence[str]

@@ -15,16 +15,16 @@ from baton.checkpoint.gguf.architecture import Keys
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 DEFAULT_THETA = 10_000.0
-# Values of Llama 3.1 to 3.3, which differ only in the factor.
+# Parameters of Llama 3.1 to 3.3, whose RoPE scalings differ only in the factor.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
 _SAME = 1e-4
 
 
 def rope_scaling(keys: Keys) -> Mapping[str, Any] | None:
-    """Return ``rope_scaling``, or None for unscaled frequencies.
+    """Return the field ``rope_scaling`` of config.json; None: the frequencies are not scaled.
 
     Raises:
-        ModelLoadError: an unsupported kind or number.
+        ModelLoadError: the kind of scaling or one of its parameters is not supported.
     """
     if ROPE_FACTORS in keys.file.tensors:
         return _of_factors(keys, keys.file.floats(ROPE_FACTORS))
@@ -45,7 +45,7 @@ def rope_scaling(keys: Keys) -> Mapping[str, Any] | None:
 
 
 def latent_yarn(keys: Keys) -> Mapping[str, Any] | None:
-    """Return DeepSeek's scaling of frequencies, which also scales dot products."""
+    """Return the field ``rope_scaling`` for DeepSeek: YaRN, which also scales dot products."""
     scaling = rope_scaling(keys)
     if scaling is None or scaling["rope_type"] != "yarn":
         return scaling
@@ -56,7 +56,7 @@ def latent_yarn(keys: Keys) -> Mapping[str, Any] | None:
 
 
 def _longrope(keys: Keys) -> Mapping[str, Any]:
-    """Return Phi-3's scaling, with factors for short and long contexts."""
+    """Return the field ``rope_scaling`` for Phi-3, with factors for short and long contexts."""
     scaling: dict[str, Any] = {"rope_type": "longrope"}
     for key, name in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
         if name not in keys.file.tensors:
@@ -66,7 +66,7 @@ def _longrope(keys: Keys) -> Mapping[str, Any]:
 
 
 def original_length(keys: Keys) -> int:
-    """Return the context length of the training, before scaling."""
+    """Return the context length for which the model was trained before RoPE was scaled."""
     return keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
 
 
@@ -77,7 +77,10 @@ def _positive(keys: Keys, name: str, factors: Sequence[float]) -> list[float]:
 
 
 def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
-    """Return Llama 3's scaling if it gives these factors, else longrope with these factors."""
+    """Return the field ``rope_scaling`` for a factor per frequency.
+
+    The kind of scaling is Llama 3's if its formula gives these factors, else longrope.
+    """
     values = _positive(keys, ROPE_FACTORS, factors)
     largest = max(values)
     theta = keys.number("rope.freq_base", DEFAULT_THETA)
@@ -91,7 +94,7 @@ def _of_factors(keys: Keys, factors: Sequence[float]) -> Mapping[str, Any]:
             "original_max_position_embeddings": _LLAMA3_LENGTH,
         }
     return {
-        "rope_type": "longrope",  # longrope has a factor per frequency
+        "rope_type": "longrope",  # the kind of scaling with a factor per frequency
         "short_factor": values,
         "long_factor": values,
         "attention_factor": 1.0,

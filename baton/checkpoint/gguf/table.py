@@ -1,4 +1,4 @@
-"""Table of GGUF architectures: maps `general.architecture` to a row in a family's file.
+"""Table of GGUF architectures: maps the metadata `general.architecture` to an `Architecture`.
 
 A new architecture needs a row in ``GGUF`` of `models/families/NAME.py`, its name in
 `baton/checkpoint/families.py`, and a row in tests/numerics/gguf_families.py. Knows no contents of
@@ -15,14 +15,14 @@ from baton.checkpoint.gguf.architecture import Architecture, Keys
 from baton.checkpoint.gguf.file import GgufFile
 from baton.registry import Registry
 
-# Each entry is a family's whole table, in which the name must be looked up again.
+# Architecture's name -> table of its family, which in turn maps the name to the `Architecture`.
 ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
     "GGUF architecture", GGUF_ARCHITECTURES
 )
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the row of a file's architecture; raises ModelLoadError if there is no such row."""
+    """Return the `Architecture` of a file; raises ModelLoadError if there is none."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES.names():
         raise ModelLoadError(

@@ -25,12 +25,13 @@ _SPECIAL_TOKENS = {
     "pad_token": "padding_token_id",
 }
 _TEMPLATE = "tokenizer.chat_template"
-# Without merges, all splits of a token are tried, so tokens are limited. SentencePiece allows 16.
+# Limit of a token's length, because all splits of a token are tried if a file has no merges.
+# SentencePiece allows 16 characters.
 _MAX_TOKEN_CHARS = 1024
 
 
 class _Vocabulary:
-    """The checked lists of a file's vocabulary."""
+    """The vocabulary of a GGUF file, whose lists are checked when they are read."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -48,7 +49,7 @@ class _Vocabulary:
         return self._file.metadata.get(f"{_KEYS}{key}", default)
 
     def token_id(self, key: str) -> int | None:
-        """Return the id of a special token, or None if the file names none."""
+        """Return the token id in the metadata ``key``, or None if the file lacks the key."""
         value = self.get(key)
         if value is None:
             return None
@@ -72,7 +73,7 @@ class _Vocabulary:
         return pairs
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """Return the tokens that are matched before a text is split, so that they stay whole."""
+        """Return the tokens that the tokenizer finds in a text before it splits the text."""
         return [
             {
                 "id": token_id,
@@ -93,7 +94,12 @@ class _Vocabulary:
     def _list(
         self, key: str, of: type, default: list[Any] | None = None, length: int | None = -1
     ) -> list[Any]:
-        """Return a list of metadata, as long as the vocabulary unless ``length`` is None."""
+        """Return a list of the metadata, checked for its type and for the vocabulary's length.
+
+        Args:
+            of: type of the list's items.
+            default: list to return if the file lacks the key; None: the key is required.
+        """
         value = self.get(key, default)
         if not isinstance(value, list) or not value or not isinstance(value[0], of):
             raise self.wrong(key, f"must be a list of {of.__name__}, got {type(value).__name__}")
@@ -195,7 +201,10 @@ def _bpe(
     *,
     pre_tokenizer: PreTokenizer | None = None,
 ) -> dict[str, Any]:
-    """Return the BPE model; without a pre-tokenizer, unknown characters become byte tokens."""
+    """Return the section ``model`` of `tokenizer.json`.
+
+    Without a pre-tokenizer, characters that are not in the vocabulary become byte tokens.
+    """
     unknown = vocabulary.token_id("unknown_token_id") if pre_tokenizer is None else None
     return {
         "type": "BPE",
@@ -212,10 +221,11 @@ def _bpe(
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
-    """Yield the pairs that SentencePiece would join, best joint token first.
+    """Yield the merges: pairs of tokens that SentencePiece would join, in order of their priority.
 
-    SentencePiece joins the neighbours whose joint token has the highest score, so a pair ranks by
-    this score. Pairs with the same joint token rank by their parts' ids.
+    SentencePiece joins the neighbours whose joint token has the highest score, so pairs are sorted
+    by the score of their joint token. Pairs with the same joint token are sorted by the ids of
+    their two tokens.
     """
     ids, scores = vocabulary.ids, vocabulary.scores()
     longest = max(map(len, vocabulary.tokens))
@@ -234,7 +244,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _template(vocabulary: _Vocabulary, *, begins_texts: bool) -> Mapping[str, Any] | None:
-    """Return the template that adds BOS and EOS to a text, or None if texts get neither."""
+    """Return the post-processor that adds BOS and EOS tokens to a text; None: texts get neither."""
     around = {}
     for key, default in (("bos", begins_texts), ("eos", False)):
         if not vocabulary.get(f"add_{key}_token", default):

@@ -1,1 +1,1 @@
-"""A checkpoint's settings for embeddings, scores and labels, read from its files."""
+"""Settings of a checkpoint for embeddings, scores and labels, and the answers made with them."""

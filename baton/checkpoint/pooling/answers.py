@@ -28,13 +28,16 @@ _INSTEAD = {
 
 
 def check_generates(setup: PoolingSetup) -> None:
-    """Raise InvalidRequestError for a request for text if the model makes none."""
+    """Raise InvalidRequestError unless the model generates text."""
     if not setup.generates:
         raise InvalidRequestError("model", f"generates no text; it makes {_INSTEAD[setup.task]}")
 
 
 def check_embeds(setup: PoolingSetup, dimensions: int | None = None) -> None:
-    """Raise InvalidRequestError unless the model makes embeddings of ``dimensions`` numbers."""
+    """Raise InvalidRequestError unless the model makes embeddings.
+
+    If ``dimensions`` is given, the embeddings must have at least this many values.
+    """
     if setup.task is not PoolingTask.EMBED:
         raise InvalidRequestError("model", f"makes no embeddings; it makes {_made_by(setup)}")
     size = setup.hidden_size
@@ -50,7 +53,7 @@ def check_classifies(setup: PoolingSetup) -> None:
 
 
 def check_scores(setup: PoolingSetup) -> None:
-    """Raise InvalidRequestError unless the model can compare two texts."""
+    """Raise InvalidRequestError unless the model can give a score to a pair of texts."""
     if setup.task is PoolingTask.NONE:
         raise InvalidRequestError("model", f"makes no scores; it makes {_made_by(setup)}")
     if setup.task is PoolingTask.CLASSIFY and len(setup.labels) != 1:
@@ -64,10 +67,13 @@ def _made_by(setup: PoolingSetup) -> str:
 
 
 def prompt_before(setup: PoolingSetup, name: str | None) -> str:
-    """Return the text to put before an input; raises InvalidRequestError for an unknown name.
+    """Return a prompt of the checkpoint: a text to put before an input.
 
     Args:
-        name: name of the prompt; None: the checkpoint's default; empty: no prompt.
+        name: name of the prompt; None: the checkpoint's default prompt; empty: no prompt.
+
+    Raises:
+        InvalidRequestError: the checkpoint has no prompt of this name.
     """
     chosen = setup.default_prompt if name is None else name
     if not chosen:
@@ -81,10 +87,10 @@ def prompt_before(setup: PoolingSetup, name: str | None) -> str:
 
 
 def params_of(setup: PoolingSetup, answer_ids: tuple[int, ...] = ()) -> PoolingParams:
-    """Return the parameters of a model's pooled requests.
+    """Return the pooling parameters of all requests to a model with this setup.
 
     Args:
-        answer_ids: for RERANK, the tokens for yes and no.
+        answer_ids: for RERANK, the ids of the tokens that answer yes and no.
     """
     if setup.task is PoolingTask.RERANK:
         return PoolingParams(PoolingKind.TOKENS, answer_ids)
@@ -101,13 +107,17 @@ def embedding_of(
     *,
     dimensions: int | None = None,
 ) -> Embedding:
-    """Return the embedding of a pooled hidden state."""
+    """Return the embedding made from a pooled hidden state."""
     vector = make_embedding(numbers_of(pooled), normalizes=setup.normalizes, dimensions=dimensions)
     return Embedding(vector, num_prompt_tokens, num_cached_tokens)
 
 
 def score_of(setup: PoolingSetup, pooled: bytes) -> float:
-    """Return the score of a pair, given the logits of its last token."""
+    """Return the score of a pair of texts.
+
+    Args:
+        pooled: logits of the pair's last token: of the labels, or of the tokens for yes and no.
+    """
     logits = numbers_of(pooled)
     if setup.task is PoolingTask.CLASSIFY:
         return activate(logits, setup.activation)[0]
@@ -118,7 +128,11 @@ def score_of(setup: PoolingSetup, pooled: bytes) -> float:
 def classification_of(
     setup: PoolingSetup, pooled: bytes, num_prompt_tokens: int, num_cached_tokens: int = 0
 ) -> Classification:
-    """Return the labels' probabilities, given the head's logits."""
+    """Return the probabilities of the labels and the best label.
+
+    Args:
+        pooled: logits of the classification head.
+    """
     logits = numbers_of(pooled)
     best = max(range(len(logits)), key=logits.__getitem__)
     probabilities = tuple(activate(logits, setup.activation))

@@ -1,7 +1,8 @@
-"""Map models without an output head, or with labels, to generating models with the same layers.
+"""Map models that generate no text to the generating models with the same layers.
 
-A family's file describes its generating model. The same layers are also saved as ``Qwen3Model``,
-without a head, and as ``Qwen3ForSequenceClassification``, with a head for labels.
+A family's file describes the generating model, for example ``Qwen3ForCausalLM``. Checkpoints may
+also have the same layers without an output head (``Qwen3Model``), or with a head for labels
+(``Qwen3ForSequenceClassification``).
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.families import ARCHITECTURES
 
 _MODEL, _LABELS, _TOKENS = "Model", "ForSequenceClassification", "ForCausalLM"
-# Prefix of a text network's name -> prefix of its generating model's name, where the two differ
-# because the plain name belongs to a model that takes images.
+# Name of a text network, without ``Model`` -> name of the model that generates text with this
+# network, without ``ForCausalLM``. Lists only networks for which the two names differ, because a
+# model that takes images has the plain name.
 _TEXT_NETWORKS = {"Gemma3Text": "Gemma3"}
 MAX_LABELS = 4096
 
 
 class Head(Enum):
-    """Kinds of output that a model computes from its last hidden states."""
+    """Kinds of heads: what a model computes from its last hidden states."""
 
     TOKENS = "tokens"
     LABELS = "labels"
@@ -28,9 +30,10 @@ class Head(Enum):
 
 
 def split_architecture(name: str) -> tuple[str, Head]:
-    """Return the generating model with the same layers, and the head that is saved.
+    """Return the generating model with the same layers as a model, and the head in the checkpoint.
 
-    A name that belongs to no supported family is returned as it is.
+    Args:
+        name: name of the model in ``architectures``; returned unchanged if it is not supported.
     """
     for end, head in ((_LABELS, Head.LABELS), (_MODEL, Head.NONE)):
         stem = name.removesuffix(end)
@@ -43,16 +46,16 @@ def split_architecture(name: str) -> tuple[str, Head]:
 
 
 def read_labels(get: Callable[[str], object]) -> tuple[str, ...]:
-    """Return the labels of a model with a head for them, in the order of its logits.
+    """Return the labels of a model with a classification head, in the order of the head's logits.
 
     Args:
-        get: returns a field of config.json, or None.
+        get: returns a field of config.json, or None if the field is missing.
 
     Raises:
         ModelLoadError: the labels are not numbered from 0 on.
     """
     named = get("id2label")
-    if named is None:  # transformers omits the names LABEL_0 and LABEL_1 of two labels
+    if named is None:  # transformers does not write default names
         count = get("num_labels")
         count = 2 if count is None else count
         if type(count) is not int or not 1 <= count <= MAX_LABELS:

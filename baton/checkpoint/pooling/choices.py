@@ -1,4 +1,4 @@
-"""Values of the option ``pooling``; apart from `setup.py`, so that ``--help`` is fast."""
+"""Values of the option ``--pooling``; apart from `setup.py`, so that ``--help`` is fast."""
 
 from __future__ import annotations
 

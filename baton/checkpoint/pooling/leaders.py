@@ -1,26 +1,27 @@
-"""Leaders: prompts of a request that are computed first, so that others reuse their beginnings.
+"""Leaders: prompts of a request that are computed first, so that later prompts reuse their KV.
 
-Prompts that start in the same step would each compute their shared beginning, because its blocks
-are not cached yet. Once a leader has ended, the others find the blocks in the prefix cache.
+If prompts with a shared beginning start in the same step, each computes this beginning, because its
+blocks are not cached yet. If one of the prompts (the leader) is computed first, the others find the
+blocks in the prefix cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-MIN_SHARED_TOKENS = 64  # a shorter shared beginning is not worth another round
+MIN_SHARED_TOKENS = 64  # with fewer tokens, waiting for a leader costs more time than it saves
 
 
 def find_leaders(
     prompts: Sequence[Sequence[int]], least: int = MIN_SHARED_TOKENS
 ) -> tuple[list[int], list[int]]:
-    """Return the indexes of the prompts to compute first, and of all others.
+    """Return the indexes of the leaders, which are computed first, and of all other prompts.
 
-    Among neighbouring prompts with a shared beginning, the first leads. A prompt without a shared
-    beginning is returned among the others.
+    The first of consecutive prompts with a shared beginning is their leader. A prompt without a
+    shared beginning is no leader.
 
     Args:
-        least: fewest tokens of a shared beginning.
+        least: smallest number of tokens that a shared beginning must have.
     """
     leaders: list[int] = []
     others: list[int] = []

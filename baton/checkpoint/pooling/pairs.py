@@ -1,7 +1,7 @@
-"""Prompts of a query and a document, for models that judge pairs.
+"""Pairs: make prompts of a query and a document, for models that judge whether they fit.
 
 A checkpoint may have a chat template for the roles ``query`` and ``document``, which
-sentence-transformers (5.4 and later) renders. Without it, a reranker gets the prompt of
+sentence-transformers (5.4 and later) renders. Without this template, a reranker gets the prompt of
 Qwen3-Reranker's model card; for a classification head, the tokenizer joins the two texts.
 """
 

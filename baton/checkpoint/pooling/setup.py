@@ -1,4 +1,4 @@
-"""PoolingSetup: a checkpoint's embeddings, scores or labels, as its files describe them.
+"""PoolingSetup: tells whether and how a checkpoint makes embeddings, scores or labels.
 
 Reads config.json, and the files that sentence-transformers writes: ``modules.json``, the pooling's
 ``config.json`` and ``config_sentence_transformers.json``. Needs no torch and no tokenizer.
@@ -25,7 +25,7 @@ _TRANSFORMER, _POOLING, _NORMALIZE, _LOGIT_SCORE = (
     "Transformer", "Pooling", "Normalize", "LogitScore",
 )  # fmt: skip
 _KNOWN = (_TRANSFORMER, _POOLING, _NORMALIZE, _LOGIT_SCORE)
-# Names of poolings in the files of sentence-transformers before and since version 5.4.
+# Kinds of pooling by their names in files of sentence-transformers, before and since version 5.4.
 _KINDS = {
     "pooling_mode_lasttoken": PoolingKind.LAST,
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 class PoolingTask(Enum):
-    """Meanings of a model's pooled numbers."""
+    """Purposes for which a model's hidden states are pooled."""
 
     NONE = "none"
     EMBED = "embed"
@@ -47,20 +47,20 @@ class PoolingTask(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSetup:
-    """A model's abilities besides generating text.
+    """Settings with which a model makes embeddings, scores or labels.
 
     Attributes:
-        generates: whether requests for text are served.
-        kind: pooling of embeddings.
+        generates: whether requests that generate text are also served.
+        kind: how embeddings are pooled.
         normalizes: whether embeddings have length 1.
         prompts: texts to put before an input, by name.
         default_prompt: name of the prompt of requests that name none; empty: no prompt.
         labels: names of the classification head's labels.
         activation: function that turns the head's logits into probabilities.
-        answer_ids: for RERANK, the tokens for yes and no; empty: the tokenizer's ``yes`` and
-            ``no``. With one token, its logit is the score.
+        answer_ids: for RERANK, the ids of the tokens that answer yes and no; empty: the tokenizer's
+            ``yes`` and ``no``. If there is only one id, the score is made of this token's logit.
         gives_logits: whether scores are logits; otherwise they are between 0 and 1.
-        hidden_size: numbers of an embedding; 0: unknown.
+        hidden_size: number of values in an embedding; 0: unknown.
     """
 
     task: PoolingTask = PoolingTask.NONE
@@ -83,7 +83,7 @@ def read_setup(folder: Path, asked: str = AUTO) -> PoolingSetup:
     """Read which embeddings, scores or labels the model of a folder can compute.
 
     Args:
-        asked: one of `POOLING_CHOICES`.
+        asked: value of the option ``--pooling``, one of `POOLING_CHOICES`.
 
     Raises:
         ModelLoadError: a file is broken, or needs something that is not supported.
@@ -162,7 +162,8 @@ def _of_labels(folder: Path, config: Mapping[str, Any]) -> PoolingSetup:
         "single_label_classification": Activation.SOFTMAX,
     }
     found = kinds.get(str(config.get("problem_type")))
-    if found is None:  # with one label, sentence-transformers takes the sigmoid
+    # If config.json names no activation, sentence-transformers uses the sigmoid for a single label.
+    if found is None:
         found = Activation.SIGMOID if len(labels) == 1 else Activation.SOFTMAX
     of_cross_encoder = config.get("sentence_transformers")
     gives_logits = isinstance(of_cross_encoder, dict) and _gives_logits(of_cross_encoder)
@@ -175,7 +176,7 @@ def _of_labels(folder: Path, config: Mapping[str, Any]) -> PoolingSetup:
 
 
 def _gives_logits(texts: Mapping[str, Any]) -> bool:
-    """Return whether a cross encoder's file says that its scores are logits."""
+    """Return whether the settings of a cross encoder say that its scores are logits."""
     return str(texts.get("activation_fn", "")).rpartition(".")[2] == "Identity"
 
 
@@ -183,7 +184,10 @@ def _gives_logits(texts: Mapping[str, Any]) -> bool:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """Return the folders of the modules, in order, by kind; empty without ``modules.json``."""
+    """Return the folder of each module in ``modules.json``, by the module's kind, in order.
+
+    Returns an empty dictionary if there is no ``modules.json``.
+    """
     path = folder / MODULES
     if not path.is_file():
         return {}
@@ -209,7 +213,7 @@ def _modules(folder: Path) -> dict[str, Path]:
 
 
 def _kind(path: Path) -> PoolingKind:
-    """Read a pooling's file."""
+    """Read the kind of pooling from the file of the pooling module."""
     content = read_object(path)
     new = content.get("pooling_mode")
     if new is None:
@@ -230,7 +234,10 @@ def _kind(path: Path) -> PoolingKind:
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str, Mapping[str, Any]]:
-    """Read the prompts, the name of the default one, and the whole file; all may be empty."""
+    """Read the prompts, the name of the default prompt, and all fields of the file.
+
+    The results are empty if the file lacks them or is missing.
+    """
     if not path.is_file():
         return {}, "", {}
     content = read_object(path)
@@ -247,7 +254,7 @@ def _prompts(path: Path) -> tuple[dict[str, str], str, Mapping[str, Any]]:
 
 
 def _answer_ids(path: Path) -> tuple[int, ...]:
-    """Read the tokens whose logits give a score: those for yes and no, or for yes alone."""
+    """Read the ids of the tokens whose logits give a score: for yes and no, or for yes alone."""
     content = read_object(path)
     given = [content.get("true_token_id"), content.get("false_token_id")]
     given = given[:1] if given[1] is None else given

@@ -1,1 +1,1 @@
-"""`baton admin`: operators' commands, over a router's `Admin` service."""
+"""`baton admin`: commands of operators, which call a router's `Admin` service."""

@@ -100,4 +100,4 @@ app = CommandLine(
 
 @app.callback()
 def _root() -> None:
-    """Keep the app a group of commands."""
+    """Exist so that Typer makes the app a group of commands."""

@@ -27,7 +27,7 @@ from baton.cli.router_access import OperatorAccess
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
-MAX_RANGES = 4  # maximum number of ranges per owner in the table; JSON has all of them
+MAX_RANGES = 4  # maximum number of block ranges that the table shows per owner; JSON has all
 _NO_TRANSFER = ("request", "null block", "step in flight")
 
 
@@ -50,7 +50,7 @@ def audit(
 
 
 def _print(found: admin_pb2.AuditResponse) -> None:
-    """Print a row per owner; a narrow console gets fewer columns."""
+    """Print a table with a row per owner, and with fewer columns if the console is narrow."""
     wide, narrow = (
         make_table(*columns, right=("epoch", "age"), whole=("request",))
         for columns in (
@@ -111,6 +111,6 @@ def _problem(ledger: admin_pb2.ListBlocksResponse) -> str:
 
 
 def _ids(ranges: Iterable[admin_pb2.BlockRange]) -> str:
-    """Return block ids like ``3-7, 9``."""
+    """Return block ids as text such as ``3-7, 9``."""
     ends = ((r.first_block_id, r.first_block_id + r.num_blocks - 1) for r in ranges)
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ends)

@@ -1,4 +1,4 @@
-"""Options of all admin commands, their connection to the router, and exit codes.
+"""Options, router connection and exit codes that all admin commands share.
 
 Modules that connect are imported late, because `--help` must be fast.
 """
@@ -35,7 +35,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 2  # invalid options, or a value that the router refuses
     NOT_FOUND = 3  # no such node or request
     TIMEOUT = 4  # an awaited state was not reached
-    ORPHANS = 5  # the audit found blocks whose owners and references differ
+    ORPHANS = 5  # the audit found blocks with more or fewer owners than references
 
 
 class OutputFormat(enum.Enum):
@@ -66,7 +66,7 @@ OutputOption = Annotated[
 
 
 class AdminConnection:
-    """Call one router's `Admin` service.
+    """A connection to one router's `Admin` service.
 
     Args:
         access: address and credentials of the router.
@@ -82,7 +82,7 @@ class AdminConnection:
         self._stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
 
     def call(self, method: str, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Any:
-        """Call a method with a request of these fields; raises AdminError."""
+        """Call a method with a request message of the given fields; raises AdminError."""
         import grpc
         from google.protobuf.message_factory import GetMessageClass
 
@@ -107,7 +107,7 @@ class AdminConnection:
 
 
 class AdminError(CommandError):
-    """A command failed; its exit code is an `ExitCode`."""
+    """A command of an operator failed; the exit code is an `ExitCode`."""
 
     @classmethod
     def of(cls, error: grpc.RpcError, access: OperatorAccess) -> AdminError:
@@ -139,7 +139,7 @@ class AdminError(CommandError):
 
 @contextmanager
 def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
-    """Connect to a router; calls inside raise AdminError."""
+    """Connect to a router within a context, in which failed calls raise AdminError."""
     from baton.access.tls import read_tls
     from baton.serving.rpc import open_sync_channel
 
@@ -154,7 +154,7 @@ def connection(access: OperatorAccess) -> Iterator[AdminConnection]:
 
 
 def ask(access: OperatorAccess, method: str, **fields: Any) -> Any:
-    """Call a method of a router once, as `AdminConnection.call` does."""
+    """Connect to a router for a single call of a method; raises AdminError."""
     with connection(access) as admin:
         return admin.call(method, **fields)
 
@@ -162,8 +162,8 @@ def ask(access: OperatorAccess, method: str, **fields: Any) -> Any:
 def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]:
     """Yield connections to all routers that the address resolves to, one after another.
 
-    A name with several addresses means several routers. Nodes join all of them, but an operator's
-    call reaches only one. Raises AdminError.
+    A host name with several addresses means several routers. Nodes join all of these routers, but
+    an operator's call reaches only one of them. Raises AdminError.
     """
     import asyncio
 
@@ -185,7 +185,7 @@ def connections(access: OperatorAccess) -> Iterator[tuple[str, AdminConnection]]
 
 
 def complete_node(context: typer.Context, incomplete: str) -> list[str]:
-    """Return names of nodes with this prefix from the router; empty if it does not answer."""
+    """Ask the router for names of nodes with this prefix; empty if the router does not answer."""
     from baton.access.tls import read_tls
     from baton.serving.rpc import open_sync_channel
 
@@ -203,7 +203,7 @@ def complete_node(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_server(context: typer.Context, incomplete: str) -> list[str]:
-    """Return names of nodes, and the router, with this prefix."""
+    """Return ``router`` and the names of nodes that begin with this prefix."""
     return [*(["router"] if "router".startswith(incomplete) else []),
             *complete_node(context, incomplete)]  # fmt: skip
 

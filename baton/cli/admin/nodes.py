@@ -1,4 +1,4 @@
-"""`baton admin nodes` and `node`: joined nodes with their load and their peers."""
+"""`baton admin nodes` and `baton admin node`: show joined nodes, their load and their peers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def node(
 
 
 def role_of(found: admin_pb2.NodeDescription) -> str:
-    """Return ``prefill`` or ``decode``."""
+    """Return a node's role in one word, such as ``prefill``."""
     return enum_field(found, "role")
 
 
@@ -100,13 +100,13 @@ def num_ranks(found: admin_pb2.NodeDescription) -> int:
 
 
 def ranks_of(found: admin_pb2.NodeDescription) -> str:
-    """Return ``1``, ``TP 2``, ``PP 2`` or ``TP 2 x PP 2``."""
+    """Return how many ranks share a node's model: ``1``, ``TP 2``, ``PP 2`` or ``TP 2 x PP 2``."""
     sizes = {"TP": found.tensor_parallel_size, "PP": found.pipeline_parallel_size}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
 
 
 def kv_bar(found: admin_pb2.NodeDescription, width: int = 8) -> str:
-    """Draw the share of a node's KV blocks in use; "?" before its first beat."""
+    """Draw a bar of the share of a node's KV blocks in use; "?" before the node's first beat."""
     if not found.HasField("beat") or not found.num_blocks:
         return "?"
     return format_bar(1 - found.beat.num_free_blocks / found.num_blocks, width)
@@ -117,7 +117,7 @@ def nodes_table(
 ) -> Table:
     """Return a table with a row per node."""
     numbers = ("open", "run", "wait")
-    # Without nodes of several ranks this column would be useless.
+    # The column of ranks is left out if no node has several ranks.
     has_ranks = any(num_ranks(one) > 1 for one in found)
     columns = ["node", "role", *(["ranks"] if has_ranks else []), "state", *numbers, "KV in use"]
     more = ["peers"] if peers else []
@@ -147,7 +147,7 @@ def nodes_table(
 
 
 def print_problems(console: Console, found: Sequence[admin_pb2.NodeDescription]) -> None:
-    """Print the problem of each pair once, and nodes' health problems, in sentences."""
+    """Print the problems of pairs (each pair once) and of nodes' health, in sentences."""
     for problem in sorted({peer.problem for one in found for peer in one.peers}):
         if problem:
             console.print(f"not paired: {escape(problem)}", style="yellow", soft_wrap=True)
@@ -182,6 +182,8 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{beat.num_running} running, {beat.num_waiting} waiting, "
         f"{beat.num_waiting_for_remote_kvs} waiting for KV, of all routers",
     )
+    if beat.num_waiting_for_encodings:
+        table.add_row("", f"{beat.num_waiting_for_encodings} of the waiting wait for encodings")
     table.add_row("transfers", str(beat.num_transfers))
     num_used = str(one.num_blocks - beat.num_free_blocks) if one.HasField("beat") else "?"
     table.add_row(
@@ -203,7 +205,7 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
 
 
 def _path(peer: admin_pb2.PeerDescription) -> str:
-    """Return a peer's line like ``d0: nixl/ucx cma 2.9 GB/s``."""
+    """Return a line about the connection to a peer, such as ``d0: nixl/ucx cma 2.9 GB/s``."""
     rate = peer.bandwidth_bytes_per_s
     words = [f"{escape(peer.node_name)}:", _transport(peer)]
     return " ".join([*words, format_rate(rate)] if rate else words)

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_ENOUGH = 1000  # columns; wide enough for all tables
+_ENOUGH = 1000  # console columns; wide enough for all tables
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def make_console() -> Console:
-    """Return a console, wide enough for the tables if there is no terminal."""
+    """Return a console for printing; if there is no terminal, it is wide enough for all tables."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -63,7 +63,11 @@ def fits(console: Console, table: Table, *, breaks_lines: bool = True) -> bool:
 
 
 def print_first_that_fits(console: Console, *tables: Table, breaks_lines: bool = True) -> None:
-    """Print the first table that fits the console (see `fits`), or else the last one."""
+    """Print the first of several tables that fits the console, or else the last table.
+
+    Args:
+        breaks_lines: whether values with several words may take several lines.
+    """
     fitting = (one for one in tables[:-1] if fits(console, one, breaks_lines=breaks_lines))
     console.print(next(fitting, tables[-1]))
 
@@ -83,13 +87,13 @@ def escape(text: str) -> str:
 
 
 def print_json(value: Message | Mapping[str, Any]) -> None:
-    """Print a message as JSON, with names and units of the proto files."""
+    """Print a message as JSON, with the field names and units of the proto files."""
     plain = value if isinstance(value, Mapping) else to_plain(value)
     typer.echo(json.dumps(plain, indent=2, allow_nan=False))
 
 
 def show(found: Message, output: OutputFormat, print_found: Callable[[Any], object]) -> None:
-    """Print an answer in the given format; ``print_found`` prints it for people."""
+    """Print an answer as JSON, or for people by ``print_found``."""
     if is_json(output):
         print_json(found)
     else:
@@ -101,7 +105,7 @@ def is_json(output: OutputFormat) -> bool:
 
 
 def to_plain(message: Message) -> dict[str, Any]:
-    """Return a message as JSON values with all fields; absent ones are null.
+    """Return a message as JSON values with all fields; absent messages are null.
 
     (`json_format` would write 64-bit numbers as strings, for JavaScript.)
     """
@@ -128,13 +132,13 @@ def _value_to_plain(field: Any, value: Any) -> Any:
 
 
 def enum_field(message: Message, name: str) -> str:
-    """Return the word for an enum field's value."""
+    """Return the value of a message's enum field in one word, such as ``prefill``."""
     of_field: Any = message.DESCRIPTOR.fields_by_name[name]
     return enum_word(of_field.enum_type.values_by_number[getattr(message, name)].name)
 
 
 def enum_word(name: str) -> str:
-    """Return ``prefill`` for NODE_ROLE_PREFILL: names in our enums begin with two prefix words."""
+    """Return an enum member's name without its first two words: prefill for NODE_ROLE_PREFILL."""
     word = name.split("_", 2)[-1].lower()
     return "serving" if name == "SERVING_STATE_UNSPECIFIED" else word
 

@@ -1,4 +1,4 @@
-"""`baton admin quarantine` and `release`: requests refused because equal ones crashed nodes."""
+"""`baton admin quarantine` and `release`: show or release requests that are refused."""
 
 from __future__ import annotations
 

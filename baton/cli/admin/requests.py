@@ -102,9 +102,9 @@ def abort(
 
 
 def _print_of_router(found: Sequence[admin_pb2.RequestTrace]) -> None:
-    """Print a row per request; a narrow console gets fewer columns.
+    """Print a table with a row per request, and with fewer columns if the console is narrow.
 
-    Names have a column only if the requests have several.
+    Model names have a column only if the requests have several names.
     """
     numbers = ("in", "out", "TTFT", "total", "tries")
     names = ["model"] if len({one.model for one in found}) > 1 else []
@@ -161,7 +161,7 @@ def _print_of_node(found: admin_pb2.ListRequestsResponse) -> None:
 
 
 def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
-    """Yield (seconds since the request was received, event)."""
+    """Yield each event of a request: seconds since the request was received, and a description."""
     yield 0.0, f"received at {format_time(found.received_at)}"
     yield found.accepted_s, f"checked and tokenized: {found.num_prompt_tokens} tokens"
     for number, attempt in enumerate(found.attempts, start=1):
@@ -183,7 +183,7 @@ def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
 def _prefill_account(receipt: types_pb2.Receipt) -> str:
     if not receipt.ttft_s:
         return ""
-    # Imported here: the module imports gRPC's messages, which `--help` does not need.
+    # Imported here, because the module imports gRPC's messages, which `--help` does not need.
     from baton.wire.types import receipt_from_proto
 
     parts = receipt_from_proto(receipt).ttft_parts.items()
@@ -198,12 +198,22 @@ def _computing_account(receipt: types_pb2.Receipt) -> str:
     return (
         f": {name} queued the prompt for {format_seconds(prefill.queue_s)}, "
         f"computed {prefill.num_computed_tokens} tokens in {format_seconds(prefill.prefill_s)} and "
-        f"had {prefill.num_cached_tokens} cached" + _encodings_account(prefill)
+        f"had {prefill.num_cached_tokens} cached"
+        + _fetch_account(prefill)
+        + _encodings_account(prefill)
     )
 
 
+def _fetch_account(prefill: types_pb2.PrefillReceipt) -> str:
+    """Return how much of the prompt another node sent; empty if no node was asked to."""
+    waited = format_seconds(prefill.fetch_wait_s)
+    if prefill.num_fetched_tokens:
+        return f", {prefill.num_fetched_tokens} of them fetched within {waited}"
+    return f"; a fetch was lost within {waited}" if prefill.num_fetches_lost else ""
+
+
 def _encodings_account(prefill: types_pb2.PrefillReceipt) -> str:
-    """Return how many images encode nodes encoded; empty if none was asked to."""
+    """Return a text that says how many images encode nodes encoded; empty if none was asked."""
     received, lost = prefill.num_encodings_received, prefill.num_encodings_lost
     if not received + lost:
         return ""
@@ -234,7 +244,7 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
 
 
 def _push_account(push: types_pb2.PushReceipt) -> str:
-    """Describe how much KV the decode node received, and how."""
+    """Return a text that says how much KV the decode node received, by which transport."""
     if not push.num_blocks:
         return "got no KV blocks from another node"
     by = f" by {escape(push.transport)}" if push.transport else ""

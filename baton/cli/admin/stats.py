@@ -1,4 +1,4 @@
-"""`baton admin stats`: a router's figures since its start, and for its last minute."""
+"""`baton admin stats`: counts and latencies of a router, since its start and in the last minute."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The state of the router at one moment."""
+    """The figures of a router and its nodes at one moment."""
 
     at: float
     model: str
@@ -44,7 +44,8 @@ def top(
     access: OperatorAccess,
 ) -> None:
     """Watch a router and its nodes; Ctrl-C ends it."""
-    # Set the handler even if Ctrl-C is ignored from the start, as in background jobs of scripts.
+    # The handler is set even if Ctrl-C is ignored from the start, as it is in background jobs of
+    # scripts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     console = make_console()
     with connection(access) as admin:
@@ -75,7 +76,7 @@ def _take(admin: AdminConnection) -> _Sample:
 
 
 def _frame(router: str, last: _Sample, sample: _Sample) -> Group:
-    """Return the display; rates are between the two samples."""
+    """Return what to display: the last sample, and rates since the sample before."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,1 +1,1 @@
-"""The commands of `baton admin` that change a fleet: nodes, names, adapters, revisions, weights."""
+"""Commands of `baton admin` that change a running system: nodes, names, adapters and more."""

@@ -45,7 +45,8 @@ def drain(
     """Let a node finish its requests and take no new ones; the node stays, for `resume` or
     `remove`.
 
-    With --wait, returns when no request, transfer or block that a peer may write is left there.
+    With --wait, returns when the node has no requests, no transfers, and no blocks that a peer may
+    still write.
     """
     with connection(access) as admin:
         found = admin.call("Drain", node=name)
@@ -98,7 +99,11 @@ def remove(
 def _wait(
     admin: AdminConnection, found: _Node, wanted: str, timeout_s: float, *, quiet: bool
 ) -> _Node:
-    """Wait for a node's state ("": gone), and show what is left to do; raises AdminError."""
+    """Wait until a node has a state, and show what is left to do; raises AdminError.
+
+    Args:
+        wanted: name of the state; empty: wait until the node has left.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -117,7 +122,7 @@ def _poll(
     give_up_at: float,
     show: Callable[[_Node], None],
 ) -> _Node:
-    # Compare engine ids, because a restarted node is another node.
+    # Engine ids are compared, because a restarted node is another node of the same name.
     while not _has_reached(found, wanted):
         show(found)
         if time.monotonic() > give_up_at:

@@ -1,4 +1,4 @@
-"""`baton admin names`: which model names clients may use, and what each name stands for."""
+"""`baton admin names`: list and change the model names that clients may use."""
 
 from __future__ import annotations
 

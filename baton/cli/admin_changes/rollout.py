@@ -1,4 +1,4 @@
-"""`baton admin rollout`: revisions of nodes and their shares of requests."""
+"""`baton admin rollout`: show and change which share of requests each revision of nodes gets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ rollout = CommandLine(
 
 
 class Action(enum.Enum):
-    """Actions, with their numbers in the proto file."""
+    """Actions of `ChangeRollout`, with the numbers that the proto file gives them."""
 
     PAUSE = 1
     RESUME = 2
@@ -101,7 +101,7 @@ def undo(
 
 
 def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer]:
-    """Call all routers; one router's error does not stop the other calls."""
+    """Call a method of all routers, even if the call of one router fails."""
     answers: list[_Answer] = []
     for router, admin in connections(access):
         try:
@@ -112,7 +112,7 @@ def _ask_all(access: OperatorAccess, method: str, **fields: Any) -> list[_Answer
 
 
 def _show(answers: Sequence[_Answer], output: OutputFormat) -> None:
-    """Print each router's answer; raises the error of a router that failed."""
+    """Print each router's answer; raise the error of a router whose call failed."""
     told = [(router, found) for router, found, _ in answers if found is not None]
     if is_json(output):
         _print_json(told)

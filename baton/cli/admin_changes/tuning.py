@@ -112,8 +112,8 @@ def profile(
 ) -> None:
     """Show where a node's engine, or the router (named `router`), spends its time.
 
-    Samples the thread's stack 200 times a second while it serves. Time in C code, such as
-    torch's, counts for the Python function that called it.
+    Samples the stack of the thread that does the work, 200 times a second. Time in C code, such
+    as torch's, counts for the Python function that called the C code.
     """
     node = "" if name == ROUTER else name
     found = ask(access, "Profile", timeout_s=TIMEOUT_S + seconds, node=node, seconds=seconds)

@@ -1,4 +1,4 @@
-"""`baton admin weights`: other weights for running nodes, and nodes that sleep."""
+"""`baton admin weights`: give running nodes other weights, and let nodes sleep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _BUSY = ("loading", "changing", "waking")
-_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # errors while a changing node is away from the router
+_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # errors while a changing node has left
 
 NodesArgument = Annotated[
     list[str] | None,
@@ -161,7 +161,10 @@ def drop(
     access: OperatorAccess,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Forget loaded weights, or give up a change while a node still drains."""
+    """Forget loaded weights, or give up a change while a node still drains.
+
+    Forgets new weights that a node has loaded but does not use yet; weights in use stay.
+    """
     _change(access, nodes, base_model, 60.0, output, "DROP")
 
 
@@ -174,7 +177,7 @@ def _change(
     action: str,
     **fields: str,
 ) -> None:
-    """Make a change on several nodes at once, and wait for its end."""
+    """Start a change on several nodes at the same time, and wait until all nodes have ended it."""
     deadline = time.monotonic() + timeout_s
     with connection(access) as admin:
         names = [one.node_name for one in _choose(admin, nodes or [], base_model)]
@@ -190,12 +193,12 @@ def _change(
 def _choose(
     admin: AdminConnection, names: Sequence[str], base_model: str
 ) -> list[admin_pb2.NodeDescription]:
-    """Return the named nodes, or all of a base model; raises AdminError if there are none."""
+    """Return the nodes with these names, or all of a base model; raises AdminError if none."""
     from baton.v1 import types_pb2
 
     if names:
         return [admin.node(name) for name in names]
-    # Encode nodes keep their weights; they are started again.
+    # Encode nodes cannot change their weights; they are restarted instead.
     encode = types_pb2.NodeRole.NODE_ROLE_ENCODE
     joined = [one for one in admin.nodes() if not one.lost and one.role != encode]
     if base_model:
@@ -216,7 +219,7 @@ def _ask(admin: AdminConnection, name: str, action: str, **fields: Any) -> admin
 def _begin_use(admin: AdminConnection, name: str, when: str) -> None:
     """Let a node use the loaded weights.
 
-    The answer may be lost, because the node leaves the router.
+    The node's answer may be lost, because the node leaves the router during the change.
     """
     try:
         _ask(admin, name, "USE", when=when)
@@ -256,7 +259,7 @@ def _check_loaded(loaded: Sequence[admin_pb2.NodeWeights]) -> None:
 
 
 def _drop(admin: AdminConnection, names: Sequence[str]) -> None:
-    """Let nodes forget what they loaded, as far as they can be reached."""
+    """Let all nodes that can be reached drop the weights that they loaded but do not use."""
     for name in names:
         try:
             _ask(admin, name, "DROP")
@@ -265,7 +268,10 @@ def _drop(admin: AdminConnection, names: Sequence[str]) -> None:
 
 
 def _turns(nodes: Sequence[admin_pb2.NodeDescription]) -> list[list[str]]:
-    """Return groups of nodes to change in turn: single nodes, then the last ones together."""
+    """Return groups of nodes to change one after the other.
+
+    The last group has the last node of each role; the groups before have one node each.
+    """
     from baton.v1 import types_pb2
 
     prefill, decode = list[str](), list[str]()

@@ -1,1 +1,1 @@
-"""`baton doctor` and `baton plugins`: what this machine and its packages offer, with advice."""
+"""`baton doctor` and `baton plugins`: check this machine and its packages, and give advice."""

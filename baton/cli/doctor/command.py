@@ -35,7 +35,7 @@ def doctor(
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks, the most basic ones first."""
+    """Run all checks, the most basic checks first."""
     kernels = find_kernels()
     yield installation.look_at_packages()
     yield machine.look_at_cpu()

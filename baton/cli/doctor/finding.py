@@ -1,4 +1,4 @@
-"""Finding: the state of one part of a machine, with advice."""
+"""Finding: what `baton doctor` found about one part of a machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Grade(enum.Enum):
-    """How well a part of a machine serves Baton."""
+    """Grades of a part of a machine: how well Baton works with it."""
 
     OK = "ok"
     SLOW = "slow"  # works, but slower than possible
@@ -16,12 +16,12 @@ class Grade(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
+    """A line of the report of `baton doctor`.
 
     Attributes:
         part: name of the part of the machine, in a word or two.
         value: state of that part.
-        advice: remedy, in one line; empty: none.
+        advice: what the user can do about a problem, in one line; empty: nothing is to be done.
     """
 
     part: str

@@ -20,7 +20,7 @@ from baton.kernel_library.state import ADVICE, SLOWER, KernelState
 from baton.kernel_library.switch import SWITCH_VARIABLE
 from baton.version import __version__
 
-# PyPI's torch brings gigabytes of CUDA libraries.
+# Advice for systems without a GPU, because PyPI's torch brings gigabytes of CUDA libraries.
 _CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 _OF_NODES = ("torch", "numpy", "safetensors", "gguf", "nixl")
 
@@ -66,7 +66,8 @@ def look_at_kernels(kernels: KernelState) -> Finding:
         advice = f"{SLOWER}: {kernels.advice}"
         return Finding("kernels", f"off ({SWITCH_VARIABLE})", Grade.SLOW, advice)
     if kernels.problem:
-        is_compiler = kernels.advice == ADVICE  # the compiler's line says what to install
+        # If only the compiler is missing, the report's line about the compiler has the advice.
+        is_compiler = kernels.advice == ADVICE
         advice = f"until then {SLOWER}" if is_compiler else f"{SLOWER}: {kernels.advice}"
         return Finding("kernels", f"none: {kernels.problem}", Grade.SLOW, advice)
     if kernels.path is None:

@@ -1,6 +1,6 @@
 """Checks of the machine: CPU, cores, memory, shared memory, network devices, GPUs.
 
-Paths are parameters, so that tests can describe other machines.
+Paths of the files to read are parameters, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_SHARED_MEMORY = 256 * 2**20
 _LEAST_DESCRIPTORS = 4096
 _NET = Path("/sys/class/net")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_ADDRESS_OF_DEVICE = 0x8915  # SIOCGIFADDR
+_ADDRESS_OF_DEVICE = 0x8915  # number of the ioctl SIOCGIFADDR
 # Given as text, because `baton` must not import the engine.
 _READERS: Registry[Any] = Registry(
     "figure", {"memory": "engine.worker.host.host_memory:read_host_memory"}
@@ -126,7 +126,7 @@ def look_at_descriptors() -> Finding:
 def look_at_gpus(
     torch_version: str, driver: Path = Path("/proc/driver/nvidia/gpus"), devices: str = "/dev"
 ) -> Finding:
-    """List NVIDIA GPUs.
+    """Report the NVIDIA GPUs, and whether torch can use them.
 
     Args:
         torch_version: version of the installed torch; empty if not installed.
@@ -153,7 +153,7 @@ def _gpu_names(files: Sequence[Path]) -> list[str]:
 
 
 def _is_up(device: Path) -> bool:
-    try:  # some virtual devices say "unknown" although they work
+    try:  # "unknown" is accepted: some virtual devices say so although they work
         return (device / "operstate").read_text(encoding="ascii").strip() in ("up", "unknown")
     except OSError:
         return False

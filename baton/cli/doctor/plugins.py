@@ -1,4 +1,4 @@
-"""`baton plugins`: lists the plug-ins of installed packages, and tries those that are allowed."""
+"""`baton plugins`: lists the plug-ins of installed packages, and imports those that are allowed."""
 
 from __future__ import annotations
 

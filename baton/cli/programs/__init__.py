@@ -1,1 +1,1 @@
-"""Commands that run Baton's programs; each program's dataclass declares the command's options."""
+"""Commands that run Baton's programs; the options are declared in each program's dataclass."""

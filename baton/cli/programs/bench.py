@@ -1,4 +1,4 @@
-"""`baton bench`: options of the quick benchmark, and exit codes."""
+"""`baton bench`: runs the quick benchmark, from options to exit codes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def quick(
 
 
 async def _measure(options: QuickOptions) -> QuickResult | None:
-    """Measure the target of the options; return None if stopped early. Raises BatonError."""
+    """Run the quick benchmark; return its result, or None if stopped. Raises BatonError."""
     import asyncio
 
     from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model

@@ -1,4 +1,4 @@
-"""Where the programs' commands are, with the first lines of their help."""
+"""Entries of the programs' commands: where each command is, and the first line of its help."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROGRAM_ENTRIES = {
         "Simulate prefill and decode nodes: the node protocol with a timing model, and no model.",
     ),
 }
-# Commands of a group, by both of their words joined.
+# Commands of the group `baton loadtest`; the keys join both words of a command.
 LOAD_TEST_ENTRIES = {
     "loadtest-run": Entry(
         "baton.cli.programs.loadtest:run", "Play one load against one server and measure it."

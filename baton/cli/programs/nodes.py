@@ -20,7 +20,7 @@ from prefill_node.options import PrefillOptions
 if TYPE_CHECKING:
     from baton.text.grammar_trials import EarlyGrammars
 
-# Given as text, so that torch is imported only to make a node.
+# Role -> function that makes the node; given as text, so that torch is not imported for --help.
 _PROGRAMS: Registry[MakeProgram[Any]] = Registry(
     "node program",
     {
@@ -65,7 +65,7 @@ def encode(options: EncodeOptions) -> None:
 
 
 def _run(role: str, options: ProgramOptions) -> NoReturn:
-    """Run a node; option errors are reported before torch is imported."""
+    """Run a node of a role; wrong options are reported before torch is imported."""
     kind = "encode " if role == "encode" else ""
 
     def load() -> MakeProgram[Any]:
@@ -76,6 +76,7 @@ def _run(role: str, options: ProgramOptions) -> NoReturn:
     for name, value in THREAD_VARIABLES.items():  # set before torch and NumPy are loaded
         os.environ.setdefault(name, value)
     use_one_heap()
-    # Forked before torch is imported, and while this process has only one thread.
+    # The worker template must be forked before torch is imported, while this process has one
+    # thread.
     grammars = None if kind else _EARLY.load("grammars")(options.model)
     raise typer.Exit(run_node(role, options, load, grammars))

@@ -17,7 +17,8 @@ def router(config: RouterConfig) -> None:
     from baton.checkpoint.model_folder import find_model_folder
     from router.intake.prompt_reader import fork_readers
 
-    # Forked before most modules are imported, and while this process has only one thread.
+    # Worker templates must be forked before most modules are imported, while this process has one
+    # thread.
     readers = [
         fork_readers(config.texts, find_model_folder(model, weights=False))
         for model in config.models

@@ -1,4 +1,4 @@
-"""Runs a deployment on this machine until told to stop, and restarts processes that die."""
+"""Run a deployment on this machine until the user stops it, and restart processes that die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.kernel_library.state import BUILDING, SLOWER
 
 _CHECK_S = 0.5  # seconds between checks that all processes run
 _STYLES = {"starting": "yellow", "connecting": "cyan", "ready": "green"}
-# If a process ends this often within this time, the deployment ends: restarts do not help.
+# If a process ends this many times within this time, restarts do not help, so the deployment ends.
 MAX_RESTARTS = 5
 RESTARTS_WITHIN_S = 600.0
 _KEYS = ("--api-keys-file", "--admin-token", "--node-token")
@@ -29,12 +29,14 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
     told = False
 
     def stop(number: int, frame: object) -> None:
-        # A plain flag: the handler interrupts the main thread, which may hold an event's lock.
+        # A variable tells the loop to end, and not an event, because this handler may interrupt
+        # code that holds the event's lock.
         nonlocal told
         told = True
         raise KeyboardInterrupt
 
-    # Set the handlers even if SIGINT is ignored from the start, as in background jobs of scripts.
+    # The handlers are set even if SIGINT is ignored from the start, as it is in background jobs of
+    # scripts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     console = Console(highlight=False)
@@ -59,7 +61,7 @@ def run_up(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
 
 
 class _Keeper:
-    """Restart processes of a deployment that die, within limits."""
+    """Restarts processes of a deployment that die, but not too often."""
 
     def __init__(self, deployment: LocalDeployment, console: Console) -> None:
         self._deployment = deployment
@@ -103,12 +105,12 @@ class _Keeper:
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    """Print a line that may quote a process or a file."""
+    """Print a line, in which quotes of processes or files are escaped."""
     console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def _say_ready(deployment: LocalDeployment, console: Console) -> None:
-    """Print how to reach the deployment, and notices for the user."""
+    """Print the deployment's addresses and an example call, and notices for the user."""
     config = deployment.config
     tls = _client_options(config.tls_of("client"))
     key = "BATON_API_KEY=KEY " if set(_KEYS) & set(config.router_args) else ""
@@ -116,7 +118,7 @@ def _say_ready(deployment: LocalDeployment, console: Console) -> None:
     console.print(f'[green]ready[/]  {key}baton generate {at} "def add(a, b):"', soft_wrap=True)
     chat = f'baton chat {at} --system "Answer in one short sentence."'
     console.print(f"       {key}{chat}", soft_wrap=True)
-    # A random port is only in the log.
+    # If the port is random, only the router's log has its number.
     if config.http_listen and not config.http_listen.endswith(":0"):
         root = f"{'https' if tls else 'http'}://{config.http_listen}"
         console.print(f"       OpenAI API:  {root}/v1", soft_wrap=True)
@@ -135,7 +137,7 @@ def _client_options(tls: TlsOptions) -> str:
 
 
 def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) -> None:
-    """Wait for all nodes, showing their states; raises BatonError."""
+    """Wait until all nodes are ready, and show their states; raises BatonError."""
     if not console.is_terminal:  # the table is printed at the end
         names = ", ".join(child.name for child in deployment.children)
         _say(console, f"starting {names}")
@@ -143,7 +145,7 @@ def wait_ready(deployment: LocalDeployment, console: Console, timeout_s: float) 
         try:
             deployment.wait_ready(timeout_s, lambda children: live.update(_table(children)))
         finally:
-            if not console.is_terminal:  # the table has no end of line then
+            if not console.is_terminal:  # the table has no end of line
                 live.stop()
                 console.print()
 

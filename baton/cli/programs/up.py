@@ -29,8 +29,7 @@ _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
     "speculative_model", "adapter_root",
 )  # fmt: skip
-_FOR_ENCODE_NODES = ("dtype",)
-_MAX_ADAPTERS = 8  # slots of each node if a folder of adapters is given
+_MAX_ADAPTERS = 8  # slots per node if a folder of adapters is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,11 @@ class UpOptions:
     )
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
-    encode_args: str = option("", help="More options of every encode node, as one string.")
+    encode_args: str = option(
+        "",
+        help="More options of every encode node, as one string. Encode nodes also get "
+        "--kv-connector, --kv-digests, --dtype, --weights and --revision of the prefill nodes.",
+    )
     log_folder: str = option("", help="Folder for logs; a temporary folder if not given.")
     admin_token: str = option(
         "", is_secret=True, help="Token that admin calls must bring; empty: none."
@@ -163,7 +166,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         num_decode=options.decode,
         num_encode=options.encode,
         router_args=[
-            # The last value of a repeated option counts.
+            # The user's arguments come last, because the last value of a repeated option is used.
             *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),
             *options.router_args.split(),
         ],
@@ -174,9 +177,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         ],
         prefill_args=options.prefill_args.split(),
         decode_args=options.decode_args.split(),
-        encode_args=[
-            *(*file_args, *passed_on(context, _FOR_ENCODE_NODES), *options.encode_args.split()),
-        ],
+        encode_args=[*file_args, *options.encode_args.split()],
         log_folder=Path(options.log_folder) if options.log_folder else None,
         admin_token=options.admin_token,
         tls_folder=Path(options.tls_folder) if options.tls_folder else None,
@@ -188,16 +189,17 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
 
 
 def _adapter_slots(options: UpOptions) -> list[str]:
-    """Return the nodes' argument for the number of adapters in memory; empty if they hold none."""
+    """Return the nodes' argument for their number of adapter slots; empty if they hold none."""
     if options.max_adapters is None and not (options.adapter_root or options.adapter):
         return []
     return ["--max-adapters", str(options.max_adapters or _MAX_ADAPTERS)]
 
 
 def _kv_memory(options: UpOptions) -> list[str]:
-    """Return the nodes' option that divides a given KV memory among several base models.
+    """Return the nodes' argument for the KV memory of each of several base models.
 
-    Without this option, each node measures at its start how much memory the other nodes left.
+    If the user gives no KV memory, the result is empty, and each node measures at its start how
+    much memory is free.
     """
     num_models = 1 + len(options.more_models)
     if num_models == 1 or options.kv_cache_memory == "auto":
@@ -207,7 +209,10 @@ def _kv_memory(options: UpOptions) -> list[str]:
 
 
 def _keys_in(path: Path | None) -> list[str]:
-    """Return the option for API keys if the router's file sets it, so that nodes get keys too."""
+    """Return the router's argument for API keys if the configuration file names a key file.
+
+    The deployment then knows that its nodes need keys, too.
+    """
     if path is None:
         return []
     found = {

@@ -1,4 +1,4 @@
-"""layout_of: the layout of a checkpoint's processor."""
+"""Choose the image layout of a checkpoint by its processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.media.layouts.processor_files import ProcessorFiles
 from baton.registry import Registry
 from baton.text.tokenizer import Tokenizer
 
-# Class of the processor -> makes its layout.
+# Name of a processor class in transformers -> function that makes the layout.
 LAYOUTS: Registry[Callable[[ProcessorFiles, Tokenizer], ImageLayout]] = Registry(
     "image processor",
     {
@@ -26,7 +26,7 @@ LAYOUTS: Registry[Callable[[ProcessorFiles, Tokenizer], ImageLayout]] = Registry
 
 
 def layout_of(folder: Path, tokenizer: Tokenizer | None = None) -> ImageLayout | None:
-    """Return the layout of images in a checkpoint's prompts; None: it takes no images.
+    """Return the layout of images in a checkpoint's prompts; None: the model takes no images.
 
     Args:
         folder: the model folder.

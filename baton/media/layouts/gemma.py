@@ -1,4 +1,4 @@
-"""GemmaLayout: every image is the same number of placeholders between two marks (Gemma 3).
+"""GemmaLayout: an image is a fixed number of placeholders between two marks (Gemma 3).
 
 The processor puts two line ends before and behind the marks, which the tokenizer may join with line
 ends of the text around the image. Therefore the line ends are written into the text (`written`).

@@ -53,7 +53,10 @@ class Gemma4Layout:
         return ImageTokens((self._begin, *placeholders, self._end), (1, rows, columns))
 
     def _sides(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of tokens, rounded as in ``get_aspect_ratio_preserving_size``."""
+        """Return the numbers of rows and columns of tokens of an image.
+
+        Sizes are rounded as in the processor's ``get_aspect_ratio_preserving_size``.
+        """
         token, most = self._square * self._patch_size, self._most
         pixels = most * self._square**2 * self._patch_size**2
         factor = math.sqrt(pixels / (height * width))

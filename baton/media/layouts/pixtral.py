@@ -61,9 +61,9 @@ class PixtralLayout:
 
 
 def token_pixels(files: ProcessorFiles) -> int:
-    """Return the pixels per side of the square that becomes one token.
+    """Return the pixels per side of the square of an image that becomes one token.
 
-    The processor overrides its image processor's own setting with this number.
+    The processor passes this number to its image processor, whose own setting has no effect.
     """
     merge = files.processor_integer("spatial_merge_size", 1)
     return files.processor_integer("patch_size", 16) * merge

@@ -1,4 +1,4 @@
-"""ProcessorFiles: the settings of a checkpoint's image processor, as its files have them.
+"""ProcessorFiles: the settings of a checkpoint's image processor, read from its files.
 
 transformers reads the same files in the same order: ``processor_config.json``, which may contain
 the image processor's settings, and ``preprocessor_config.json``.
@@ -20,7 +20,7 @@ from baton.text.tokenizer import Tokenizer
 
 _MAX_INTEGER = 2**31 - 1
 _DIGEST_BYTES = 16
-# Architecture -> processor, for checkpoints whose files do not name one.
+# Architecture -> processor class, for checkpoints whose files do not name a processor.
 _BY_ARCHITECTURE = {
     "Gemma3ForConditionalGeneration": "Gemma3Processor",
     "Idefics3ForConditionalGeneration": "Idefics3Processor",
@@ -79,13 +79,13 @@ class ProcessorFiles:
 
     @property
     def settings(self) -> bytes:
-        """Return a digest of everything that pixel values depend on besides the image."""
+        """Return a digest of all settings that change the pixel values that the model gets."""
         processor = {n: one for n, one in self.processor.items() if n != "image_processor"}
         content = json.dumps([self.processor_class, processor, self.image], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
 
     def image_integer(self, *names: str, default: int) -> int:
-        """Return an integer among the image processor's fields.
+        """Return an integer field of the image processor.
 
         Args:
             names: names of nested objects, outermost first, then the field's name.
@@ -93,11 +93,11 @@ class ProcessorFiles:
         return self._integer(self.image, names, default)
 
     def processor_integer(self, name: str, default: int) -> int:
-        """Return an integer among the processor's own fields."""
+        """Return an integer field of the processor itself."""
         return self._integer(self.processor, (name,), default)
 
     def processor_text(self, name: str, default: str) -> str:
-        """Return a text among the processor's own fields."""
+        """Return a text field of the processor itself."""
         value = self.processor.get(name, default)
         if not isinstance(value, str) or not value:
             raise self.wrong(name, f"expected a text, found {value!r:.60}")
@@ -111,7 +111,7 @@ class ProcessorFiles:
         return token_id
 
     def model_integer(self, *names: str, default: int) -> int:
-        """Return an integer in ``config.json``."""
+        """Return an integer field of ``config.json``."""
         return self._integer(self.model, names, default)
 
     def _integer(self, fields: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
@@ -125,7 +125,7 @@ class ProcessorFiles:
         return value
 
     def wrong(self, name: str, problem: str) -> ModelLoadError:
-        """Make an error about a field."""
+        """Return an error about a field of the processor."""
         return ModelLoadError(f"{self.folder}: image processor: {name}: {problem}")
 
 

@@ -59,7 +59,10 @@ class QwenLayout:
         return ImageTokens((self.placeholder_token_id,) * (rows * columns), (1, rows, columns))
 
     def _sides(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of tokens, rounded as by the processor's ``smart_resize``."""
+        """Return the numbers of rows and columns of tokens of an image.
+
+        Sizes are rounded as in the processor's ``smart_resize``.
+        """
         factor, least, most = self._factor, self._least, self._most
         rows, columns = round(height / factor), round(width / factor)
         if rows * columns * factor**2 > most:

@@ -1,7 +1,8 @@
 """TilesLayout: rows and columns of tiles, and the whole image (Idefics3, SmolVLM).
 
 The processor scales the longer side to ``size``, stretches both sides to multiples of a tile's
-side, and cuts. An image of more than one tile also has the whole image in a tile of its own::
+side, and cuts the image into tiles. An image of more than one tile also has the whole image in a
+tile of its own::
 
     <fake_token_around_image><row_1_col_1><image>...<fake_token_around_image><row_1_col_2>...\\n
     ...
@@ -19,8 +20,8 @@ from baton.media.layouts.processor_files import ProcessorFiles
 from baton.text.tokenizer import Tokenizer
 
 _AROUND, _IMAGE, _WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
-_MAX_SIDE = 4096  # pixels of the longer side after scaling
-_NUM_KEPT = 256  # expansions, by rows and columns
+_MAX_SIDE = 4096  # maximum pixels of the longer side after scaling
+_NUM_KEPT = 256  # maximum number of cached token sequences
 
 
 class TilesLayout:
@@ -54,7 +55,7 @@ class TilesLayout:
         return self._kept(*self.tiles(width, height))
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Return rows and columns of tiles; ``(0, 0)``: the image is one tile.
+        """Return the numbers of rows and columns of tiles; ``(0, 0)``: the image is not divided.
 
         Sizes are rounded in the same order as by the processor (``get_resize_output_image_size``,
         ``resize_for_vision_encoder``, ``split_images``).
@@ -91,9 +92,10 @@ class TilesLayout:
         return ImageTokens(tuple(token_ids), (num_tiles, self._side, self._side))
 
     def _embeddings_per_side(self, files: ProcessorFiles) -> int:
-        """Return rows of a tile's embeddings; raises ModelLoadError if processor and model differ.
+        """Return the number of embeddings per side of a tile.
 
-        A prompt must have as many placeholders as the encoder makes embeddings.
+        Raises:
+            ModelLoadError: the processor and the model's configuration give different numbers.
         """
         patch_size = files.model_integer("vision_config", "patch_size", default=32)
         scale = files.model_integer("scale_factor", default=2)
@@ -107,7 +109,7 @@ class TilesLayout:
 
 
 def _scaled(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Scale the longer side to ``longest``, and the shorter one to an even number."""
+    """Return height and width: the longer side is ``longest``, the shorter side an even number."""
     aspect = width / height
     if width >= height:
         width = longest

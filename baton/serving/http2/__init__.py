@@ -1,1 +1,1 @@
-"""Guards gRPC: accepts connections, limits their HTTP/2 frames, and passes frames on."""
+"""Protect a gRPC server: accept its connections, and limit the HTTP/2 frames that reach it."""

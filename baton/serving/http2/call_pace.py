@@ -1,4 +1,4 @@
-"""CallPace: limits how many calls begin per interval, and lets connections take turns."""
+"""CallPace: limits how many calls begin per interval of time; connections take turns."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# 64 calls in 20 ms are 3,200 a second, more than a router can serve. A burst of calls begins within
-# a few intervals.
+# 64 calls per 20 ms are 3,200 per second, more than a router can serve; so a burst of calls hardly
+# waits.
 MAX_AT_ONCE, MIN_AT_ONCE = 64, 16
 INTERVAL_S = 0.02
 _MORE_AT_ONCE = 8
 
 
 class CallPace:
-    """Gives out turns to begin or cancel a call, at most a given number per interval.
+    """Gives out turns to begin or cancel a call, a limited number in each interval of time.
 
-    Between intervals the event loop does its other work, however many calls there are.
-    Connections take turns, so many calls on one connection hardly delay calls on another one.
-    After the loop was late, an interval has half as many turns, but at least `MIN_AT_ONCE`.
+    Between the intervals, the event loop does its other work, however many calls wait. Connections
+    take turns, so many calls on one connection hardly delay calls on another connection. If the
+    event loop was late, the next interval has half as many turns, but at least `MIN_AT_ONCE`.
     """
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE, interval_s: float = INTERVAL_S) -> None:

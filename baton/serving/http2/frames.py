@@ -1,10 +1,11 @@
 """FrameGuard: reads the frames of an HTTP/2 client and decides which may be passed on.
 
 gRPC's core accepts headers of any length, and answers every SETTINGS and PING before any Python
-code learns of a call. So the guard reads first. Header blocks and control frames pass if they are
-complete and within limits; the bytes of messages pass unread. Frames that break a rule end the
-connection; frames that come too fast wait. While a call waits for its turn, PING and WINDOW_UPDATE
-overtake it. The guard does no I/O, and does not know gRPC.
+code learns of a call. So the guard reads all frames before gRPC. Header blocks and control frames
+pass if they are complete and within limits; the bytes of messages pass unread. A frame that breaks
+a rule ends the connection; frames that come too fast wait. While the header block of a call waits
+for its turn, PING and WINDOW_UPDATE frames overtake it. The guard does no I/O, and does not know
+gRPC.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE = 0, 1, 3, 4, 5
 _PING, _GOAWAY, _CONTINUATION = 6, 7, 9
 _WINDOW_UPDATE, _PING_BYTES, _WINDOW_UPDATE_BYTES = 8, 8, 4
 _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x4, 0x8, 0x20
-# Costs of frames, in WINDOW_UPDATE frames. gRPC answers PING and SETTINGS, and looks at each open
-# stream when settings change. Clients send both only a few times a second.
+# Costs of frames, where a WINDOW_UPDATE frame costs 1. gRPC answers PING and SETTINGS, and looks at
+# each open stream when settings change. Clients send both only a few times per second.
 _COSTS = {_SETTINGS: 32.0, _PING: 4.0}
-# A node sends a message to its router in every step, thousands a second, of at least 16 bytes.
+# DATA frames from this length on are cheap: a node sends a message of at least 16 bytes to its
+# router in every step, thousands per second.
 _TINY_DATA_BYTES, _SHORT_DATA_BYTES = 16, 256
 _SHORT_DATA_COST = 1 / 4
 _PROTOCOL_ERROR, _CANCEL = 1, 8
-_KEPT_STREAMS = 2048  # ids to remember: as many as streams may be open
+_KEPT_STREAMS = 2048  # stream ids to remember: as many streams may be open
 
 
 class Http2Error(Exception):
@@ -41,19 +43,21 @@ class Http2Error(Exception):
 class FrameLimits:
     """Limits of what one client may send.
 
-    A small frame is DATA of less than 256 bytes, or a frame that is neither DATA nor part of a
-    header block; reading it costs more than sending it. The unit of cost is one WINDOW_UPDATE, or
-    DATA of less than 16 bytes. Longer small DATA costs a quarter, because a node sends a message of
-    16 bytes or more in each step. PING costs 4, SETTINGS 32, an acknowledgement 1.
+    A small frame is a DATA frame of less than 256 bytes, or a frame that is neither DATA nor part
+    of a header block. Reading a small frame costs more than sending it, so costs are limited. A
+    WINDOW_UPDATE, a DATA frame of less than 16 bytes, and an acknowledgement cost 1; PING costs 4,
+    and SETTINGS costs 32. A longer small DATA frame costs a quarter, because a node sends a message
+    of at least 16 bytes in each step.
 
     Attributes:
-        max_block_bytes: maximum number of bytes of a header block as sent, with its frames' heads.
+        max_block_bytes: maximum number of bytes of a header block as it is sent, with the headers
+            of its frames.
         max_header_bytes: maximum number of bytes of the decoded headers, plus 32 for each header.
-        max_continuations: most CONTINUATION frames of one block.
-        max_control_bytes: longest payload of a frame that is neither DATA nor part of a header
-            block.
-        small_burst: cost of the small frames that may come at once.
-        small_per_s: cost of the small frames that may come in each later second.
+        max_continuations: maximum number of CONTINUATION frames of one header block.
+        max_control_bytes: maximum number of payload bytes of a frame that is neither DATA nor part
+            of a header block.
+        small_burst: total cost of small frames that may come at once.
+        small_per_s: total cost of small frames that may come in each further second.
         sent_bytes_per_small: bytes that the server sends to allow one more unit of cost, because
             clients answer data with WINDOW_UPDATE.
     """
@@ -68,25 +72,25 @@ class FrameLimits:
 
 
 class Hold(enum.Enum):
-    """Why a guard holds back the next frame of a client."""
+    """Reasons for which a guard holds back the next frame of a client."""
 
     CALL = "a header block waits for its turn"
     RATE = "small frames came too fast"
 
 
 class FrameGuard:
-    """Check the frames of one client.
+    """Check of the frames of one client.
 
     Args:
-        may_open: asked before each header block. After a False the guard holds back the block and
-            all later frames until the next `feed`. PING, and WINDOW_UPDATE of open streams, still
-            pass: without an answer to its PING, each side closes the connection after a minute;
-            without window updates, answers to earlier calls stall.
-        clock: returns seconds.
+        may_open: called before each header block. If it returns False, the block and all later
+            frames are held back until the next `feed`. PING, and WINDOW_UPDATE of open streams,
+            still pass, because without an answer to its PING each side closes the connection after
+            a minute, and without window updates answers to earlier calls stall.
+        clock: returns monotonic seconds.
 
     Attributes:
         hold: why the next frame is held back; None if all complete frames have passed.
-        is_up: whether the client's preface and settings have passed.
+        is_up: whether the client's connection preface and first settings have passed.
         streams: ids of the latest streams that the client opened; some may have ended.
     """
 
@@ -105,10 +109,10 @@ class FrameGuard:
         self._has_preface = False
         self._held = b""
         self.streams = deque[int](maxlen=_KEPT_STREAMS)
-        self._num_searched = 0  # bytes of the held frames that were searched for overtaking ones
+        self._num_searched = 0  # held bytes that were searched for frames to let pass
         self._last_stream = 0  # highest id of any opened stream
-        self._num_data_bytes = 0  # bytes that a DATA frame still lacks
-        self._budget = float(self._limits.small_burst)  # cost of the small frames that may come now
+        self._num_data_bytes = 0  # bytes of the current DATA frame that have not come
+        self._budget = float(self._limits.small_burst)  # cost that small frames may still have
         self._refilled_at = clock()
 
     def feed(self, data: bytes) -> bytes:
@@ -134,11 +138,11 @@ class FrameGuard:
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes that are held back."""
+        """Number of bytes that are held back."""
         return len(self._held)
 
     def note_sent(self, num_bytes: int) -> None:
-        """Allow the client more small frames, because the server has sent it bytes."""
+        """Allow the client more small frames, because the server has sent bytes to the client."""
         limits = self._limits
         allowed = self._budget + num_bytes / limits.sent_bytes_per_small
         self._budget = min(allowed, limits.small_burst)
@@ -151,9 +155,9 @@ class FrameGuard:
         return len(PREFACE) if self._has_preface else 0
 
     def _check_frames(self, data: bytes, at: int) -> int:
-        """Return the end of the frames that may pass; the first one begins at ``at``.
+        """Check the frames from position ``at`` on; return the end of those that may pass.
 
-        The end is beyond ``data`` if a DATA frame is incomplete.
+        The end is beyond the end of ``data`` if the last DATA frame is incomplete.
         """
         self.hold = None
         while at + _HEAD_BYTES <= len(data):
@@ -167,7 +171,8 @@ class FrameGuard:
                     self.hold = Hold.CALL
                     break
                 stream = int.from_bytes(data[at + 5 : at + 9], "big")
-                if stream > self._last_stream:  # a block on an older stream has trailers
+                # A header block on a stream that is open already has trailers, and opens no call.
+                if stream > self._last_stream:
                     self._last_stream = stream
                     self.streams.append(stream)
                 at, block = found
@@ -188,7 +193,7 @@ class FrameGuard:
         return at
 
     def _take_overtaking(self) -> bytes:
-        """Remove the frames that may overtake a held call from the held bytes; return them."""
+        """Remove from the held bytes the frames that may overtake a held call; return them."""
         data, at, taken = self._held, self._num_searched, b""
         while at + _HEAD_BYTES <= len(data):
             end = at + _HEAD_BYTES + int.from_bytes(data[at : at + 3], "big")
@@ -209,7 +214,7 @@ class FrameGuard:
         return taken
 
     def _may_overtake(self, one_frame: bytes) -> bool:
-        """Return whether a frame means the same if it comes before the held call."""
+        """Return whether a frame has the same effect if it comes before the held call."""
         kind, num_bytes = one_frame[3], len(one_frame) - _HEAD_BYTES
         if kind == _PING:
             return num_bytes == _PING_BYTES
@@ -241,7 +246,7 @@ class FrameGuard:
         return True
 
     def _read_block(self, data: bytes, at: int) -> tuple[int, bytes] | None:
-        """Return the header block that begins here, after the position of its end.
+        """Return the end of the header block that begins at ``at``, and the block.
 
         Returns None if the block is incomplete.
         """
@@ -270,7 +275,7 @@ class FrameGuard:
 
 
 def _cost(kind: int, flags: int, num_bytes: int) -> float:
-    """Return the cost of a frame (see `FrameLimits`); 0 for long DATA."""
+    """Return the cost of a frame (see `FrameLimits`), which is 0 for DATA of 256 bytes or more."""
     if kind == _DATA:
         if num_bytes < _TINY_DATA_BYTES:
             return 1.0
@@ -279,7 +284,7 @@ def _cost(kind: int, flags: int, num_bytes: int) -> float:
 
 
 def _fragment(frame: bytes) -> bytes:
-    """Return the part of a header block in a HEADERS or CONTINUATION frame."""
+    """Return the part of a header block that a HEADERS or CONTINUATION frame has."""
     flags = frame[4] if frame[3] == _HEADERS else 0
     start, end = _HEAD_BYTES, len(frame)
     if flags & _PADDED:
@@ -302,5 +307,5 @@ def goodbye(why: str) -> bytes:
 
 
 def cancel_frame(stream: int) -> bytes:
-    """Return the frame by which a client cancels the call of a stream."""
+    """Return the RST_STREAM frame by which a client cancels a call."""
     return struct.pack(">I", 4)[1:] + struct.pack(">BBII", _RST_STREAM, 0, stream, _CANCEL)

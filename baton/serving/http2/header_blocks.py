@@ -1,22 +1,23 @@
-"""HeaderMeter: bounds the decoded size of an HTTP/2 header block without decoding it.
+"""HeaderMeter: finds an upper limit of the decoded size of HTTP/2 header blocks without decoding.
 
-In HPACK (RFC 7541) one byte can repeat a whole earlier header, so a block of 3 KB can decode to
-12 MB. The meter remembers only sizes of earlier headers.
+In HPACK (RFC 7541), one byte can repeat a whole earlier header, so a block of 3 KB can decode to 12
+MB. The meter only remembers the sizes of earlier headers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-# Bytes that each header counts in addition to its characters (RFC 7541, section 4.1).
+# Bytes that a header counts in addition to its name and value (RFC 7541, section 4.1).
 _ENTRY_BYTES = 32
 _NUM_STATIC = 61
-# Longest name and longest entry in the static table: 27 and 28 characters.
+# Number of entries and maximum sizes in the static table: the longest name has 27 characters, the
+# longest entry 28.
 _STATIC_NAME_BYTES = 27
 _STATIC_ENTRY_BYTES = _ENTRY_BYTES + 28
 # Maximum number of entries of a dynamic table with 4,096 bytes, the size that gRPC offers.
 _MAX_DYNAMIC = 4096 // _ENTRY_BYTES
-# Maximum number of bytes of an integer; no length or index in a block needs more.
+# Maximum number of bytes of an integer, because no length or index in a block needs more.
 _MAX_INTEGER_BYTES = 4
 
 
@@ -25,14 +26,14 @@ class HeaderBlockError(Exception):
 
 
 class HeaderMeter:
-    """Measures the header blocks of one connection, in order of arrival.
+    """Meter of the header blocks of one connection, which it must get in order of arrival.
 
-    Sizes are upper bounds: text in Huffman code counts as 1.6 times its bytes, and an entry counts
-    even if the decoder may have evicted it.
+    Sizes are upper limits: text in Huffman code counts as 1.6 times its bytes, and an entry of the
+    dynamic table still counts when the decoder may have evicted it.
     """
 
     def __init__(self) -> None:
-        # Per entry the length of its name and its size, newest entry first.
+        # Length of the name, and size, of each entry of the dynamic table, newest entry first.
         self._dynamic: deque[tuple[int, int]] = deque(maxlen=_MAX_DYNAMIC)
 
     def measure(self, block: bytes, max_bytes: int) -> int:
@@ -53,7 +54,7 @@ class HeaderMeter:
         return total
 
     def _field(self, block: bytes, at: int) -> tuple[int, int]:
-        """Return the size of the field that begins at this byte, and the start of the next."""
+        """Return the size of the header field that begins at ``at``, and the field's end."""
         first = block[at]
         if first & 0x80:
             index, at = _integer(block, at, 0x7F)
@@ -64,7 +65,7 @@ class HeaderMeter:
         is_inserted = bool(first & 0x40)
         index, at = _integer(block, at, 0x3F if is_inserted else 0x0F)
         if index:
-            # Clients often refer to a name alone, with a new value each time.
+            # The entry's name is in a table: clients often send a known name with a new value.
             name_bytes, _ = self._sizes_of(index)
         else:
             name_bytes, at = _string(block, at)
@@ -109,5 +110,5 @@ def _string(block: bytes, at: int) -> tuple[int, int]:
     end = at + num_bytes
     if end > len(block):
         raise IndexError
-    # The shortest Huffman code has five bits.
+    # The shortest Huffman code has five bits, so a byte holds at most 1.6 characters.
     return (num_bytes * 8 // 5 if is_huffman else num_bytes), end

@@ -3,9 +3,9 @@
     client --TCP, or TLS--> Listener -> FrameGuard --private socket--> gRPC's core
            <------------------------ unchanged -------------------------
 
-gRPC's core parses what a client sends before any code of Baton runs, and lacks limits for much of
-it. Only this user can open the folder of the private socket. The name of the connection's near end
-tells the client's address to gRPC.
+gRPC's core parses what a client sends before any code of Baton runs, and has no limits for much of
+what it parses. Only this user can open the folder of the private socket. gRPC learns a client's
+address from the name of this process's end of the connection to the private socket.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from baton.serving.http2.frames import FrameGuard, Hold, Http2Error, cancel_fram
 
 logger = logging.getLogger(__name__)
 
-# Longest name of a connection to the private socket: an IPv6 address and a number.
+# Bytes of the longest name of a connection to the private socket: an IPv6 address and a number.
 _MAX_NAME_CHARS = 60
 _PREFIX = "baton-rpc-"
-# Longest path of the folder. macOS allows 104 characters for the whole address, Linux 108.
+# Bytes of the longest path of the folder; macOS allows 104 characters for a socket's whole path,
+# Linux 108.
 _MAX_PATH_CHARS = 104 - _MAX_NAME_CHARS
 _RATE_PAUSE_S = 0.05
 _CLOSE_TIMEOUT_S = 1.0
-_MAX_SENT_BYTES = 2**17  # bytes that may wait for a client before gRPC must wait
-_FEW_STREAMS = 16  # maximum number of calls that gRPC may have to cancel at once
-# Maximum number of bytes read while a call waits for its turn, to find acknowledgements behind it.
+_MAX_SENT_BYTES = 2**17  # if more bytes wait for the client, gRPC must wait
+_FEW_STREAMS = 16  # maximum number of calls that gRPC cancels at once
+# Maximum number of bytes read after a call that waits for its turn, to find frames that may
+# overtake it.
 _MAX_HELD_BYTES = 2**18
 
 
 class RpcFront:
-    """Accept connections for one gRPC server.
+    """The public side of one gRPC server, which accepts its connections.
 
     Args:
         limits: limits of the server's connections.
-        tls: context of the public side; None: no TLS.
+        tls: TLS context for the clients' connections; None: no TLS.
 
     Raises:
         ConfigError: no folder can be made for the private socket.
@@ -93,7 +95,7 @@ class RpcFront:
         )
 
     def stop_accepting(self) -> None:
-        """Accept no new connections; open ones continue."""
+        """Accept no new connections; open connections continue."""
         self.listener.stop_accepting()
 
     async def close(self) -> None:
@@ -108,18 +110,18 @@ class RpcFront:
         self._folder.close()
 
     def add(self, side: _ClientSide) -> None:
-        """Remember a connection that came up."""
+        """Remember a connection that was set up."""
         self._sides.add(side)
         self._is_empty.clear()
 
     def remove(self, side: _ClientSide) -> None:
-        """Forget a connection whose both sides are closed."""
+        """Forget a client's connection once it and its connection to gRPC are closed."""
         self._sides.discard(side)
         if not self._sides:
             self._is_empty.set()
 
     def connect(self, address: str) -> socket.socket:
-        """Connect to the private socket under a client's name; raises OSError.
+        """Connect to the private socket, under a name with the client's address; raises OSError.
 
         Args:
             address: the client's IP address, without a port.
@@ -142,9 +144,9 @@ class RpcFront:
 class _ClientSide(asyncio.Protocol):
     """A client's connection, whose frames pass the guard before they go to gRPC.
 
-    If gRPC does not read, or small frames come too fast, nothing more is read from the client.
-    While a call waits for its turn, a little more is read, to find frames that may overtake it.
-    While the client does not read, none of its calls begins.
+    If gRPC does not read, or if small frames come too fast, nothing more is read from the client.
+    While a call waits for its turn, a few more bytes are read, to find frames that may overtake the
+    call. While the client does not read, none of its calls begins.
     """
 
     def __init__(self, front: RpcFront) -> None:
@@ -159,7 +161,7 @@ class _ClientSide(asyncio.Protocol):
         self._has_turn = self._waits_turn = self._is_refused = False
         self._at_work = contextlib.ExitStack()
 
-    # ------------------------------------------------------------------ said by the client's side
+    # ------------------------------------------------------------------ called by the client's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._client = cast(asyncio.Transport, transport)
@@ -189,7 +191,7 @@ class _ClientSide(asyncio.Protocol):
         elif self._connecting is None:
             self._front.remove(self)
 
-    # ------------------------------------------------------------------ said by gRPC's side
+    # ------------------------------------------------------------------ called by gRPC's side
 
     def connected_to_server(self, transport: asyncio.Transport) -> None:
         """Send the bytes that waited for the connection to gRPC."""
@@ -208,20 +210,20 @@ class _ClientSide(asyncio.Protocol):
             self._client.write(data)
 
     def pause_passing(self, is_full: bool) -> None:
-        """Stop reading from the client while gRPC is full; go on afterwards."""
+        """Stop reading from the client while gRPC's buffers are full; otherwise continue."""
         self._is_server_full = is_full
         self._read_or_pause()
 
     def end(self) -> None:
-        """Close the client's connection once all is sent, because gRPC has closed its side."""
+        """Close the client's connection once all bytes are sent: gRPC has closed its side."""
         self._server = None
         if self._client is not None:
             self._client.close()
-            self._at_work.close()  # idle now: cut off if the client does not read the rest in time
+            self._at_work.close()  # counts as idle now: closed if the client does not read
         self._front.remove(self)
 
     def abort(self) -> None:
-        """Close both sides at once."""
+        """Close the connections to the client and to gRPC at once."""
         for transport in (self._client, self._server):
             if transport is not None:
                 transport.abort()
@@ -248,7 +250,7 @@ class _ClientSide(asyncio.Protocol):
         self._read_or_pause()
 
     def _wait_if_held(self) -> None:
-        """If frames are held back, check them again as soon as they may pass."""
+        """If frames are held back, arrange to check them again when they may pass."""
         if self._guard.hold is Hold.RATE:
             loop = asyncio.get_running_loop()
             loop.call_later(_RATE_PAUSE_S, self._pass_on, b"")
@@ -285,7 +287,7 @@ class _ClientSide(asyncio.Protocol):
         assert self._client is not None
         self._is_refused = True
         self._front.listener.note_refused(self, f"a connection to gRPC is closed: it {why}")
-        if self._connecting is None:  # so far nothing was sent, so no frame is cut in two
+        if self._connecting is None:  # nothing was sent yet, so this cuts no frame in two
             self._client.write(goodbye(why))
             self._client.close()
         else:
@@ -294,10 +296,10 @@ class _ClientSide(asyncio.Protocol):
     # ------------------------------------------------------------------ a client that is gone
 
     def _cancel_calls(self) -> None:
-        """Cancel the calls of a client that is gone one by one; then close gRPC's side.
+        """Cancel the calls of a client that is gone, in turns; then close gRPC's side.
 
-        On a closed connection, gRPC would cancel all calls at once; thousands of them would stop
-        the event loop for seconds.
+        If the connection were closed first, gRPC would cancel all calls at once, which stops the
+        event loop for seconds if there are thousands.
         """
         if self._server is None:
             return
@@ -322,7 +324,7 @@ class _ClientSide(asyncio.Protocol):
         try:
             sock = self._front.connect(address)
             await loop.create_unix_connection(functools.partial(_ServerSide, self), sock=sock)
-        except OSError as error:  # without descriptors, or after the server has stopped
+        except OSError as error:  # no descriptor is left, or the server has stopped
             logger.warning("a connection to gRPC is closed: %s", error.strerror)
             self.abort()
             self._front.remove(self)
@@ -349,7 +351,7 @@ class _ServerSide(asyncio.Protocol):
 
 
 def _make_folder() -> HeldFolder:
-    """Make a folder that only this user can read; raises ConfigError."""
+    """Make the folder of the private socket, which only this user can open; raises ConfigError."""
     problem = "no folder for temporary files can be found"
     for parent in _parents():
         if len(f"{parent}/{_PREFIX}12345678") > _MAX_PATH_CHARS:

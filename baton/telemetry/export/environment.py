@@ -1,7 +1,8 @@
-"""Checks the OTEL_* variables that the span exporter reads.
+"""Check the OTEL_* environment variables that the span exporter reads.
 
-For some invalid values the SDK raises exceptions, for others it logs a traceback, and others it
-accepts and then sends nothing. These checks give one line that names the variable and its limits.
+For some invalid values, OpenTelemetry's SDK raises exceptions; for some it logs a traceback; others
+it accepts, but then sends nothing. These checks give one line that names the variable and its
+limits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from baton.options import LONGEST_S
 COMPRESSIONS = ("gzip", "none")
 _HEADER_NAME = re.compile(r"[a-z0-9_.-]+")
 _PREFIX, _OF_TRACES = "OTEL_EXPORTER_OTLP_", "OTEL_EXPORTER_OTLP_TRACES_"
-# Variables of sampling and sending that Baton ignores, and what decides instead.
+# Variable of sampling or sending that Baton ignores -> what Baton uses instead.
 IGNORED = {
     "OTEL_SDK_DISABLED": "traces are off without --trace-endpoint",
     "OTEL_TRACES_SAMPLER": "--trace-ratio says which requests are traced",
@@ -29,7 +30,7 @@ IGNORED = {
 
 
 def endpoint_problem(endpoint: str) -> str:
-    """Return what is wrong with a collector's URL; empty if it is valid."""
+    """Return what is wrong with the URL of a collector; empty if the URL is valid."""
     try:
         url = urlsplit(endpoint)
         is_right = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
@@ -59,7 +60,7 @@ def check_environment(environment: Mapping[str, str]) -> list[str]:
 
 
 def chosen(environment: Mapping[str, str], name: str) -> str:
-    """Return a variable's value for traces, or else its value for all signals; empty: not set."""
+    """Return a setting's value for traces, or else its value for all signals; empty: not set."""
     return environment.get(_OF_TRACES + name) or environment.get(_PREFIX + name) or ""
 
 
@@ -88,7 +89,7 @@ def _file_problem(value: str) -> str:
 
 
 def _headers_problem(value: str) -> str:
-    """Return what is wrong with headers, without their values, which may hold secrets."""
+    """Return what is wrong with headers, but without the headers' values, which may be secrets."""
     for item in filter(str.strip, value.split(",")):
         name, separator, text = item.partition("=")
         name, text = unquote(name).strip().lower(), unquote(text).strip()

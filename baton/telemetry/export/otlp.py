@@ -1,4 +1,4 @@
-"""Encodes spans as OTLP messages. Imports OpenTelemetry, so only the exporter imports this.
+"""Encode spans as OTLP messages. Imports OpenTelemetry, so only the exporter imports this module.
 
 Ids and times are packed into protobuf's byte format directly. Names and attributes repeat often, so
 they are encoded once and cached. The encoded parts, joined, are a valid message. An object per
@@ -30,19 +30,19 @@ _IDS = struct.Struct("<2s16s2s8s")
 _TIMES = struct.Struct("<BBBQBQ")
 _TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"
 _KIND, _BEGIN, _END = 0x30, 0x39, 0x41
-_FLAGS = OtlpSpan(flags=1).SerializeToString()  # flags that say that the trace is sampled
+_FLAGS = OtlpSpan(flags=1).SerializeToString()  # says that the trace is sampled
 _SPAN = b"\x12"  # tag of a span in ScopeSpans
-_KEPT_CHARS = 64  # longer texts rarely repeat, and are not cached
+_KEPT_CHARS = 64  # longer texts are not cached, because they rarely repeat
 
 
 def make_request(
     data: Sequence[tuple[Span, int]], resource: dict[str, str]
 ) -> ExportTraceServiceRequest:
-    """Make one message of many spans.
+    """Return one message with many spans.
 
     Args:
-        data: spans, each with the UNIX time at which its clock showed 0, in nanoseconds.
-        resource: attributes of the spans' process.
+        data: spans, each with the UNIX time in nanoseconds at which the span's clock showed 0.
+        resource: attributes of the process that made the spans.
     """
     parts = [_scope()]
     for span, zero_ns in data:
@@ -75,7 +75,7 @@ def _encode(span: Span, zero_ns: int) -> bytes:
 
 
 def _rest(span: Span, zero_ns: int) -> OtlpSpan:
-    """Return a message with the fields that few spans have."""
+    """Return the encoded fields that only few spans have."""
     made = OtlpSpan(trace_state=span.context.state)
     for linked, how in span.links:
         made.links.add(

@@ -1,9 +1,9 @@
 """SpanExporter: sends spans to an OpenTelemetry collector, from a thread of its own.
 
 Callers queue their spans and do not wait. Spans that the collector does not accept in time are
-dropped and counted. The SDK sends the messages, with certificates, headers, compression and retries
-as set by OTEL_EXPORTER_OTLP_*. Messages are encoded here, from plain spans, in a fourth of the time
-that the SDK's own spans take (ADR 0050).
+dropped and counted. OpenTelemetry's SDK sends the messages, with the certificates, headers,
+compression and retries that OTEL_EXPORTER_OTLP_* give. Baton encodes the messages itself, from
+plain spans, in a fourth of the time that the SDK needs for its own spans (ADR 0050).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.version import __version__
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 2**15  # maximum number of queued spans, about ten megabytes
-# Spans in one message: encoding them blocks this process for a millisecond or two.
+# Maximum number of spans in a message, whose encoding blocks this process for a millisecond or two.
 _MOST_AT_ONCE = 256
 _INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 3.0
@@ -32,12 +32,12 @@ _TELL_INTERVAL = 1000  # dropped spans between two warnings
 
 
 class SpanExporter:
-    """Exports the spans of one process.
+    """Exporter of the spans of one process.
 
     Args:
         endpoint: URL of the collector, ``http://host:port`` or ``https://host:port``.
         service: name of this program (``service.name``); OTEL_SERVICE_NAME overrides it.
-        resource: more attributes for all spans of this process.
+        resource: further attributes of all spans of this process.
 
     Attributes:
         num_exported, num_dropped: numbers of spans since the start.
@@ -73,7 +73,7 @@ class SpanExporter:
         self._thread.start()
 
     def take(self, spans: Sequence[Span], zero_ns: int) -> None:
-        """Queue spans for sending; this is a `SpanSink`."""
+        """Queue spans for sending; implements `SpanSink`."""
         if self._num_waiting >= MAX_WAITING:
             self.num_dropped += len(spans)
             return
@@ -85,7 +85,8 @@ class SpanExporter:
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._waiting.clear()
-        self._sender.shutdown()  # ends the sender's retries
+        # Let the sending thread give up its retries.
+        self._sender.shutdown()
         self._thread.join()
 
     def _run(self) -> None:
@@ -112,7 +113,9 @@ class SpanExporter:
         """Send spans; return whether the collector accepted them."""
         try:
             return bool(self._sender.export(batch).value == 0)
-        except Exception:  # the thread must survive whatever a collector answers
+        # Any exception is caught, because the sending thread must survive whatever a collector
+        # answers.
+        except Exception:
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning("spans could not be sent (logged once)", exc_info=True)
@@ -120,9 +123,10 @@ class SpanExporter:
 
 
 def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
-    """Make the SDK's exporter, with messages encoded by Baton."""
+    """Make the SDK's exporter, changed to send messages that Baton encoded."""
     for name in [name for name, value in os.environ.items() if name[:5] == "OTEL_" and not value]:
-        del os.environ[name]  # the SDK would use an empty value; here it counts as not set
+        # An empty variable counts as not set here, but the SDK would use the empty value.
+        del os.environ[name]
     from grpc import Compression
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import OTELResourceDetector
@@ -130,7 +134,8 @@ def _make_sender(endpoint: str, service: str, resource: dict[str, str]) -> Any:
     from baton.telemetry.export.otlp import make_request
 
     own = {"service.name": service, "service.version": __version__, **resource}
-    found = OTELResourceDetector().detect().attributes  # the environment overrides our values
+    # Attributes in OTEL_RESOURCE_ATTRIBUTES override those of Baton.
+    found = OTELResourceDetector().detect().attributes
     attributes = {key: str(value) for key, value in {**own, **found}.items()}
 
     class Sender(OTLPSpanExporter):

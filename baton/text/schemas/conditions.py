@@ -3,9 +3,10 @@
 if A then B else C  ->  anyOf: [A and B, not A and C]
 not A               ->  anyOf: all other values
 
-The grammar library knows alternatives but no negation. So the values that a schema excludes are
-written out, keyword by keyword: the other listed values, the numbers beyond a limit, a property
-that is absent. A condition that cannot be written out stays, and is refused by name.
+The grammar library knows alternatives but no negation. So a schema of the excluded values is
+written, keyword by keyword: the other listed values, the numbers beyond a limit, a property that is
+absent. A condition that cannot be written so stays in the schema, and the request is refused with
+the condition's name.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _TELLING = ("type", "const", "enum")
 _MAX_EXCLUDED_CHARS = 1_000
 _MAX_WAYS = 8
 _MAX_DEPTH = 8
-_MAX_SCHEMAS = 300  # maximum number of schemas in one condition; a reference may repeat a schema
-# A limiting keyword, its opposite, and the types of values that the two limit.
+_MAX_SCHEMAS = 300  # per condition, as references may repeat schemas
+# Keyword with a limit -> the opposite keyword, what to add to the limit, and the types of values
+# that both keywords limit.
 _NUMBERS, _TEXTS, _LISTS = ("integer", "number"), ("string",), ("array",)
 _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "minimum": ("exclusiveMaximum", 0, _NUMBERS),
@@ -38,15 +40,15 @@ _OPPOSITES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 class _UnknownOppositeError(Exception):
-    """The opposite of a schema cannot be written as a schema."""
+    """No schema can be written for the values that a schema excludes."""
 
 
 def without_conditions(schema: Schema, root: Schema, beside: Schema) -> Schema:
-    """Return a schema whose conditions are written as alternatives, as far as possible.
+    """Return the schema with its conditions written as alternatives, as far as possible.
 
     Args:
         root: the whole schema, into which `$ref`s point.
-        beside: other requirements on the value; see `said_beside`.
+        beside: types and properties that enclosing schemas require of the same value.
     """
     found = _without_dependencies(schema)
     for rewrite in (_if, _not, _one_of):
@@ -58,14 +60,14 @@ def without_conditions(schema: Schema, root: Schema, beside: Schema) -> Schema:
 
 
 def said_beside(schema: Schema, beside: Schema) -> Schema:
-    """Merge the types and properties that two schemas of one value require."""
+    """Return the types and properties that two schemas of the same value require together."""
     found = {key: one[key] for one in (beside, schema) for key in _TELLING if key in one}
     properties = {**beside.get("properties", {}), **schema.get("properties", {})}
     return {**found, "properties": properties}
 
 
 def _and(schema: Schema, ways: Sequence[Any]) -> Schema:
-    """Return the schema with alternatives added: a value must also fit one of them."""
+    """Return the schema with the added requirement that a value fits one of the alternatives."""
     if True in ways:
         return schema
     more = ways[0] if len(ways) == 1 else {"anyOf": list(ways)}
@@ -79,7 +81,7 @@ def _all(*schemas: Any) -> Any:
 
 
 def _without_dependencies(schema: Schema) -> Schema:
-    """Write dependencies as alternatives: a property is absent, or its requirements hold."""
+    """Write dependencies as alternatives: a property is absent, or what depends on it holds."""
     found, needs = dict(schema), list[tuple[str, Any]]()
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         needs += found.pop(keyword, {}).items()
@@ -94,7 +96,7 @@ def _if(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
     found = dict(schema)
     then, otherwise = found.pop("then", True), found.pop("else", True)
     if "if" not in found:
-        return found  # one of the alternatives accepts everything
+        return found  # without "if", "then" and "else" have no effect
     condition = found.pop("if")
     ways = [_all(condition, then)]
     ways += [_all(one, otherwise) for one in opposites.of(condition, beside)]
@@ -107,12 +109,16 @@ def _not(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
     found = dict(schema)
     ways = opposites.of(found.pop("not"), beside)
     if "enum" in found and len(ways) == 1 and ways[0] is not True and set(ways[0]) == {"enum"}:
-        return {**found, **ways[0]}  # the shorter list replaces the old one
+        # Both schemas list the allowed values, so the shorter list replaces the old list.
+        return {**found, **ways[0]}
     return _and(found, ways)
 
 
 def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
-    """Rewrite oneOf: make alternatives that limit only properties exclude each other."""
+    """Rewrite oneOf as alternatives that exclude each other.
+
+    Only alternatives that limit nothing but properties are rewritten.
+    """
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or not 1 < len(ways) <= _MAX_WAYS:
         return schema
@@ -132,10 +138,10 @@ def _one_of(schema: Schema, opposites: _Opposites, beside: Schema) -> Schema:
 
 
 class _Opposites:
-    """Writes out the values that schemas exclude.
+    """Writer of schemas for the values that other schemas exclude.
 
     Args:
-        root: the whole schema.
+        root: the whole schema, into which `$ref`s point.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -143,12 +149,14 @@ class _Opposites:
         self._num_left = _MAX_SCHEMAS
 
     def of(self, schema: Any, beside: Any, depth: int = 0) -> list[Any]:
-        """Return alternatives for all values that do not fit a schema.
+        """Return alternative schemas that together match all values that do not fit a schema.
 
         Args:
-            beside: a schema that the values must fit.
+            beside: another schema that the values must fit.
+            depth: number of schemas around this schema.
 
-        Raises _UnknownOppositeError.
+        Raises:
+            _UnknownOppositeError: these values cannot be written as schemas.
         """
         self._num_left -= 1
         schema, beside = resolved(schema, self._root), resolved(beside, self._root)
@@ -194,7 +202,7 @@ class _Opposites:
         raise _UnknownOppositeError
 
     def _of_properties(self, properties: Any, beside: Schema, depth: int) -> list[Any]:
-        """Return, for each property, a schema of objects whose value of it does not fit."""
+        """Return one alternative per property: objects in which this property does not fit."""
         declared = beside.get("properties", {})
         ways = []
         for name, one in properties.items():
@@ -205,7 +213,7 @@ class _Opposites:
 
 
 def _typed(ways: Sequence[Schema], types: Sequence[str]) -> list[Any]:
-    """Limit alternatives to the types that a keyword checks, because other types always pass."""
+    """Limit alternatives to the types that a keyword checks; the keyword allows all other types."""
     return [{"type": list(types), **way} for way in ways] if types else []
 
 
@@ -214,7 +222,7 @@ def _any(ways: Sequence[Any]) -> Any:
 
 
 def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the types that values of a schema may have, by its own keywords."""
+    """Return the types that the keyword ``type`` of a schema allows."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return (kind,)
@@ -224,7 +232,8 @@ def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
 def _other_types(kind: Any, types: Sequence[str]) -> list[Any]:
     excluded = {kind} if isinstance(kind, str) else set(kind)
     if "integer" in excluded and "number" in types and "number" not in excluded:
-        raise _UnknownOppositeError  # JSON Schema has no type for numbers with a fraction
+        # JSON Schema has no type for numbers that are no integers.
+        raise _UnknownOppositeError
     if "number" in excluded:
         excluded.add("integer")
     left = [one for one in types if one not in excluded]
@@ -232,7 +241,7 @@ def _other_types(kind: Any, types: Sequence[str]) -> list[Any]:
 
 
 def _unlisted(values: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
-    """Return alternatives for all values except the given ones."""
+    """Return alternatives for all values that fit ``beside``, except the given values."""
     excluded = {_key(value) for value in values}
     if "const" in beside or "enum" in beside:
         listed = [beside["const"]] if "const" in beside else beside["enum"]
@@ -277,14 +286,14 @@ def _other_integers(values: Sequence[int]) -> list[Schema]:
 
 
 def _other_texts(texts: Sequence[str]) -> str:
-    """Return a pattern for all texts except the given ones."""
+    """Return an anchored pattern that matches all texts except the given texts."""
     if sum(map(len, texts)) > _MAX_EXCLUDED_CHARS:
         raise _UnknownOppositeError
     return f"^{_behind(frozenset(texts))}$"
 
 
 def _behind(texts: frozenset[str]) -> str:
-    """Return a regex for all texts except the given ones."""
+    """Return a regex without anchors that matches all texts except the given texts."""
     firsts = sorted({text[0] for text in texts if text})
     if not firsts:
         return "(?s:.+)"

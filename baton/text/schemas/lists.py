@@ -1,7 +1,8 @@
-"""Schema lists: writes out the lists that `uniqueItems` and `contains` allow.
+"""Schema lists: replaces `uniqueItems` and `contains` by the lists that they allow.
 
-The grammar library counts items but does not compare them. Lists of a few given values are written
-out in every order. For `contains`, one list is written for each place of the contained item.
+The grammar library counts the items of a list but does not compare them. For `uniqueItems`, all
+lists of a few given values are written out, in every order. For `contains`, an alternative is
+written for each place that the contained item may have.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any
 
 from baton.text.schemas.references import ANNOTATIONS, Schema, is_of, resolved
 
-MAX_LISTED = 5  # maximum number of values of a list whose items must differ
+MAX_LISTED = 5  # maximum number of different values in a list with uniqueItems
 _MAX_LISTS = 400  # maximum number of lists to write out; five values give 326 ordered lists
 _MAX_CHARS = 20_000
-# In a list without a maximum length, the contained item must be among this many first items.
+# If a list has no maximum length, the item that it must contain is among this many first items.
 MAX_PLACES = 8
 
 
 def written_out(schema: Schema, root: Schema) -> Schema:
-    """Return a schema whose ``uniqueItems`` and ``contains`` are written out as far as possible.
+    """Return the schema with ``uniqueItems`` and ``contains`` replaced as far as possible.
 
     Args:
         root: the whole schema, into which references point.
@@ -55,7 +56,7 @@ _OF_ITEMS = frozenset({"uniqueItems", "items", "minItems", "maxItems"})
 
 
 def _listed(schema: Any, root: Schema) -> list[Any] | None:
-    """Return the values that a schema lists, each once; None if others are possible."""
+    """Return the values that a schema lists, each once; None if the schema allows other values."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return None

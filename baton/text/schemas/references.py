@@ -1,4 +1,4 @@
-"""References in a JSON schema, and keywords that describe a value without limiting it."""
+"""Follow references in a JSON schema; list keywords that describe a value but do not limit it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ ANNOTATIONS = frozenset(
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """Follow a reference within the whole schema, over a few steps at most."""
+    """Return a schema, or if it is a `$ref` into the whole schema, the schema that it refers to.
+
+    References to references are followed, up to a limit.
+    """
     for _ in range(8):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
@@ -32,7 +35,7 @@ def _step(found: Any, key: str) -> Any:
 
 
 def is_of(value: Any, kind: str) -> bool:
-    """Return whether a value has a type of JSON Schema."""
+    """Return whether a value has the type that JSON Schema calls ``kind``."""
     match kind:
         case "string":
             return isinstance(value, str)

@@ -1,10 +1,10 @@
 """Schema repairs: close gaps through which the grammar library would let wrong outputs pass.
 
-* A class of characters that contains control characters but not ``"`` or ``\\``, such as ``[^"]``,
-  also matches the escapes of the excluded characters. The pattern is narrowed so that it does not
-  match control characters.
-* With open names, a name may occur twice, and ``minProperties`` would count it twice. A schema with
-  both is refused.
+* A regex's character class that contains control characters but not ``"`` or not ``\\``, such as
+  ``[^"]``, also matches the JSON escape of the excluded character. The class is narrowed so that it
+  does not match control characters.
+* If an object may have any names, a name may occur twice, and ``minProperties`` would count the
+  name twice. A schema with ``minProperties`` and any names is refused.
 * A keyword that neither the library nor a rewriting enforces is refused, with its place.
 """
 
@@ -22,9 +22,10 @@ from baton.text.schemas.references import ANNOTATIONS
 from baton.text.schemas.rewrites import rewritten
 
 _OF_NAMES = ("properties", "$defs", "definitions", "dependentSchemas")
-_OF_THE_SAME = ("allOf", "anyOf", "oneOf")  # keywords with schemas of the same value
+_OF_THE_SAME = ("allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same value
 _VALUES = ("enum", "const")
-# Keywords that limit values and are not enforced unless rewritten, with advice on each.
+# Keywords that limit values but are only enforced if they can be rewritten, each with advice for
+# the error text.
 _UNENFORCED = {
     "uniqueItems": f": list at most {MAX_LISTED} values in enum, or leave maxItems at 1",
     "contains": f": give type array, and items as a schema; of maxItems, {MAX_PLACES} are tried",
@@ -43,21 +44,26 @@ _UNENFORCED = {
 }
 _MAX_WRITTEN = 5_000  # maximum number of schemas and listed values that rewriting may add
 _MAX_PATH_CHARS = 200
-# Syntax of character classes that Python's `re` and llguidance read differently.
+# Syntax in character classes that Python's `re` and llguidance read differently.
 _ANOTHER_SYNTAX = re.compile(r"\[|&&|--|~~|\\[pPhHuxQ]")
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|.)")
 _CONTROL = "".join(map(chr, range(0x20)))
 
 
 def enforceable_schema(text: str) -> str:
-    """Narrow a JSON Schema to an enforceable schema; raises InvalidRequestError if none exists."""
+    """Return a JSON Schema that the library can enforce, and that accepts at most the same values.
+
+    Raises:
+        InvalidRequestError: a keyword cannot be enforced, or the text is no JSON Schema.
+    """
     root = json.loads(text)
     try:
         found = _Repairs(root).repaired(root, "#")
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        raise _invalid(f"is not a JSON schema: {error}") from None  # a keyword's value is wrong
+        # A keyword of the schema has a value of a wrong type.
+        raise _invalid(f"is not a JSON schema: {error}") from None
     if found is False:
         raise _invalid("no output can match it")
     return json.dumps(found, separators=(",", ":"))
@@ -68,7 +74,7 @@ def _invalid(problem: str) -> InvalidRequestError:
 
 
 class _Repairs:
-    """Repairs a schema and all schemas inside it.
+    """Repair of a JSON schema and of all schemas inside it.
 
     Args:
         root: the whole schema.
@@ -79,13 +85,11 @@ class _Repairs:
         self._num_left = _size_of(root) + _MAX_WRITTEN
 
     def repaired(self, schema: Any, path: str, beside: Any = None) -> Any:
-        """Return a schema that can be enforced.
+        """Return a schema that the library can enforce; raises InvalidRequestError.
 
         Args:
-            path: place of the schema in the whole one, as a reference would give it.
-            beside: other requirements on the value; see `said_beside`.
-
-        Raises InvalidRequestError.
+            path: place of the schema in the whole schema, in the form of a `$ref`.
+            beside: types and properties that enclosing schemas require of the same value.
         """
         self._num_left -= 1
         if self._num_left < 0:
@@ -109,7 +113,7 @@ class _Repairs:
         return {
             key: self._value(key, value, f"{path}/{key}", inner)
             for key, value in schema.items()
-            # Annotations are dropped, because they can be most of a schema
+            # Annotations are dropped, because they may make up most of a schema
             if key not in ANNOTATIONS
         }
 
@@ -120,7 +124,7 @@ class _Repairs:
             return repair_pattern(value)
         if key in _OF_NAMES and isinstance(value, dict):
             return {name: self.repaired(one, f"{path}/{name}") for name, one in value.items()}
-        # OpenAPI keeps definitions in components
+        # OpenAPI keeps definitions in "components"
         if key == "components" and isinstance(value, dict):
             return {
                 kind: self._value("$defs", ones, f"{path}/{kind}", None)
@@ -147,7 +151,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
         return
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
     properties, required = schema.get("properties"), schema.get("required")
-    num_certain = 1  # a first name cannot be a repetition
+    num_certain = 1  # the first name of an object cannot be a repetition
     if isinstance(properties, dict) and isinstance(required, list):
         num_certain += sum(isinstance(name, str) and name in properties for name in required)
     if is_open and wanted > num_certain:
@@ -160,7 +164,7 @@ def _check_min_properties(schema: dict[str, Any]) -> None:
 
 
 def repair_pattern(pattern: str) -> str:
-    """Narrow a regex's classes so that they match no escape of an excluded character."""
+    """Narrow a regex's character classes: they must not match escapes of excluded characters."""
     parts: list[str] = []
     position = 0
     while position < len(pattern):
@@ -185,7 +189,7 @@ def _narrowed(one: str) -> str:
 
 
 def end_of_class(pattern: str, start: int) -> int:
-    """Return the position after a class's closing bracket; classes may be nested."""
+    """Return the position after the closing bracket of a class, which may contain classes."""
     depth, position = 0, start
     while position < len(pattern):
         sign = pattern[position]
@@ -195,7 +199,8 @@ def end_of_class(pattern: str, start: int) -> int:
             depth += 1
             if pattern[position + 1 : position + 2] == "^":
                 position += 1
-            if pattern[position + 1 : position + 2] == "]":  # a bracket at the start is a character
+            # A "]" at the beginning of a class is a character of the class.
+            if pattern[position + 1 : position + 2] == "]":
                 position += 1
         elif sign == "]":
             depth -= 1
@@ -207,10 +212,11 @@ def end_of_class(pattern: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _may_leak(one: str) -> bool:
-    """Return whether a class of characters may match the escape of a character that it excludes.
+    """Return whether a character class may match the escape of a character that the class excludes.
 
-    A class may if it matches DEL and another control character, but lacks ``"`` or the backslash.
-    True, too, for a class that `re` cannot compile or reads differently from llguidance.
+    This is so if the class matches DEL and another control character, but not ``"`` or not the
+    backslash. Also returns True for a class that `re` cannot compile or reads differently from
+    llguidance.
     """
     if _ANOTHER_SYNTAX.search(one, 1):
         return True
@@ -220,5 +226,6 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A class that lists a few control characters, such as `[a-z\n]`, does no harm without DEL.
+    # A class that does not match DEL only lists some control characters, such as `[a-z\n]`, which
+    # does no harm.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

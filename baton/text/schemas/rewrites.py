@@ -1,7 +1,7 @@
 """Schema rewrites: express pydantic's and zod's schemas in keywords that the library supports.
 
-A rewritten schema accepts at most the values that the original accepts. A keyword that cannot be
-rewritten stays, and the library refuses it by name.
+A rewritten schema accepts at most the values that the original schema accepts. A keyword that
+cannot be rewritten stays in the schema, and the request is refused with the keyword's name.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from baton.text.schemas.conditions import without_conditions
 from baton.text.schemas.lists import written_out
 from baton.text.schemas.references import ANNOTATIONS, Schema, resolved
 
-# Formats about a text's meaning or display, which do not limit the text.
+# Formats that tell a text's meaning or display, and do not limit the text.
 _NO_CONSTRAINT = {
     "password", "binary", "path", "file-path", "directory-path", "text", "textarea", "multiline",
     "markdown", "html", "int32", "int64", "float", "double", "decimal",
 }  # fmt: skip
-# Formats that are replaced by an equal or narrower one.
+# Format -> format to use instead, which allows the same texts or fewer.
 _NARROWER = {
     "idn-email": "email",
     "name-email": "email",
@@ -49,10 +49,10 @@ _MONTH_DAY = (
     "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     "|02-(0[1-9]|1[0-9]|2[0-8]))"
 )
-_OF_FOUR = "(0[48]|[2468][048]|[13579][26])"  # multiples of 4, except 0
+_OF_FOUR = "(0[48]|[2468][048]|[13579][26])"  # two digits: the multiples of 4, except 00
 _DAY = f"({_YEAR}-{_MONTH_DAY}|([0-9]{{2}}{_OF_FOUR}|{_OF_FOUR}00)-02-29)"
 _HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
-# Leap seconds are left out, because only the ends of some days have them.
+# Leap seconds are not allowed, because only some days have a leap second.
 _CLOCK = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+\-]{_HOUR})"
 
 _ATOM = "[A-Za-z0-9_+\\-]"
@@ -60,7 +60,7 @@ _ATOM = "[A-Za-z0-9_+\\-]"
 _MAILBOX = rf"({_ATOM}{{1,31}}(\.{_ATOM}{{1,31}})?|{_ATOM}{{1,15}}(\.{_ATOM}{{1,15}}){{1,3}})"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
 
-# Patterns of formats; those for networks allow only full addresses.
+# Format -> pattern. The patterns of networks only allow addresses that are not abbreviated.
 _PATTERNS = {
     "date": f"^{_DAY}$",
     "time": f"^{_CLOCK}$",
@@ -91,7 +91,8 @@ _PATTERNS = {
 _SECONDS = "[0-9]+([.,][0-9]+)?S"
 _TIME = f"T([0-9]+H([0-9]+M)?({_SECONDS})?|[0-9]+M({_SECONDS})?|{_SECONDS})"
 _DATE = "([0-9]+Y([0-9]+M)?([0-9]+D)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-# zod's patterns with look-around, and equal ones without; host names have at most three labels.
+# Patterns of zod with look-around -> patterns without look-around that match the same texts, except
+# that host names have at most three labels.
 _EQUAL = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
     r"[A-Za-z]{2,}$": r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@"
@@ -102,7 +103,7 @@ _EQUAL = {
     r"[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$": r"^[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
     r"(\.[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?){0,2}\.?$",
 }
-# Pydantic's pattern of a Decimal; the numbers limit digits.
+# Pydantic's pattern of a Decimal; its named groups are the maximum numbers of digits.
 _DECIMAL = re.compile(
     r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(?:"
     r"(?P<free>\\d\*\\\.\?\\d\*\$)"
@@ -118,8 +119,8 @@ def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Sch
     """Rewrite the keywords of one schema, but not those of schemas inside it.
 
     Args:
-        root: the whole schema, for references.
-        beside: types and properties that enclosing schemas require of the value.
+        root: the whole schema, into which `$ref`s point.
+        beside: types and properties that enclosing schemas require of the same value.
     """
     if schema.get("not") in ({}, True):
         return False
@@ -132,7 +133,8 @@ def rewritten(schema: Schema, root: Schema, beside: Schema | None = None) -> Sch
 def _multiple(schema: Schema, root: Schema) -> None:
     """Require integers if values must be multiples of a whole number.
 
-    The library panics if a special token follows such a number, written ``95.0`` or not.
+    The library panics if a special token follows a multiple of a whole number, even if the schema
+    has the whole number as ``95.0``.
     """
     step, kind = schema.get("multipleOf"), schema.get("type")
     if isinstance(step, bool) or not isinstance(step, int | float) or step != step // 1:
@@ -153,7 +155,7 @@ def _format(schema: Schema, root: Schema) -> None:
         del schema["format"]
     elif kind in _PATTERNS:
         del schema["format"]
-        if "pattern" in schema:  # zod also writes the format's own pattern; both must hold
+        if "pattern" in schema:  # zod writes format and pattern; both must hold
             schema["allOf"] = [*schema.get("allOf", ()), {"pattern": _PATTERNS[kind]}]
         else:
             schema["pattern"] = _PATTERNS[kind]
@@ -166,13 +168,19 @@ def _pattern(schema: Schema, root: Schema) -> None:
     if pattern in _EQUAL:
         schema["pattern"] = _EQUAL[pattern]
     elif (found := _DECIMAL.fullmatch(pattern)) and (numbers := _decimal(found.groupdict())):
-        # At least one digit, as the look-ahead demanded.
+        # The text must have a digit, as the original pattern's look-ahead demanded.
         schema["pattern"] = f"^[+-]?{numbers}$"
         schema["allOf"] = [*schema.get("allOf", ()), {"pattern": "[0-9]"}]
 
 
 def _decimal(limits: Mapping[str, str | None]) -> str:
-    """Return a pattern of unsigned numbers with at most these digits; empty if too many digits."""
+    """Return a pattern of unsigned decimal numbers with limited numbers of digits.
+
+    Args:
+        limits: groups of a match of `_DECIMAL`.
+
+    Returns an empty text if a limit is above `_MAX_DIGITS`.
+    """
     given = {name: int(value) for name, value in limits.items() if value and value.isdigit()}
     if max(given.values(), default=0) > _MAX_DIGITS:
         return ""
@@ -189,7 +197,7 @@ def _decimal(limits: Mapping[str, str | None]) -> str:
 
 
 def _names(schema: Schema, root: Schema) -> None:
-    """Rewrite ``propertyNames``."""
+    """Replace ``propertyNames`` by properties or a pattern of names, if possible."""
     names = resolved(schema.get("propertyNames"), root)
     if names is None or names is True:
         schema.pop("propertyNames", None)
@@ -218,7 +226,7 @@ def _names(schema: Schema, root: Schema) -> None:
 
 
 def _name_pattern(said: Mapping[str, Any]) -> str | None:
-    """Return a pattern equal to the constraints on a name, or None."""
+    """Return a pattern for the names that a schema of names allows; None: unknown keywords."""
     if set(said) == {"pattern"}:
         return str(said["pattern"])
     if set(said) == {"format"}:
@@ -230,14 +238,18 @@ def _name_pattern(said: Mapping[str, Any]) -> str | None:
 
 
 def _unevaluated(schema: Schema, root: Schema) -> None:
-    """Rewrite ``unevaluatedProperties`` if no other schema can name properties."""
+    """Rewrite ``unevaluatedProperties`` if no other keyword has schemas that name properties."""
     others = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
     if "unevaluatedProperties" in schema and others.isdisjoint(schema):
         schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
 
 
 def _alternatives(schema: Schema, root: Schema) -> None:
-    """Require the tag of tagged alternatives, which a default had made optional."""
+    """Make the tag of alternatives a required property.
+
+    A tag is a property whose listed values differ between all alternatives. Schema generators make
+    a tag optional if it has a default.
+    """
     ways = schema.get("oneOf")
     if not isinstance(ways, list) or len(ways) < 2:
         return
@@ -256,7 +268,7 @@ def _alternatives(schema: Schema, root: Schema) -> None:
 
 
 def _tags(way: Any, root: Schema) -> dict[str, frozenset[str]]:
-    """Return the listed values of an alternative's properties."""
+    """Return the values that an alternative lists for each property."""
     found = resolved(way, root)
     properties = found.get("properties") if isinstance(found, Mapping) else None
     if not isinstance(properties, Mapping):

@@ -1,1 +1,1 @@
-"""Thoughts before answers: their marks, and an output's position in its thought."""
+"""Thoughts before answers: find their marks, and follow an output through its thought."""

@@ -1,4 +1,4 @@
-"""Thought marks: how models mark thoughts, and the part of this that an engine must know.
+"""Thought marks: how models mark thoughts, and what an engine must know about a thought.
 
 prompt ... <|im_start|>assistant <think> | thought | </think> | answer     opened by the prompt
 prompt ... <|im_start|>assistant | <think> thought | </think> | answer     the model may open it
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 from baton.api.errors import InvalidRequestError
 from baton.api.thinking import Thinking
 
-if TYPE_CHECKING:  # `baton -h` reads this file, and must not wait for the library
+if TYPE_CHECKING:  # `baton -h` imports this file, and must be fast
     from baton.text.tokenizer import Tokenizer
 
 _PROMPT_END_TOKENS = 8
-_MAX_PROMPT_END_TOKENS = 8_192  # maximum number of tokens to read, which takes a millisecond
+_MAX_PROMPT_END_TOKENS = 8_192  # reading so many tokens takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The texts around a model family's thoughts.
+    """The texts that a model family writes around thoughts.
 
     Attributes:
-        open, close: enclose a thought.
+        open, close: opening and closing mark of a thought.
         always_thinks: whether the model thinks from the start, without an opening mark.
         may_reopen: whether an output may have several thoughts.
-        role: text between the closing mark and a call.
+        role: text between the closing mark and a tool call.
         answer: text between the closing mark (or ``role``) and the answer.
         within: special tokens that may occur in thoughts and their marks.
     """
@@ -42,7 +42,7 @@ class ThoughtMarks:
     within: tuple[str, ...] = ()
 
     def place_of(self, prompt_end: str) -> tuple[bool, bool]:
-        """Return whether a prompt's end leaves a thought open, and whether it has closed one."""
+        """Return whether a prompt's end is within a thought, and whether a thought ended there."""
         begun = prompt_end.rfind(self.open)
         ended = max(prompt_end.rfind(mark) for mark in (self.close, self.answer or self.close))
         is_open = begun > ended or (self.always_thinks and ended < 0)
@@ -68,7 +68,7 @@ HARMONY = ThoughtMarks(
     answer="<|channel|>final<|message|>",
     within=("<|channel|>", "<|message|>", "<|constrain|>"),
 )
-# Marks, each with signs in the family's chat templates; the first match counts.
+# Marks, each with texts that tell the family by its chat template; the first match is used.
 _BY_SIGNS = (
     (HARMONY, ("<|channel|>",)),
     (SEED_THINK, ("<seed:think>",)),
@@ -77,9 +77,10 @@ _BY_SIGNS = (
 
 
 def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
-    """Return a checkpoint's thought marks, found by its chat template or its tokens.
+    """Return the thought marks of a checkpoint, found by its chat template or its tokens.
 
-    Raises InvalidRequestError if the checkpoint has no thought marks.
+    Raises:
+        InvalidRequestError: the checkpoint has no thought marks.
     """
     template = tokenizer.chat_template
     source = "" if template is None else template.source(with_tools=True)
@@ -93,7 +94,7 @@ def find_marks(tokenizer: Tokenizer) -> ThoughtMarks:
 
 
 class ThoughtFinder:
-    """Finds an output's position in its thought from its prompt.
+    """Finds out from a prompt whether its output begins with a thought or within a thought.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
@@ -104,14 +105,15 @@ class ThoughtFinder:
         self._tokenizer = tokenizer
         self._marks = marks
         inner = map(tokenizer.special_token_id, marks.within)
-        # Tokens that cannot occur in an answer.
+        # Special tokens that cannot occur in a thought or its marks.
         self._outer_ids = tokenizer.special_token_ids.difference(inner)
 
     def prompt_end(self, prompt: list[int]) -> str:
-        """Return the end of a prompt that belongs to the answer: a mark, or a thought's beginning.
+        """Return the text at the end of a prompt that belongs to the model's own turn.
 
-        The answer begins after the last special token that is no mark. In a prompt without such a
-        token, except as its first one, the last few tokens count as the answer's.
+        This may be a mark or the beginning of a thought. The model's turn begins after the last
+        special token that cannot occur in a thought or its marks. If only the first token of the
+        prompt is such a token, or none is, the last few tokens are returned.
         """
         start, first = len(prompt), max(len(prompt) - _MAX_PROMPT_END_TOKENS, 1)
         while start > first and prompt[start - 1] not in self._outer_ids:
@@ -128,10 +130,11 @@ class ThoughtFinder:
         must_open: bool = False,
         before_calls: bool = False,
     ) -> Thinking | None:
-        """Return the engine's parameters for the thought; None if the prompt allows no thought.
+        """Return the engine's parameters for a thought; None if the prompt allows no thought.
 
         Args:
-            must_open: whether the output must begin with a thought (`Thinking`).
+            budget_tokens: maximum number of tokens in the thought; None: no limit.
+            must_open: whether the output must begin with a thought.
             before_calls: whether the grammar after the thought describes tool calls in the family's
                 form.
         """
@@ -140,7 +143,7 @@ class ThoughtFinder:
         if is_over:
             return None
         opens, gaps = [marks.open], list[str]()
-        if not marks.answer:  # models write newlines around their marks
+        if not marks.answer:  # these models write newlines around their marks
             opens, gaps = [marks.open, "\n" + marks.open], ["\n", "\n\n"]
         gap_marks = map(self._encode, gaps)
         return Thinking(

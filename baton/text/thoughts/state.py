@@ -22,7 +22,7 @@ NO_LIMIT = sys.maxsize
 
 
 class Phase(Enum):
-    """Parts of an output, in their order."""
+    """Phases of an output with a thought, in their order."""
 
     OPENING = 0
     OPEN = 1
@@ -32,16 +32,17 @@ class Phase(Enum):
 
 
 class ThoughtState:
-    """Follows one output through its thought.
+    """The position of one output in its thought.
 
     Args:
-        thinking: parameters with the marks filled in.
+        thinking: parameters of the thought, with the marks filled in.
         guides_answer: whether a grammar constrains the answer. If so, tokens before the answer must
             have the right form; if not, only budget and `Thinking.must_open` constrain them.
 
     Attributes:
         phase: phase of the next token.
-        num_tokens: tokens of the thought so far, also those that may begin the closing mark.
+        num_tokens: number of tokens in the thought so far, including tokens that may begin the
+            closing mark.
     """
 
     def __init__(self, thinking: Thinking, *, guides_answer: bool) -> None:
@@ -52,22 +53,22 @@ class ThoughtState:
         self._guides_answer = guides_answer
         self._thinking = thinking
         self._budget = NO_LIMIT if thinking.budget_tokens is None else thinking.budget_tokens
-        self._place = 0  # position in the current mark, or in the fixed tokens
+        self._place = 0  # number of accepted tokens of the current mark or fixed tokens
         self._chosen: tuple[tuple[int, ...], ...] = thinking.open_marks
 
     def copy(self) -> ThoughtState:
-        """Return a copy that does not follow this state's changes."""
+        """Return a copy that changes independently of this state."""
         return copy.copy(self)
 
     @property
     def must_begin(self) -> bool:
-        """Return whether the next token must be the thought's first, and may not end it."""
+        """Return whether the thought has no token yet but must have one."""
         is_empty = self.phase is Phase.OPEN and not self.num_tokens
         return self._thinking.must_open and is_empty and self._budget > 0
 
     @property
     def num_free(self) -> int:
-        """Number of next tokens that no mask needs to constrain."""
+        """Number of following tokens that need no mask."""
         if self.must_begin:
             return 0
         left = max(self._budget - self.num_tokens, 0)
@@ -87,7 +88,7 @@ class ThoughtState:
 
     @property
     def choices(self) -> Sequence[int]:
-        """Tokens of which the model must choose one next; empty: all tokens are allowed."""
+        """Tokens that may come next; empty: all tokens may."""
         thinking = self._thinking
         match self.phase:
             case Phase.OPENING:
@@ -103,7 +104,7 @@ class ThoughtState:
 
     @property
     def closing_token_id(self) -> int:
-        """The closing mark's next token."""
+        """The next token of the closing mark."""
         return self._thinking.close_token_ids[self._place]
 
     @property
@@ -114,7 +115,7 @@ class ThoughtState:
         return self.phase in (Phase.GAP, Phase.OVER)
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; return False if the token belongs to the answer."""
+        """Add a token to the output; return False if the token belongs to the answer."""
         match self.phase:
             case Phase.OPENING:
                 return self._accept_opening(token_id)
@@ -164,10 +165,10 @@ class ThoughtState:
 
 
 def _matched(mark: tuple[int, ...], num_matched: int, token_id: int) -> int:
-    """Return how many leading tokens of a mark the output now ends with.
+    """Return how many first tokens of a mark the output ends with, after a new token.
 
     Args:
-        num_matched: number of matched tokens before this token.
+        num_matched: how many first tokens of the mark the output ended with before this token.
     """
     if num_matched < len(mark) and mark[num_matched] == token_id:
         return num_matched + 1

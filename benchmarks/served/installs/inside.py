@@ -28,11 +28,12 @@ LOGS, OUTPUT = Path("/tmp/logs"), Path("/tmp/output")
 
 
 def main(model: str, baton: Sequence[str]) -> int:
-    """Ask the model; return the exit code."""
+    """Start `baton up`, ask the model, and print the results; return the exit code."""
     command = [*baton, "up", "--model", model, "--log-folder", str(LOGS)]
     command += ["--ready-timeout-s", str(READY_TIMEOUT_S)]
     if model == TOY:
-        command += ["--dtype", "float32"]  # so that tokens are comparable between machines
+        # Float32, so that tokens can be compared between machines
+        command += ["--dtype", "float32"]
     began = time.monotonic()
     with OUTPUT.open("w", encoding="utf-8") as output:
         up = subprocess.Popen(
@@ -51,7 +52,7 @@ def main(model: str, baton: Sequence[str]) -> int:
         memory = memory_mib()
     finally:
         if up.poll() is None:
-            os.killpg(up.pid, signal.SIGINT)  # as Ctrl-C does
+            os.killpg(up.pid, signal.SIGINT)  # the signal that Ctrl-C sends
         try:
             up.wait(60)
         except subprocess.TimeoutExpired:
@@ -84,7 +85,7 @@ def ask(*, is_chat: bool) -> dict[str, object]:
 
 
 def fetch(url: str, body: object = None) -> Any:
-    """Send a request, with a JSON body if given; return the parsed answer."""
+    """Send a request (with ``body`` as JSON, if given); return the parsed JSON of the answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as response:
@@ -92,7 +93,7 @@ def fetch(url: str, body: object = None) -> Any:
 
 
 def memory_mib() -> int:
-    """Return the memory of this system's processes except this one; shared pages count once."""
+    """Return the MiB of all processes of this system except this one; shared pages count once."""
     kib = 0
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) in (os.getpid(), os.getppid()):

@@ -1,4 +1,4 @@
-"""Fresh system: makes one, installs Baton in it by the quickstart, and asks a question."""
+"""Installation: makes a fresh system, installs Baton in it, and asks a question."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ UNPACKED = (
 )
 # Debian's setting that tells the kernel how to run programs for aarch64.
 EMULATION = "/usr/lib/binfmt.d/qemu-aarch64.conf"
-# Emulated systems would show this machine's features; QEMU's CPU for aarch64 has at least these.
+# Emulated systems would see this machine's CPU features; QEMU's CPU for aarch64 has at least these
+# features.
 FEATURES = "fp asimd fphp asimdhp asimddp i8mm bf16"
 CPUINFO = "".join(f"processor\t: {core}\nFeatures\t: {FEATURES}\n\n" for core in (0, 1))
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -38,15 +39,15 @@ INSTALL_TIMEOUT_S, RUN_TIMEOUT_S = 1800, 1500
 
 
 class Installation:
-    """Makes one system, installs Baton in it and asks a question.
+    """Makes one system, installs Baton in it by the quickstart's command, and asks a question.
 
     Args:
-    system: system to make.
-    work: empty folder for the system.
-    wheels: folder with Baton's wheels.
-    torch_wheels: folder with torch's wheels for CPUs.
-    python: folder of the interpreter to copy.
-    kept: folder that keeps unused systems and uv's cache for later runs.
+        system: the system to make.
+        work: an empty folder, in which the system is made.
+        wheels: folder with Baton's wheels.
+        torch_wheels: folder with torch's wheels for CPUs.
+        python: folder of the Python interpreter to copy; None: use Debian's interpreter.
+        kept: folder that keeps systems without Baton, and uv's cache, for later runs.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Installation:
         self._cache = (kept or work) / "uv"
 
     def measure(self) -> dict[str, object]:
-        """Install and ask; return times, sizes and the answer.
+        """Make the system, install and ask; return times, sizes and the answer.
 
         Raises subprocess.SubprocessError if a command failed.
         """
@@ -93,22 +94,22 @@ class Installation:
         return row
 
     def _make(self) -> None:
-        """Make the system's folder, or copy an earlier one."""
+        """Make the system's folder, or copy one that an earlier run has made."""
         system, root, kept = self._system, self._root, self._kept
         base = kept / f"{system.suite}-{system.debian_machine}" if kept else None
         if base is None or not base.exists():
-            # QEMU would configure packages slowly, so emulated systems only unpack them.
+            # QEMU would configure packages slowly, so emulated systems only unpack their packages.
             variant, packages = ("extract", UNPACKED) if self._is_foreign else ("minbase", PACKAGES)
             run_command([
                 "mmdebstrap", f"--variant={variant}", f"--architectures={system.debian_machine}",
-                # Mirrors can have an outdated package list of testing.
+                # Mirrors can have an outdated package list of Debian testing.
                 "--aptopt=Acquire::Check-Valid-Until false", f"--include={packages}",
                 system.suite, str(base or root),
             ])  # fmt: skip
         if base is not None:
             run_command(["cp", "--archive", "--reflink=auto", str(base), str(root)])
         for name in ("/etc/resolv.conf", "/etc/hosts", os.environ.get("PIP_CERT", "")):
-            if name and Path(name).exists():  # this network's names and certificates
+            if name and Path(name).exists():  # name resolution and certificates of this network
                 copy = root / name.lstrip("/")
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(name, copy)
@@ -121,7 +122,7 @@ class Installation:
         shutil.copy(PROGRAM, root / "inside.py")
 
     def _trust(self, certificate: bytes) -> None:
-        """Direct the system to the stand-in for PyTorch's index, and pin torch to its release."""
+        """Direct the system to `torch_index.py`, and pin torch to the release of its wheels."""
         with (self._root / "etc" / "hosts").open("a", encoding="utf-8") as hosts:
             hosts.write(f"\n{ADDRESS} {HOST}\n")
         with (self._root / CERTIFICATES.lstrip("/")).open("ab") as certificates:
@@ -129,7 +130,8 @@ class Installation:
         python = f"cp{self._system.python.replace('.', '')}"
         (wheel,) = (self._torch_wheels or Path()).glob(f"torch-*-{python}-*.whl")
         version = wheel.name.split("-")[1].partition("+")[0]
-        # The real index has PyPI's newest release, too, which pip would prefer.
+        # PyPI may have a newer release, which pip would prefer; PyTorch's real index has this
+        # release, too.
         (self._root / "torch.txt").write_text(f"torch=={version}\n", encoding="utf-8")
 
     def _install(self) -> float:
@@ -169,7 +171,7 @@ class Installation:
     def _run_inside(self, command: str) -> None:
         """Run a command in the system, with this machine's network.
 
-        uv's cache lies outside of the system, unless it is part of the installation.
+        uv's cache is outside of the system, unless it is part of the installation.
         """
         environment = {
             **{name: text for name, text in os.environ.items() if name.endswith("_proxy")},
@@ -184,7 +186,8 @@ class Installation:
             environment |= {"PIP_CONSTRAINT": "/torch.txt", "UV_CONSTRAINT": "/torch.txt"}
         words = ["/usr/bin/env", "-i", *(f"{name}={text}" for name, text in environment.items())]
         script = f"exec chroot {self._root} {shlex.join([*words, '/bin/sh', '-ec', command])}"
-        script = f"mount -t proc proc {self._root / 'proc'}; {script}"  # uvx looks itself up there
+        # uvx looks for its own path in /proc.
+        script = f"mount -t proc proc {self._root / 'proc'}; {script}"
         if self._system.tool == "uv":
             kept = self._root / "cache"
             self._cache.mkdir(exist_ok=True)
@@ -193,7 +196,7 @@ class Installation:
         run_command(["unshare", "--mount", "/bin/sh", "-ec", script])
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables of commands in the system."""
+        """Return the environment variables for commands that run in the system."""
         environment = {
             "PATH": "/opt/baton/bin:/usr/bin:/bin",
             "HOME": "/root",
@@ -225,7 +228,7 @@ class Installation:
             model, python = TOY, system.interpreter
             baton = f"{python} -m baton"
             environment |= {"PYTHONPATH": "/opt/baton/site", "BATON_NATIVE_KERNELS": system.kernels}
-            # a user namespace has its own binfmt_misc setting
+            # a user namespace has binfmt_misc settings of its own
             alone += ["--user", "--map-root-user"]
             (root / "mnt").mkdir(exist_ok=True)  # the unpacked packages have no folder mnt
             (root / "cpuinfo").write_text(CPUINFO, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fresh systems: their Debian, Python and torch, and the commands that install Baton.
+"""System: the Debian, Python and torch of a fresh system, and how Baton is installed in it.
 
 The commands are read from docs/quickstart.md.
 """
@@ -21,18 +21,20 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 @dataclass(frozen=True)
 class System:
-    """System in which to install.
+    """A system in which Baton is installed.
 
     Attributes:
-        name: name for `--only`.
-        suite: Debian's code name.
-    python: version of the interpreter.
-    tool: installer; the quickstart has a command for each.
-    torch: index of torch.
-    debian_machine: Debian's name of the machine type; QEMU emulates foreign ones.
-    more: additional requirements.
+        name: the system's name for `--only`.
+        suite: code name of the Debian release.
+        python: version of the Python interpreter.
+        tool: the installing program; the quickstart has a command for each of them.
+        torch: package index from which torch is installed.
+        debian_machine: Debian's name of the machine type; QEMU emulates types other than this
+            machine's.
+        more: additional requirements to install.
         kernels: value of `BATON_NATIVE_KERNELS`.
-        is_copied: whether the interpreter is copied from this machine; else Debian's is used.
+        is_copied: whether the Python interpreter is copied from this machine; false: Debian's
+            interpreter is used.
     """
 
     name: str
@@ -52,12 +54,12 @@ class System:
 
     @property
     def interpreter(self) -> str:
-        """Return the path of the interpreter in the system."""
+        """Return the path of the Python interpreter in the system."""
         return f"{'/python' if self.is_copied else '/usr'}/bin/python{self.python}"
 
     @property
     def command(self) -> str:
-        """Return the quickstart's command for the tool, without an index if torch is PyPI's."""
+        """Return the quickstart's command for the tool, without an index if torch is from PyPI."""
         command = documented_commands()[self.tool]
         return command if self.torch == CPU_BUILD else _CPU_INDEX.sub("", command)
 
@@ -71,7 +73,7 @@ def documented_commands() -> dict[str, str]:
 
 
 def _emulated(kernels: str) -> System:
-    # The last release whose package for this machine type is built for CPUs only.
+    # torch's last release whose package for this machine type is built for CPUs only.
     torch = ("torch==2.9.1",)
     name = f"debian12-python3.11-{kernels}"
     return System(

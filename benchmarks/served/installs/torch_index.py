@@ -1,7 +1,7 @@
-"""Stand-in for PyTorch's index of CPU builds: serves local wheels under the index's name.
+"""Replaces PyTorch's index of CPU builds: serves local wheels under the index's host name.
 
-Systems find the stand-in through their hosts file and trust its certificate. So commands that name
-PyTorch's index run unchanged, even if that index cannot be reached.
+Fresh systems find this server by their hosts file, and trust its certificate. So commands that name
+PyTorch's index run unchanged, even if PyTorch's index cannot be reached.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from baton.access.dev_certificates import DevCA, Holder
 
 HOST = "download.pytorch.org"
-ADDRESS = "127.0.0.77"  # a loopback address
+ADDRESS = "127.0.0.77"  # the server's loopback address
 PREFIX = "/whl/cpu"
 
 
 @contextlib.contextmanager
 def torch_index(wheels: Path) -> Iterator[bytes]:
-    """Serve a folder's wheels inside the block; yield the PEM of the certificate to trust.
+    """Serve a folder's wheels during the ``with`` block; yield the certificate as PEM.
 
     Raises OSError if port 443 cannot be bound.
     """
@@ -58,7 +58,7 @@ class _Handler(SimpleHTTPRequestHandler):
         super().__init__(*arguments, directory=str(wheels))
 
     def translate_path(self, path: str) -> str:
-        """Return the path of a wheel, which lies in no subfolder."""
+        """Return the path of a wheel; the folder has no subfolders."""
         return super().translate_path(f"/{path.rpartition('/')[2]}")
 
     def do_GET(self) -> None:

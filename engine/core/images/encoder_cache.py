@@ -22,8 +22,8 @@ class EncoderCache:
 
     Attributes:
         num_tokens: the argument, unchanged.
-        num_used: tokens of the kept encodings.
-        num_held: tokens of held encodings.
+        num_used: number of tokens of all kept encodings.
+        num_held: number of tokens of the held encodings.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -31,8 +31,9 @@ class EncoderCache:
         self.num_used = 0
         self.num_held = 0
         self._sizes: dict[bytes, int] = {}
-        self._holders: dict[bytes, set[Holder]] = {}  # by digest; only held encodings
-        self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}  # by request id
+        self._holders: dict[bytes, set[Holder]] = {}  # by digest of a held encoding
+        # By request id, the digests of the encodings that the request holds, each with its holder.
+        self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}
         self._free: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __contains__(self, digest: bytes) -> bool:
@@ -40,7 +41,7 @@ class EncoderCache:
         return digest in self._sizes
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over the digests of all encodings."""
+        """Iterate over the digests of all kept encodings."""
         return iter(self._sizes)
 
     def is_held(self, digest: bytes) -> bool:
@@ -52,16 +53,16 @@ class EncoderCache:
         return self._sizes[digest]
 
     def has_room(self, num_tokens: int, kept: Iterable[bytes] = ()) -> bool:
-        """Return whether encodings of ``num_tokens`` fit once free encodings are evicted.
+        """Return whether ``num_tokens`` more tokens fit once free encodings are evicted.
 
         Args:
-            kept: encodings that must not be evicted.
+            kept: digests of encodings that must not be evicted.
         """
         num_kept = sum(self._sizes[digest] for digest in set(kept) if digest in self._free)
         return self.num_held + num_kept + num_tokens <= self.num_tokens
 
     def hold(self, digest: bytes, holder: Holder) -> bool:
-        """Keep an encoding for a request; return False if it is not in the cache."""
+        """Hold a kept encoding for a request; return False if the encoding is not in the cache."""
         if digest not in self._sizes:
             return False
         if digest in self._free:
@@ -89,7 +90,7 @@ class EncoderCache:
         return leaving
 
     def release(self, digest: bytes, holder: Holder) -> None:
-        """Note that a request has computed the image's tokens."""
+        """Release the encoding of an image, because a request has computed the image's tokens."""
         holders = self._holders.get(digest)
         if holders is None or holder not in holders:  # the request has left the batch meanwhile
             return
@@ -109,7 +110,10 @@ class EncoderCache:
             self.release(digest, holder)
 
     def remove(self, digest: bytes) -> None:
-        """Drop an encoding that the workers failed to make; the requests holding it must end."""
+        """Drop an encoding that the workers failed to make.
+
+        The caller must end the requests that hold the encoding.
+        """
         if digest not in self._sizes:
             return
         for holder in list(self._holders.get(digest, ())):

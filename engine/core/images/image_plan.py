@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-# Name of the array that is an encoding, not pixel values: another node has encoded the image.
+# Name of an array that has an encoding instead of pixel values, because another node has encoded
+# the image.
 ENCODING = "encoding of another node"
 
 
@@ -13,8 +14,8 @@ class PixelArray(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         name: the array's name, as the model's image processor calls it.
-        dtype: numpy dtype, by name.
-        data: the numbers, in C order.
+        dtype: name of the array's NumPy dtype.
+        data: the array's bytes, in C order.
     """
 
     name: str
@@ -24,7 +25,7 @@ class PixelArray(msgspec.Struct, frozen=True, gc=False):
 
 
 class EncodeImage(msgspec.Struct, frozen=True):
-    """Encode an image, and keep the encoding.
+    """Tells the workers to encode an image and keep the encoding.
 
     Attributes:
         digest: digest of the image, which names the encoding.
@@ -37,15 +38,15 @@ class EncodeImage(msgspec.Struct, frozen=True):
 
     @property
     def is_encoded(self) -> bool:
-        """Return whether another node has encoded the image."""
+        """Return whether the arrays are an encoding that another node has made."""
         return bool(self.pixels) and self.pixels[0].name == ENCODING
 
 
 class PlacedImage(msgspec.Struct, frozen=True):
-    """Replace some of a step's token embeddings by rows of an image's encoding.
+    """Tells the workers to replace some token embeddings of a step by rows of an image's encoding.
 
     Attributes:
-        rows: rows of the tokens in the step, ascending.
+        rows: indices, among the step's tokens, of the tokens to replace; ascending.
         first: row of the encoding that replaces the first of these tokens; later tokens use the
             rows after it.
     """
@@ -56,12 +57,12 @@ class PlacedImage(msgspec.Struct, frozen=True):
 
 
 class StepImages(msgspec.Struct, frozen=True):
-    """All that a step does with images.
+    """Work that the workers must do with images in one step.
 
     Attributes:
         forget: encodings to drop first.
-        encode: images to encode after that.
-        placed: encodings that the forward reads.
+        encode: images to encode before the forward.
+        placed: which token embeddings the forward takes from encodings.
     """
 
     forget: tuple[bytes, ...] = ()

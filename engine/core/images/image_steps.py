@@ -8,17 +8,16 @@
 A chunk with tokens of an image needs the image's encoding, either from the cache or made in the
 chunk's step. The number of image tokens that a step encodes is limited. A chunk may end within an
 image if attention is causal; the encoding is held until the image's last token has been computed.
-If an image's tokens see each other, one chunk computes all of them. A cached prefix may still end
-within such an image, because its blocks were computed with the whole image; one chunk computes the
-rest.
-Refuses to know: tensors, how requests are chosen.
+If the tokens of an image attend to each other in both directions, one chunk computes all of them. A
+cached prefix may still end within such an image, because its blocks were computed with the whole
+image; one chunk computes the rest. Refuses to know: tensors, how requests are chosen.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan
@@ -31,46 +30,58 @@ from engine.core.request import Request
 from engine.core.step_plan import StepPlan
 
 
-class ImageSteps:
-    """Chooses the images that each step encodes.
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The limits of the images in one engine's steps.
 
-    Args:
+    Attributes:
         cache_tokens: maximum number of tokens of all encodings that the workers keep; 0: the model
             takes no images.
         max_encoder_tokens: maximum number of tokens of the images that one step encodes. One image
             may have more.
-        counters: counts encoded images and hits.
-        keeps_whole: whether no chunk may end within an image.
+        keeps_whole: whether no chunk may end within an image, because the image's tokens attend to
+            each other in both directions.
+    """
+
+    cache_tokens: int = 0
+    max_encoder_tokens: int = 0
+    keeps_whole: bool = False
+
+
+NO_IMAGES = ImageLimits()
+
+
+class ImageSteps:
+    """Chooses the images that each step encodes.
+
+    Args:
+        limits: the limits of a step.
+        counters: counts encoded images and hits of the encoder cache.
 
     Attributes:
         cache: the workers' encodings.
-        wanted: images whose pixel values must be made again; the code that reads the list empties
-            it.
+        wanted: prompts' images whose pixel values must be made again; the reader of this list
+            empties it.
     """
 
-    def __init__(
-        self,
-        cache_tokens: int,
-        max_encoder_tokens: int,
-        counters: EngineCounters,
-        *,
-        keeps_whole: bool = False,
-    ) -> None:
-        self.cache = EncoderCache(cache_tokens)
+    def __init__(self, limits: ImageLimits, counters: EngineCounters) -> None:
+        self.cache = EncoderCache(limits.cache_tokens)
         self.wanted: list[PromptImages] = []
-        self._max_encoder_tokens, self._counters = max_encoder_tokens, counters
-        self._keeps_whole = keeps_whole
-        self._num_tokens_left = max_encoder_tokens
+        self._max_encoder_tokens, self._counters = limits.max_encoder_tokens, counters
+        self._keeps_whole = limits.keeps_whole
+        self._num_tokens_left = limits.max_encoder_tokens
         self._encodes_any = False
-        self._num_open = 0  # requests with images
-        self._computed: list[tuple[bytes, tuple[str, int]]] = []  # to be released in the next step
-        # Changes since the latest plan. A scheduled step may be given up before it is planned.
+        self._num_open = 0  # number of open requests with images
+        # Encodings that the next step releases: (digest of the image, holder).
+        self._computed: list[tuple[bytes, tuple[str, int]]] = []
+        # What to encode and to drop since the latest plan. A scheduled step may be given up before
+        # it is planned, so the next plan then contains its changes, too.
         self._encode: dict[bytes, EncodeImage] = {}
         self._forget: list[bytes] = []
 
     @property
     def is_active(self) -> bool:
-        """Return whether a step may need images; if not, callers can skip this object."""
+        """Return whether a step may have work with images; if not, callers can skip this object."""
         return bool(self._num_open or self._forget)
 
     # ------------------------------------------------------------------ requests
@@ -92,7 +103,7 @@ class ImageSteps:
             request.images.remove_user(request.request_id)
 
     def start_again(self, request: Request) -> None:
-        """Request the pixel values of a preempted request again, if they were dropped."""
+        """Ask for the pixel values of a preempted request's images again, if they were dropped."""
         if request.images is not None:
             request.images.add_user(request.request_id)
             if request.images.awaits_pixels:
@@ -120,7 +131,7 @@ class ImageSteps:
         for digest, holder in self._computed:
             self.cache.release(digest, holder)
         self._computed.clear()
-        # A step that was given up may have left images to encode.
+        # A step that was given up may have left images that this step must still encode.
         for digest in [digest for digest in self._encode if not self.cache.is_held(digest)]:
             self.cache.remove(digest)
             del self._encode[digest]
@@ -139,7 +150,7 @@ class ImageSteps:
         """
         start = request.num_computed_tokens + request.num_tokens_in_flight
         needed: dict[bytes, int] = {}  # sizes of the images whose encodings are not kept
-        to_encode = 0  # tokens of those that this node must encode
+        to_encode = 0  # tokens of the images that this step must encode
         used: list[bytes] = []
         if request.images is None or start >= request.images.end or num_tokens < 1:
             return num_tokens
@@ -174,25 +185,27 @@ class ImageSteps:
                 missing.append(index)
             elif span.first >= start:
                 self._counters.encoder_cache_hits += 1
+                request.num_encodings_cached += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
-        for index in missing:  # done last: new encodings may evict encodings that no request holds
+        for index in missing:  # last, because new encodings may evict free ones
             span = images.spans[index]
             holder = (request.request_id, span.first)
-            if not self.cache.hold(span.digest, holder):  # the prompt has the image twice
-                self._encode_image(images, index, holder)
+            # An image that comes twice in the prompt is in the cache the second time.
+            if not self.cache.hold(span.digest, holder):
+                self._encode_image(request, images, index)
 
     def add_to(self, plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
-        """Return a step's plan with what the step does with images; call once per step."""
+        """Add to a step's plan the images to encode and to place; call once per planned step."""
         return replace(plan, images=self.plan(scheduled)) if self.is_active else plan
 
     def plan(self, scheduled: Sequence[ScheduledRequest]) -> StepImages | None:
-        """Return what the planned step does with images, or None if nothing.
+        """Return the images that a planned step encodes, places and drops; None if it has none.
 
         Call once per planned step.
         """
         placed: list[PlacedImage] = []
-        row = 0  # row in the step of the request's first scheduled token
+        row = 0  # the step's row of the request's first scheduled token
         for item in scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
             if request.images is not None:
@@ -209,10 +222,10 @@ class ImageSteps:
     def failures(
         self, failed: Mapping[bytes, str], requests: Iterable[Request]
     ) -> Iterator[tuple[Request, InvalidRequestError]]:
-        """Drop encodings that the workers could not make; yield the requests that must end.
+        """Drop encodings that the workers could not make; yield their requests, with errors.
 
         Args:
-            failed: why encoding failed, by the image's digest.
+            failed: by digest of an image, why it could not be encoded.
             requests: all requests that have not ended.
         """
         if not failed:
@@ -239,11 +252,12 @@ class ImageSteps:
         assert set(self._encode) <= set(self.cache)
         assert not set(self._forget) & (set(self.cache) - set(self._encode))
 
-    def _encode_image(self, images: PromptImages, index: int, holder: tuple[str, int]) -> None:
+    def _encode_image(self, request: Request, images: PromptImages, index: int) -> None:
         span = images.spans[index]
+        holder = (request.request_id, span.first)
         assert images.pixels is not None, "a request without pixel values is not scheduled"
         for digest in self.cache.add(span.digest, span.num_tokens, holder):
-            if self._encode.pop(digest, None) is None:  # workers have or will have the encoding
+            if self._encode.pop(digest, None) is None:  # the encoding was made, or is being made
                 self._forget.append(digest)
         self._encode[span.digest] = EncodeImage(
             span.digest, len(images.places[index]), images.pixels[span.digest].arrays
@@ -254,6 +268,7 @@ class ImageSteps:
         self._num_tokens_left -= span.num_tokens
         self._encodes_any = True
         self._counters.images_encoded += 1
+        request.num_images_encoded += 1
 
 
 def _is_encoded(images: PromptImages, span: ImageSpan) -> bool:
@@ -271,9 +286,9 @@ def _spans_between(request: Request, start: int, end: int) -> list[ImageSpan]:
 def _without_cut(request: Request, start: int, num_tokens: int, most: int) -> int:
     """Return a number of tokens from ``start`` on that does not end within an image.
 
-    The chunk ends before the image. If the image begins the chunk, or a cached prefix ends within
-    the image, the chunk has the whole rest of the image. If ``most`` is too small for the rest, the
-    number is 0, and the request waits for a step with more room.
+    A chunk that would end within an image ends before it. If the chunk begins with the image, or
+    within it after a cached prefix, the chunk has the whole rest of the image. If ``most`` is too
+    small for the rest, the number is 0, and the request waits for a step with more room.
     """
     end = start + num_tokens
     for span in _spans_between(request, start, end):

@@ -17,8 +17,8 @@ DIGEST_BYTES = 16
 class ImagePixels(msgspec.Struct, frozen=True, weakref=True, eq=False):
     """An image's pixel values, ready for the encoder.
 
-    Prompts with an equal image share this object. An encoding that another node has made takes the
-    place of pixel values (`encoding_of`).
+    Prompts with the same image share this object. If another node has encoded the image, this
+    object has the encoding instead of pixel values (`encoding_of`).
     """
 
     arrays: tuple[PixelArray, ...]
@@ -29,32 +29,33 @@ class ImagePixels(msgspec.Struct, frozen=True, weakref=True, eq=False):
 
     @property
     def is_encoding(self) -> bool:
-        """Return whether another node has encoded the image."""
+        """Return whether this object has an encoding that another node has made."""
         return bool(self.arrays) and self.arrays[0].name == ENCODING
 
 
 def encoding_of(array: PixelArray) -> ImagePixels:
-    """Return an encoding ``[num_embeddings, width]`` in place of an image's pixel values."""
+    """Wrap an encoding, ``[num_embeddings, width]``, that takes the place of pixel values."""
     return ImagePixels((PixelArray(ENCODING, array.dtype, array.shape, array.data),))
 
 
 class PromptImages:
-    """The images of a prompt.
+    """The images of a prompt, and their pixel values or encodings.
 
     Args:
         images: the images, in order.
         token_ids: the prompt.
         placeholder_token_id: id of the token whose embeddings are replaced by an image's encoding.
-        most_tokens: maximum number of tokens of one image.
+        most_tokens: maximum number of tokens that one image may have.
 
     Attributes:
-        spans: the images' tokens, in order.
+        spans: token range of each image in the prompt, in order.
         places: positions in the prompt of each image's placeholders, ascending.
         files: image files by digest; empty: another node encodes the images.
-        pixels: pixel values by digest; None: not made, or no longer needed.
-        received: encodings that other nodes have sent, by digest, until ``pixels`` has them.
-        awaits_encodings: whether other nodes may still send encodings, so that nothing is decoded
-            yet.
+        pixels: pixel values by digest; None: they are not made yet, or no longer needed.
+        received: encodings that encode nodes have sent, by digest, until they are moved to
+            ``pixels``.
+        awaits_encodings: whether encode nodes may still send encodings; until then, no image file
+            is decoded here.
         users: ids of open requests that have tokens of the images to compute.
 
     Raises:
@@ -91,13 +92,13 @@ class PromptImages:
 
     @property
     def awaits_pixels(self) -> bool:
-        """Return whether pixel values must be made before a request can be computed."""
+        """Return whether the images' pixel values are needed and not made yet."""
         return self.pixels is None and bool(self.files)
 
     def may_compute_from(self, num_cached_tokens: int) -> bool:
         """Return whether this engine can compute the tokens after a cached prefix.
 
-        Without image files, only if the prefix covers all images.
+        Without image files, the engine can do so only if the prefix covers all images.
         """
         return bool(self.files) or num_cached_tokens >= self.end
 

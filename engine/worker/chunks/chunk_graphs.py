@@ -1,8 +1,8 @@
 """CUDA graphs of steps with prompts: one per layer, so that a layer's KV can be sent early.
 
-For a few hundred tokens, launching a layer's kernels from Python takes longer than running them. A
-step's launches depend only on its number of tokens if attention reads its tiles from a fixed
-address. So a step is padded to the next captured size::
+For a few hundred tokens, launching a layer's kernels from Python takes longer than running them. If
+attention reads its tiles from a fixed address, the launches of a step depend only on its number of
+tokens. So a step is padded to the next captured size::
 
     embedding, layer 0 | layer 1 | ... | layer n - 1 | last norm
                        ^         ^     ^             ^ callbacks: a layer's KV can go to peers
@@ -29,26 +29,26 @@ from engine.worker.inputs.prepared_step import ModelInput
 from models.base import ForwardContext
 from models.parallel.group import Ranks
 
-# Captures a body as several graphs: the body, which may run several times, calls its argument where
-# one graph ends and the next begins. Returns one function per graph, which replays the graph; call
-# these functions in order.
+# Type of functions that capture a step as several graphs. Their argument, the step's body, may be
+# run several times; it calls its own argument where one graph ends and the next begins. The result
+# has one function per graph, which replays the graph; call these functions in order.
 CapturePieces = Callable[[Callable[[Callable[[], None]], None]], Sequence[Callable[[], None]]]
 
-LEAST_SIZE = 128  # tokens; smaller steps take a GPU equally long
-# maximum number of requests of a captured step: each needs at least one tile, and unused tiles cost
-# time
+LEAST_SIZE = 128  # tokens; a GPU takes as long for fewer tokens
+# Maximum number of requests of a captured step. A captured step has at least one attention tile for
+# each of them, and unused tiles take time.
 MAX_NUM_REQUESTS = 16
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
-    """Return the captured numbers of tokens: multiples of 128 up to ``most``, and ``most``."""
+    """Return the numbers of tokens to capture: multiples of 128 up to ``most``, and ``most``."""
     return (*range(LEAST_SIZE, most, LEAST_SIZE), most)
 
 
 def reason_against_chunks(
     config: EngineConfig, device: torch.device, backend_names: BackendNames, ranks: Ranks
 ) -> str | None:
-    """Return why steps with prompts cannot be captured, as a phrase for the log, or None."""
+    """Return why steps with prompts cannot be captured, in words for the log; None: they can."""
     if not config.cuda_graph_max_chunk:
         return "switched off"
     if ranks.everyone.size > 1:
@@ -59,22 +59,22 @@ def reason_against_chunks(
 
 
 class CapturedAttention(Protocol):
-    """An attention backend that can capture steps before their requests are known."""
+    """An attention backend whose steps can be captured before their requests are known."""
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Plan a step with unknown lengths, which `fill_captured` gives before each replay."""
+        """Plan a step whose lengths are unknown; `fill_captured` sets them before each replay."""
         ...
 
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Launch the copy of requests' lengths for the captured step of ``num_tokens`` tokens."""
+        """Launch the copy of requests' lengths into the captured step of ``num_tokens`` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A captured size: its graphs, and after which layer each graph but the last ends."""
+    """The graphs of a captured size, and the layer after which each graph but the last ends."""
 
     pieces: Sequence[Callable[[], None]]
     layers: Sequence[int]
@@ -82,12 +82,12 @@ class _Captured:
 
 
 class ChunkGraphs:
-    """The captured sizes of steps with prompts.
+    """The CUDA graphs of steps with prompts, for each captured number of tokens.
 
     Args:
         context: the model and its cache.
         inputs: the tensors that the graphs read.
-        capture: records the pieces of a step.
+        capture: captures a step as one graph per layer.
     """
 
     def __init__(self, context: GraphContext, inputs: ChunkInputs, capture: CapturePieces) -> None:
@@ -104,7 +104,7 @@ class ChunkGraphs:
         return [cast("CapturedAttention", backend) for backend in self._context.backends]
 
     def capture(self, size: int) -> None:
-        """Capture a step of ``size`` tokens; larger sizes first, as smaller ones reuse memory."""
+        """Capture a step of ``size`` tokens; call with larger sizes first (they share memory)."""
         inputs, context = self._inputs, self._context
         metadata = inputs.metadata(size)
         backends = cast("Sequence[AttentionBackend]", context.backends)
@@ -134,7 +134,7 @@ class ChunkGraphs:
         self._captured[size] = _Captured(pieces, tuple(layers), hidden)
 
     def takes(self, inputs: ModelInput) -> bool:
-        """Return whether a captured graph can replay a step."""
+        """Return whether captured graphs can compute this step."""
         return self._inputs.size_for(inputs) in self._captured
 
     def replay(self, inputs: ModelInput, after_layer: Callable[[int], None] | None) -> Tensor:
@@ -142,7 +142,7 @@ class ChunkGraphs:
 
         Args:
             inputs: inputs on the device, with all token ids known.
-            after_layer: called with each layer's number once the layer is launched.
+            after_layer: called with the index of each layer once the layer is launched.
 
         Returns:
             `[num_tokens, hidden_size]` after the last norm; overwritten by the next replay.

@@ -1,7 +1,7 @@
-"""ChunkInputs: the device tensors that captured chunks read; copies a step into them.
+"""ChunkInputs: the device tensors that captured steps with prompts read; copies steps into them.
 
-A step is padded to the captured size with stale tokens, which have no KV slot and no attention
-tile. Refuses to know: graphs, how a step's tensors were made.
+A step is padded to the captured size with tokens of earlier steps, which have no KV slot and no
+attention tile. Refuses to know: graphs, how a step's tensors were made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_SLOT = -1
 
 
 class ChunkInputs:
-    """Static inputs of all captured sizes; a smaller size uses views of the largest size's tensors.
+    """The inputs of all captured sizes; smaller sizes use views of the largest size's tensors.
 
     Args:
         sizes: captured numbers of tokens, ascending.
@@ -54,7 +54,7 @@ class ChunkInputs:
         self._block_tables = [
             zeros(max_num_requests, max_blocks, dtype=torch.int32) for _ in range(num_groups)
         ]
-        for slot_mapping in self._slot_mappings:  # inputs must be valid, as capturing also computes
+        for slot_mapping in self._slot_mappings:  # valid slots: a capture first runs the step
             slot_mapping.fill_(_NO_SLOT)
 
     def size_for(self, inputs: ModelInput) -> int | None:
@@ -76,7 +76,7 @@ class ChunkInputs:
             step = inputs.groups[group]
             assert isinstance(step, AttentionMetadata)
             num_requests, num_blocks = step.block_table.shape
-            if not group:  # lengths are equal in all groups
+            if not group:  # all groups have the same lengths
                 to += [self._query_start_loc[: num_requests + 1], self._seq_lens[:num_requests]]
                 source += [step.query_start_loc, step.seq_lens]
             to += [slots[:num_tokens], table[:num_requests, :num_blocks]]
@@ -96,7 +96,7 @@ class ChunkInputs:
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
         """Return the attention metadata of a captured size, by KV cache group.
 
-        Requests' lengths are not known yet; see `TritonAttention.plan_captured`.
+        The lengths of requests are not known yet; see `TritonAttention.plan_captured`.
         """
         return tuple(
             AttentionMetadata(

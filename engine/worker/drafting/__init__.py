@@ -1,1 +1,1 @@
-"""Drafters with weights, which make drafts in the worker, beside the model."""
+"""Drafters with weights, which make drafts in the worker that runs the model."""

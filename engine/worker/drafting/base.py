@@ -1,4 +1,4 @@
-"""Drafting: a model runner's interface to a drafter; DraftingStep: its input."""
+"""Drafting: a model runner's interface to a drafter. DraftingStep: the drafter's input."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Sampled = Mapping[str, tuple[int, ...]]
 class DraftingStep:
     """A drafter's input for one step; requests are in the plan's order.
 
-    All values are copies, made when the step is prepared: a later plan may assign its rows to other
-    requests before this step has been computed.
+    All values are copies that are made when the step is prepared, because a later plan may assign
+    the rows to other requests before this step has been computed.
 
     Attributes:
         num_drafts: number of drafts to make after each request's last sampled token.
@@ -40,7 +40,7 @@ class DraftingStep:
         num_held: `[num_requests]`, number of tokens that fit into each request's blocks.
         undrafted: rows of requests that get no drafts, and that the drafter does not read.
         is_silent: whether no drafts are wanted and every request computes only its last known
-            token. Then `parameters`, `block_tables` and `num_held` are missing.
+            token. If so, `parameters`, `block_tables` and `num_held` are empty.
     """
 
     num_drafts: int
@@ -59,7 +59,7 @@ class DraftingStep:
     is_silent: bool = False
 
 
-# a step that does not make any drafts
+# The input of a step in which the drafter has no request to read.
 FOR_NOBODY = DraftingStep(
     num_drafts=0, new_rows=frozenset(), request_ids=(), rows=(), starts=(), num_tokens=(),
     num_known=(), token_ids=(), next_token_ids=(), parameters=np.zeros(0, PARAMETERS),
@@ -68,7 +68,7 @@ FOR_NOBODY = DraftingStep(
 
 
 class Drafting(Protocol):
-    """A drafter's work after each step, once the step's tokens are known.
+    """Work that a drafter does after each step, once the step's tokens are known.
 
     Attributes:
         chooser: samples the drafts.
@@ -90,25 +90,27 @@ class Drafting(Protocol):
                 drafter reads.
             sampled: the step's sampled tokens, by request id
                 (`ModelRunnerOutput.sampled_token_ids`).
-            after_layer: called with the number of each layer of the drafter once its KV is written.
+            after_layer: called with the index of each layer of the drafter once the layer's KV is
+                written.
         """
 
 
 class DraftChooser:
     """Samples drafts, and keeps their distributions if rejection sampling needs them.
 
-    Penalties and grammars are ignored; the model rejects drafts that violate them.
+    Drafts are sampled without penalties and grammars; verification rejects drafts that violate
+    them.
 
     Args:
         rejects: whether drafts are accepted by rejection sampling (`engine/sampling/rejection.py`).
-            If True, drafts are sampled with separate noise. If False, a draft is sampled with the
-            noise of the token at its position, so that draft and token are equal if the
-            distributions are close enough.
+            If True, drafts are sampled with noise of their own. If False, a draft is sampled with
+            the same noise as the token at its position, so that draft and token are equal if
+            drafter and model have similar distributions.
     """
 
     def __init__(self, *, rejects: bool = False) -> None:
         self._rejects = rejects
-        # Drafts and their distributions, by row of the input batch and position.
+        # Drafts and their distributions, by row of the input batch, then by position.
         self._drawn: dict[int, dict[int, tuple[int, Floats]]] = {}
 
     def choose(
@@ -128,7 +130,7 @@ class DraftChooser:
         """
         token_ids: list[int]
         if not parameters["temperature"].any():
-            # Greedy drafts are chosen on the host: numpy takes a fraction of torch's time.
+            # Choose greedy drafts on the host, where numpy takes a fraction of torch's time.
             host = logits.float().cpu().numpy()
             token_ids = host.argmax(axis=-1).tolist()
         else:
@@ -136,7 +138,7 @@ class DraftChooser:
             keys = counter_words(parameters["seed"], places)
             if self._rejects:
                 keys = salted(keys, DRAFT)
-            # NaN logits give an arbitrary draft, which the model will reject.
+            # For NaN logits, any draft will do: verification will reject it.
             token_ids = choose(logits.float(), parameters, keys).clip(min=0).tolist()
         if self._rejects:
             drawn_from = probabilities(logits.float(), parameters)
@@ -146,7 +148,7 @@ class DraftChooser:
         return token_ids
 
     def pop_distributions(self, step: DraftingStep) -> dict[int, Floats]:
-        """Return and forget the distributions of a step's drafts, by index of the sampled token.
+        """Remove and return the distributions of a step's drafts, by index of the sampled token.
 
         Drafts made by another node are left out, because their distributions are unknown.
         """
@@ -166,13 +168,13 @@ class DraftChooser:
         return found
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Forget the drafts of rows that now belong to other requests."""
+        """Drop the drafts of rows that now belong to other requests."""
         for row in rows:
             self._drawn.pop(row, None)
 
 
 def accepted_end(step: DraftingStep, index: int, sampled: Sampled) -> int:
-    """Return the position after the request's last computed token that was accepted.
+    """Return the position after a request's last computed token that is not a rejected draft.
 
     If the request samples, this is the position of its newest token, which has no KV yet.
     """

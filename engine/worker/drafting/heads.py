@@ -1,4 +1,4 @@
-"""HeadsDrafting: makes each draft by a separate head on the model's last state. Needs no KV."""
+"""HeadsDrafting: makes each draft with a separate head on the model's last hidden state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from models.drafters.base import HeadsDrafter
 
 
 class HeadsDrafting:
-    """Drafts by heads; see `engine.worker.drafting.base.Drafting` for the contract.
+    """A drafter of heads without KV; see `engine.worker.drafting.base.Drafting` for the contract.
 
     Args:
-        drafter: the heads.
+        drafter: the heads; head i drafts the token i + 1 places after the sampled one.
         chooser: samples the drafts.
     """
 

@@ -1,6 +1,7 @@
 """LayersDrafting: makes drafts one by one, with a drafter that has its own KV.
 
-The drafter's KV lies in the requests' blocks, after the model's, and keeps up with it:
+The drafter's KV lies in the same blocks as the model's KV, as further layers. In each step, the
+drafter reads the tokens that it has not read yet:
 
     model      computes   t0 t1 t2 | t3           step: samples t4
     drafter    reads      t0 t1 t2 | t3 t4        then t4 -> draft 1 -> draft 2 ...
@@ -26,21 +27,22 @@ from engine.worker.drafting.base import DraftChooser, DraftingStep, Drafts, Samp
 from engine.worker.drafting.passes import MANY_TOKENS, Passes
 from models.drafters.base import GreedyDrafter, LayersDrafter
 
-# Maximum number of unread output tokens whose states are stored, which takes memory. Older tokens
-# are skipped, which only makes drafts worse.
+# Maximum number of a request's unread output tokens for which states are stored, to limit memory.
+# The drafter skips older tokens, which only makes drafts worse.
 MAX_UNREAD = 256
 
 
 @dataclass(slots=True)
 class _Row:
-    """The drafter's progress in one request.
+    """How far the drafter has read one request, and what it must read next.
 
     Attributes:
         position: position of the next token to read.
         token_ids: unread tokens, from ``position`` on.
-        states: these tokens' states, if the drafter reads states: tensors `[n, ...]` in order.
-        drafts: drafts after ``position`` that the drafter has read; their drafter KV is in the
-            cache.
+        states: the model's states that are read with ``token_ids``, if the drafter reads states:
+            tensors `[n, ...]` in order.
+        drafts: drafts from ``position`` on that the drafter has read already, so that the cache has
+            the drafter's KV of these drafts.
     """
 
     position: int
@@ -50,7 +52,7 @@ class _Row:
 
 
 class LayersDrafting:
-    """Drafts by layers; see `engine.worker.drafting.base.Drafting` for the contract.
+    """A drafter of layers with KV; see `engine.worker.drafting.base.Drafting` for the contract.
 
     Args:
         drafter: computes states and logits of drafts.
@@ -58,9 +60,9 @@ class LayersDrafting:
         num_layers: number of the model's layers; the drafter's layers are numbered after these.
         max_model_len: maximum number of tokens of one request.
         chooser: samples the drafts.
-        read_states: returns states between the model's layers in the latest step; None: the drafter
-            reads the states after the last norm.
-        greedy: the drafter, if one call can make all of a request's greedy drafts; None: it cannot,
+        read_states: returns the states that the latest step had between the model's layers; None:
+            the drafter reads the states after the last norm.
+        greedy: the drafter, if one call can make all greedy drafts of a request; None: it cannot,
             or rejection sampling is on.
     """
 
@@ -81,7 +83,7 @@ class LayersDrafting:
         self._shift = int(drafter.reads_states)
         self._greedy = greedy
         self._rows: dict[int, _Row] = {}
-        # steps that are read only when drafts are wanted again
+        # Steps that the drafter reads only when drafts are wanted again.
         self._unseen: deque[tuple[DraftingStep, Tensor, Sampled]] = deque(maxlen=MAX_UNREAD)
 
     def after_step(
@@ -91,7 +93,7 @@ class LayersDrafting:
         sampled: Sampled,
         after_layer: Callable[[int], None] | None = None,
     ) -> Drafts:
-        """Implement `Drafting.after_step`."""
+        """Read the step's tokens, now or later, and make drafts; see `Drafting.after_step`."""
         if self._read_states is not None:
             states = self._read_states()
         drafts: Drafts = {}
@@ -115,7 +117,7 @@ class LayersDrafting:
     def _note(
         self, step: DraftingStep, states: Tensor, sampled: Sampled, gone: Set[int] = frozenset()
     ) -> list[int]:
-        """Store the tokens of a step as unread; return the requests to read now.
+        """Store the tokens of a step as unread; return the indices of requests to read now.
 
         Args:
             gone: rows that now belong to other requests.
@@ -145,7 +147,7 @@ class LayersDrafting:
     def _extend(
         self, row: _Row, start: int, end: int, known: Sequence[int], states: Tensor
     ) -> None:
-        """Append a step's tokens and states to the unread tokens.
+        """Append the tokens and states of a step to a request's unread tokens.
 
         Args:
             known: tokens of positions ``start`` to ``end``. The last token is missing if the
@@ -154,12 +156,12 @@ class LayersDrafting:
         """
         shift = self._shift
         next_position = row.position + len(row.token_ids)
-        if start > next_position:  # steps in between were not stored
+        if start > next_position:  # the tokens before ``start`` were not stored
             row.token_ids.clear()
             row.states.clear()
             row.drafts = []
             row.position = next_position = start + 1 - shift
-        if row.drafts:  # the drafter has read some of these tokens already, as drafts
+        if row.drafts:  # the drafter may have read these tokens as drafts
             num_right = 0
             for token_id, draft in zip(known[next_position - start :], row.drafts, strict=False):
                 if token_id != draft:
@@ -188,7 +190,7 @@ class LayersDrafting:
     def _draft(self, step: DraftingStep, wanted: list[int], sampled: Sampled) -> Drafts:
         """Read all unread tokens, and make drafts after them."""
         rows = [self._rows[step.rows[index]] for index in wanted]
-        # The newest token has no KV yet, and may have no block either.
+        # The newest token has no KV yet, and perhaps no block.
         lens = [
             min(len(row.token_ids), step.num_held[index] - row.position, self._room(row))
             for index, row in zip(wanted, rows, strict=True)
@@ -223,7 +225,7 @@ class LayersDrafting:
     def _may_draft_greedily(
         self, step: DraftingStep, index: int, row: _Row, num_unread: int, sampled: Sampled
     ) -> bool:
-        """Return whether one call can make all drafts of a request greedily."""
+        """Return whether one call of the drafter can make all drafts of a request."""
         end = row.position + num_unread + step.num_drafts - 1
         return (
             self._greedy is not None
@@ -235,7 +237,7 @@ class LayersDrafting:
         )
 
     def _draft_greedily(self, step: DraftingStep, index: int, row: _Row, num_unread: int) -> Drafts:
-        """Make a request's drafts in one call, as many small calls from Python are slow."""
+        """Make the greedy drafts of a request in one call, because many small calls are slow."""
         assert self._greedy is not None
         context = self._passes.in_a_row(
             step.block_tables, index, row.position, num_unread, step.num_drafts
@@ -252,7 +254,7 @@ class LayersDrafting:
     def _read(
         self, step: DraftingStep, wanted: list[int], rows: list[_Row], lens: list[int]
     ) -> Tensor:
-        """Let the drafter compute unread tokens; returns states, `[num_tokens, width]`."""
+        """Let the drafter compute unread tokens; return their states, `[num_tokens, width]`."""
         context = self._passes.context(
             step.block_tables, wanted, [row.position for row in rows], lens
         )

@@ -1,4 +1,4 @@
-"""Loads a worker's drafter, and connects it to the KV memory, at start."""
+"""Loads a worker's drafter at the start, and connects it to the KV memory."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def load_drafter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AnyDrafter | None:
-    """Load the drafter named in the options; None: the options name no drafter with weights.
+    """Load the drafter that the options name; None: they name no drafter with weights.
 
     Raises:
-        ModelLoadError: its folder is missing, incomplete or unsupported.
+        ModelLoadError: the drafter's folder is missing, incomplete or unsupported.
         ConfigError: the drafter does not fit the model.
     """
     if config.speculative_method not in METHODS:
@@ -51,7 +51,8 @@ def load_drafter(
         model=model,
         dtype=dtype,
         device=device,
-        # without rejection sampling, the drafter's dtype does not change any output token
+        # Drafts need not be batch-invariant: without rejection sampling, they change no output
+        # token.
         packer=choose_packer(replace(config, batch_invariant=False), device, dtype),
         ops=choose_ops(config, device),
         max_model_len=config.max_model_len,
@@ -60,9 +61,9 @@ def load_drafter(
 
 
 def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineConfig:
-    """Limit the number of drafts to the number of heads.
+    """Limit the number of drafts in the options to the number of the drafter's heads.
 
-    Raises ConfigError if the user asked for more.
+    Raises ConfigError if the user asked for more drafts than the drafter has heads.
     """
     num_heads = getattr(drafter, "num_heads", None)
     if num_heads is None:
@@ -89,7 +90,7 @@ def make_drafting(
     *,
     rejects: bool = False,
 ) -> Drafting | None:
-    """Connect a drafter to its model and the KV memory, whose last layers belong to the drafter.
+    """Connect a drafter to its model and the KV memory, whose last layers are the drafter's.
 
     Args:
         rejects: whether drafts are accepted by rejection sampling.

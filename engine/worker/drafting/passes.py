@@ -1,8 +1,8 @@
 """Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
-A pass with few tokens per request is run as a decode step in which each token counts as a request
-with the same blocks. The pass is correct, because each layer writes the KV of all tokens before it
-reads any. On a CPU, a recorded tape can replay such a step.
+A pass with few tokens per request is run as a decode step, in which each token is treated as a
+request with the same blocks. This is correct, because each layer writes the KV of all tokens before
+it reads any. On a CPU, a recorded tape can replay a pass that is run as a decode step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from engine.worker.drafting.base import Ints
 from models.base import ForwardContext, LayerCache
 
-MANY_TOKENS = 33  # tokens of a request from which a pass is large; more than any number of drafts
+# A pass with at least this many tokens of one request is not run as a decode step. The number is
+# larger than any request's number of drafts.
+MANY_TOKENS = 33
 _MOST_ROWS = 64  # maximum number of rows of a pass that runs as a decode step
 
 
@@ -27,7 +29,7 @@ class Passes:
 
     Args:
         backends: attention backend of each KV cache group.
-        layer_groups: group of each layer of the drafter.
+        layer_groups: index of the KV cache group of each layer of the drafter.
         layer_caches: part of the cache of each layer of the drafter.
         block_size: tokens per block.
         device: device of the cache.
@@ -116,13 +118,13 @@ class Passes:
         num_tokens: int,
         num_passes: int,
     ) -> ForwardContext:
-        """Describe successive passes over one request: ``num_tokens`` tokens, then one per pass.
+        """Describe passes over one request: first ``num_tokens`` tokens, then one token per pass.
 
         Args:
             block_tables: one per group, `[num_requests, max_blocks]`.
             request: the request's row of the block tables.
             start: position of the first token.
-            num_tokens: tokens of the first pass, each treated as a separate request.
+            num_tokens: number of tokens of the first pass, each treated as a separate request.
             num_passes: number of passes; each has its own groups in the result, in order.
         """
         total = num_tokens + num_passes - 1

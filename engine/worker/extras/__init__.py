@@ -1,1 +1,1 @@
-"""Work of a step beside its tokens: encodings of images, and numbers of pooled prompts."""
+"""What a step computes besides tokens, and the exchange of sampled tokens between ranks."""

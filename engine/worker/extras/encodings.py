@@ -1,4 +1,4 @@
-"""Encodings: a worker's image encodings, and the tokens of a step that they replace.
+"""Encodings: keeps a worker's image encodings, and finds the tokens of a step that read them.
 
 Refuses to know: prompts, when an encoding may be dropped.
 """
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReadImages:
-    """The result of a step's work on images.
+    """The encodings that a step reads, and the images that it could not encode.
 
     Attributes:
-        rows: tokens of the step whose embeddings come from encodings.
-        failed: why an image was not encoded, by digest.
-        seconds: time spent on encoding.
+        rows: for each placed encoding, the step's tokens that read it, and their embeddings.
+        failed: by digest of an image, why it was not encoded.
+        seconds: seconds spent on encoding.
     """
 
     rows: tuple[ImageRows, ...] = ()
@@ -42,11 +42,11 @@ class ReadImages:
 
 
 class Encodings:
-    """Encodes images, and keeps and drops encodings, as steps' plans say.
+    """Encodes images, and keeps and drops encodings, as the plans of steps say.
 
     Used by one thread at a time.
 
-    An encoding that another node has made is checked and kept like the others.
+    Encodings that another node has made are checked and kept, too.
 
     Args:
         model: the model, with its encoder of images.
@@ -62,12 +62,12 @@ class Encodings:
         return len(self._kept)
 
     def read(self, step: StepImages) -> ReadImages:
-        """Drop and make encodings as planned.
+        """Drop and make the encodings that a step's plan names.
 
         Return the encodings that the step's forward reads.
         """
         for digest in step.forget:
-            self._kept.pop(digest, None)  # missing if the image could not be encoded
+            self._kept.pop(digest, None)  # absent if it could not be encoded
         began_at = time.monotonic()
         failed = dict[bytes, str]()
         for image in step.encode:
@@ -75,7 +75,8 @@ class Encodings:
                 failed[image.digest] = problem
         seconds = time.monotonic() - began_at if step.encode else 0.0
         placed = [one for one in step.placed if one.digest in self._kept]
-        # A request whose image has failed, or is missing, ends after this step.
+        # After this step, the scheduler ends the requests of images that could not be encoded, or
+        # that have no encoding.
         for one in step.placed:
             if one.digest not in self._kept:
                 failed.setdefault(one.digest, "its encoding is missing")
@@ -108,9 +109,9 @@ class Encodings:
         return ImageRows(torch.tensor(placed.rows, device=self._device), embeddings)
 
     def _to_tensor(self, array: PixelArray) -> Tensor:
-        """Return an array's numbers on the device, in their own dtype."""
-        data = bytearray(array.data)  # torch needs it writable
-        if array.name == ENCODING:  # NumPy has no bfloat16
+        """Return the array as a tensor on the device, in the array's dtype."""
+        data = bytearray(array.data)  # torch needs a writable buffer
+        if array.name == ENCODING:  # may be bfloat16, which NumPy lacks
             numbers = torch.frombuffer(data, dtype=getattr(torch, array.dtype))
         else:
             numbers = torch.from_numpy(np.frombuffer(data, dtype=array.dtype))

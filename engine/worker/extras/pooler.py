@@ -1,7 +1,8 @@
 """Pooler: computes the results of pooled requests (embeddings, scores) from hidden states.
 
-For mean pooling, a sum is kept between a prompt's steps. Tokens are added one after the other in
-float64, so the sum's bits depend neither on prompt chunks nor on other requests.
+For mean pooling, a sum of hidden states is kept between the steps of a prompt. Tokens are added one
+after the other in float64, so the bits of the sum depend neither on the prompt's chunks nor on
+other requests.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from models.base import CausalLM
 
 
 class Pooler:
-    """Pools the requests of one model runner.
+    """Pools the hidden states of one model runner's requests.
 
     Args:
-        is_last_stage: whether this rank's stage has the last layer; other stages pool nothing.
+        is_last_stage: whether this rank's pipeline stage has the last layer; other stages pool
+            nothing.
     """
 
     def __init__(self, model: CausalLM, *, is_last_stage: bool) -> None:
         self._model = model
         self._is_last_stage = is_last_stage
-        # By row: the sum over the tokens so far, or the first token's hidden state.
+        # By row of the batch: the sum over the prompt's tokens so far (mean pooling), or the hidden
+        # state of the first token (cls).
         self._kept: dict[int, Tensor] = {}
 
     def pool(self, hidden: Tensor, step: PreparedStep) -> dict[str, Tensor]:
-        """Return the results, float32, of requests whose prompt ends in this step, by request id.
+        """Return the float32 results of requests whose prompt ends in this step, by request id.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, the step's hidden states after the last norm.
@@ -46,7 +49,7 @@ class Pooler:
         return found
 
     def _keep(self, own: Tensor, rows: PooledRows) -> None:
-        """Add a chunk's hidden states to the row's sum; a chunk at position 0 starts a new sum."""
+        """Add a chunk's hidden states to the row's sum, or keep the first state for cls pooling."""
         if rows.params.kind is PoolingKind.CLS:
             if rows.start == 0:
                 self._kept[rows.row] = own[0].to(torch.float32, copy=True)

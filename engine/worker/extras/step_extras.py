@@ -1,7 +1,7 @@
-"""StepExtras: a step's work beside its tokens: encodings of images, pooled numbers, and drafts.
+"""StepExtras: what a step computes besides tokens: image encodings, pooled results, and drafts.
 
     before the forward    new images are encoded; some tokens read encodings
-    after the forward     prompts that end in this step get their pooled numbers
+    after the forward     prompts that end in this step get their pooled results
     after the sampler     a drafter drafts the tokens after the sampled ones
 
 Refuses to know: how a forward is run, sampling.
@@ -22,6 +22,7 @@ from engine.sampling.step_sampler import LaunchedStep, Proposed
 from engine.worker.drafting.base import Drafting, DraftingStep
 from engine.worker.extras.encodings import Encodings, ReadImages
 from engine.worker.extras.pooler import Pooler
+from engine.worker.extras.rank_tokens import RankTokens
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.prepared_step import PreparedStep
 from models.base import CausalLM
@@ -30,17 +31,19 @@ NO_IMAGES = ReadImages()
 
 
 class StepExtras:
-    """The extras of one model runner's steps. Plain steps pass unchanged.
+    """Adds encodings, pooled results and drafts to the steps of one model runner.
 
     Args:
         model: the model, with its encoder of images.
         device: device of the model.
-        is_last_stage: whether this rank has the last layer, and so pools.
+        tokens: exchanges sampled tokens with other ranks. Only the last pipeline stage pools.
         drafting: makes drafts after each step, once its tokens are known; None: no drafts.
-        replays: returns whether steps replay captured graphs, which overwrite hidden states.
+        replays: returns whether steps replay captured graphs, which overwrite earlier hidden
+            states.
 
     Attributes:
         encodings: encodings of images.
+        tokens: see the arguments.
     """
 
     def __init__(
@@ -48,14 +51,15 @@ class StepExtras:
         model: CausalLM,
         device: torch.device,
         *,
-        is_last_stage: bool = True,
+        tokens: RankTokens | None = None,
         drafting: Drafting | None = None,
         replays: Callable[[], bool] = lambda: False,
     ) -> None:
         self.encodings = Encodings(model, device)
-        self._pooler = Pooler(model, is_last_stage=is_last_stage)
+        self.tokens = tokens or RankTokens()
+        self._pooler = Pooler(model, is_last_stage=self.tokens.is_last_stage)
         self._drafting, self._replays = drafting, replays
-        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched
+        self._drafting_steps: deque[DraftingStep] = deque()  # prepared, but not launched yet
         self._read = NO_IMAGES
         self._pooled: dict[str, Tensor] = {}
 
@@ -70,7 +74,7 @@ class StepExtras:
         return replace(prepared, model=replace(prepared.model, images=self._read.rows))
 
     def pool(self, hidden: Tensor, prepared: PreparedStep) -> None:
-        """Compute a step's pooled numbers.
+        """Compute the results of pooled requests whose prompt ends in a step, for `add_to`.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, the step's hidden states after the last norm.
@@ -88,12 +92,12 @@ class StepExtras:
     # ------------------------------------------------------------------ drafts
 
     def prepare(self, plan: StepPlan, batch: InputBatch) -> None:
-        """Keep what the drafter reads of a plan that was just written into the input batch."""
+        """Copy what the drafter needs of a plan, right after the batch has read the plan."""
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
 
     def draft(self, launched: LaunchedStep, hidden: Tensor, hooks: StepHooks) -> LaunchedStep:
-        """Wait for a launched step and add drafts; without a drafter, return the step unchanged.
+        """Wait for a launched step and add drafts; without a drafter, only return the step.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, the step's hidden states.
@@ -103,12 +107,12 @@ class StepExtras:
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
         is_known = launched.ended_at is not None and launched.token_ids is None
         if not step.rows or (step.is_silent and is_known):
-            # No drafts are made; the drafter only reads the result.
+            # No drafts are made; the drafter only reads the tokens.
             self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
             return launched
         output = launched.wait()
         started_at = time.monotonic()
-        # The next replay of a graph overwrites the hidden states.
+        # Copy the hidden states, because the next replay of a graph overwrites them.
         states = hidden.clone() if self._replays() else hidden
         drafts = self._drafting.after_step(step, states, output.sampled_token_ids, layers)
         ended_at = time.monotonic()
@@ -116,7 +120,7 @@ class StepExtras:
         return LaunchedStep(launched.sampling, output, None, None, launched.started_at, ended_at)
 
     def draft_distributions(self) -> Proposed | None:
-        """Return, by row, the distributions that the oldest unlaunched step's drafts come from."""
+        """Return, by row, the distributions from which the next step's drafts were drawn."""
         if self._drafting is None:
             return None
         return self._drafting.chooser.pop_distributions(self._drafting_steps[0])

@@ -1,1 +1,1 @@
-"""The host of a worker: cores and memory. Refuses to know: tensors."""
+"""The host of a worker: its CPU cores and its memory. Refuses to know: tensors."""

@@ -1,4 +1,4 @@
-"""Cores of this process: how many threads compute, and where they may run.
+"""Cores of this process: how many threads compute, and on which cores they may run.
 
 Refuses to know: the computation.
 """
@@ -18,14 +18,15 @@ from baton.kv.manifest import shard
 
 
 def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
-    """Pin this thread and threads that it starts later, and set the number of computing threads.
+    """Pin this thread to a rank's cores, and set the number of threads that compute.
 
     Args:
         config: options of all ranks together.
         rank: this process's rank; ranks on one machine divide the cores and the threads.
         num_ranks: number of ranks.
 
-    Raises ConfigError when the machine does not let the process run on a wanted core.
+    Threads that this thread starts later are pinned to these cores, too. Raises ConfigError if this
+    process may not run on one of the cores.
     """
     if config.cpu_list == NUMA:
         cores = cores_by_numa(numa_nodes(), rank, num_ranks)
@@ -38,7 +39,7 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
             os.sched_setaffinity(0, cores)
         except (OSError, AttributeError) as error:
             raise ConfigError(f"cpu_list: {config.cpu_list!r} cannot be used: {error}") from error
-        if os.sched_getaffinity(0) != cores:  # the kernel silently ignores missing cores
+        if os.sched_getaffinity(0) != cores:  # the kernel ignores cores that are missing
             allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(f"cpu_list: must be among {allowed}, got {config.cpu_list!r}")
     num_threads = config.num_threads or len(cores)
@@ -49,15 +50,15 @@ def use_cores(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def allowed_cores() -> frozenset[int]:
-    """Return the cores where this thread may run; empty: the system does not tell."""
+    """Return the cores on which this thread may run; empty: the system does not say."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
 
 
 def cores_of_rank(config: EngineConfig, rank: int) -> frozenset[int]:
     """Return a rank's share of the allowed cores.
 
-    Ranks wait for each other, so two ranks must not share a core. Empty if there are fewer cores
-    than ranks, or if an option sets the cores.
+    Ranks wait for each other, so two ranks must not share a core. The result is empty if there are
+    fewer cores than ranks, or if an option names the cores.
     """
     allowed = allowed_cores()
     if config.cpu_list or len(allowed) < config.num_ranks:
@@ -87,7 +88,7 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Compute on this thread alone inside this context; other threads keep their thread teams."""
+    """Let torch compute on this thread alone inside this context; other threads are unaffected."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,10 +98,10 @@ def on_one_thread() -> Iterator[None]:
 
 
 def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) -> frozenset[int]:
-    """Return a rank's cores: those of one NUMA node, or of several if there are fewer ranks.
+    """Return a rank's cores: those of one NUMA node, or of several if ranks are few.
 
-    Ranks on one NUMA node divide its cores, if there are enough. Empty: the machine has no NUMA
-    nodes.
+    Ranks on the same NUMA node divide its cores, if there are enough. The result is empty if the
+    machine has no NUMA nodes.
     """
     if not nodes:
         return frozenset()
@@ -111,7 +112,7 @@ def cores_by_numa(nodes: Sequence[frozenset[int]], rank: int, num_ranks: int) ->
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> list[frozenset[int]]:
-    """Return the cores that this process may use, one list per NUMA node."""
+    """Return the cores that this process may use, one set per NUMA node."""
     allowed = os.sched_getaffinity(0)
     files = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     found = [parse_cpu_list(path.read_text(encoding="ascii").strip()) & allowed for path in files]

@@ -1,4 +1,4 @@
-"""Host memory: how much this process may use, and its peak use during a call. Linux."""
+"""Host memory: how much this process may use, and its peak during a call. For Linux."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Sizes of memory, in bytes.
+    """The memory that this process may use, in bytes.
 
     Attributes:
-        total: the machine's memory, or the smallest limit of this process's control groups.
-        available: memory that can still be allocated without swapping.
+        total: the machine's memory, or the smallest limit of this process's control groups if less.
+        available: the part of ``total`` that can still be allocated without swapping.
     """
 
     total: int
@@ -51,7 +51,7 @@ def read_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory
 
 
 def peak_growth(call: Callable[[], None], proc: Path = _PROC) -> int:
-    """Run ``call``; return by how many bytes the resident set grew at most.
+    """Run ``call``; return by how many bytes the resident set grew at its peak.
 
     The kernel's peak of the resident set is reset first (proc_pid_clear_refs(5)). If that is
     forbidden, the peak counts from the process's start, and the result is an upper bound.
@@ -83,7 +83,7 @@ def _memory_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         mount = cgroups / "memory" if controllers else cgroups
-        # In a container, the path may be the host's, where only the mount itself is visible.
+        # In a container, the path may be the host's; then only the mount itself is visible here.
         group = mount / path.strip("/")
         yield group
         while group != mount:
@@ -102,7 +102,7 @@ def _named_numbers(path: Path) -> dict[str, int]:
 
 
 def _first_number(folder: Path, *names: str) -> int | None:
-    """Return the number in the first file that has one; ``max`` is no number."""
+    """Return the number in the first of the files that has one; ``max`` is no number."""
     for name in names:
         try:
             text = (folder / name).read_text(encoding="utf-8").strip()

@@ -5,9 +5,9 @@
     0-7.lent    locked by the node that borrows the cores
 
 The borrower reads byte 0 before each multi-threaded part of a step, and leaves the cores if the
-byte is 1. An owner with new work waits until that part has ended, some milliseconds. Without the
-wait, where Linux schedules by session, a thread on a borrowed core may not run for a second. Locks
-end with their process, so a dead node does not leave any lock.
+byte is 1. An owner with new work waits some milliseconds until the borrower's part has ended.
+Without this wait, where Linux schedules by session, a thread on a lent core may not run for a
+second. Locks end with the process that holds them, so a dead node leaves no lock.
 
 Refuses to know: the computation, nodes.
 """
@@ -36,10 +36,10 @@ from baton_kernels.native.ops import NativeOps
 logger = logging.getLogger(__name__)
 
 _BUSY, _LENT = ".busy", ".lent"
-_IS_BUSY, _IS_USED = 0, 1  # indices of the two bytes in the file
-# Kernel threads keep addresses of these bytes, so mappings last as long as the process.
+_IS_BUSY, _IS_USED = 0, 1  # indices of the two bytes in a ``.busy`` file
+# Threads of native kernels keep addresses of these bytes, so mappings last as long as the process.
 _MAPPED: list[ctypes.Array[ctypes.c_int8]] = []
-_MOST_SHARES = 64  # MOST_LENDERS in team.c
+_MOST_SHARES = 64  # most nodes to borrow from; MOST_LENDERS in team.c
 _LONGEST_WAIT_S = 0.02
 _LONGEST_LOCK_S = 0.001
 _POLL_S = 0.0002
@@ -49,15 +49,15 @@ AfterLayer = Callable[[int], None]
 class LentCores:
     """One node's own cores, which it lends, and other nodes' cores, which it borrows.
 
-    Only the computing thread calls the methods, which set the number of computing threads; other
-    threads may call `keep`. The node's cores are lent until the first `borrow`.
+    Only the computing thread calls the methods, because they set the number of threads that compute
+    with it; other threads may call only `keep`. The node's cores are lent until the first `borrow`.
 
     Args:
         folder: the machine's folder of locks, which must exist.
         own: list of the node's cores, such as ``0-7``; also the name of the lock files.
         ops: native kernels that place threads.
 
-    Raises OSError when the folder cannot be written to.
+    Raises OSError if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, own: str, ops: NativeOps) -> None:
@@ -105,7 +105,7 @@ class LentCores:
             yield
         finally:
             with self._marking:
-                self._num_keepers = max(self._num_keepers - 1, 0)  # `close` has set it to 0
+                self._num_keepers = max(self._num_keepers - 1, 0)  # `close` may have set it to 0
                 self._lend_if_idle()
 
     def are_taken(self) -> bool:
@@ -116,7 +116,7 @@ class LentCores:
         return False
 
     def between_layers(self, after_layer: AfterLayer | None) -> AfterLayer:
-        """Return a callback for the end of each layer: calls `borrow`, then ``after_layer``."""
+        """Return a function to call after each layer: it calls `borrow`, then ``after_layer``."""
 
         def borrow_too(layer: int) -> None:
             self.borrow()
@@ -138,9 +138,9 @@ class LentCores:
         self._others.clear()
 
     def _mark_busy(self) -> bool:
-        """Mark this node's cores as busy, and wait for a borrower.
+        """Mark this node's cores as busy, and wait until a borrower has left them.
 
-        Return whether the mark was set.
+        Return whether this node now holds the lock that marks them.
         """
         if not self._is_busy:
             give_up_at = time.monotonic() + _LONGEST_LOCK_S
@@ -159,7 +159,7 @@ class LentCores:
             self._is_busy = False
 
     def _wait_for_borrower(self) -> None:
-        """Wait until no other node computes on this node's cores, but at most a fixed time."""
+        """Wait until no other node computes on this node's cores, at most `_LONGEST_WAIT_S`."""
         give_up_at = time.monotonic() + _LONGEST_WAIT_S
         while self._bytes[_IS_USED] and time.monotonic() < give_up_at:
             if not self.are_taken():  # the borrower died while computing
@@ -174,7 +174,7 @@ class LentCores:
             if share not in shares:
                 share.give_back()
         self._borrowed = shares
-        # set only when all threads have been placed
+        # No thread may look for busy lenders until all threads are placed.
         self._ops.watch_lenders(self._num_own_threads, [])
         lent = frozenset[int]().union(*(share.cores for share in shares))
         if lent and not self._ops.place_threads(self._num_own_threads, self._own, len(lent), lent):
@@ -199,7 +199,7 @@ class LentCores:
                 continue
             try:
                 share = _Share(self._folder, name)
-            except (ConfigError, OSError):  # no list of cores, or another user's file
+            except (ConfigError, OSError):  # not a list of cores, or the file is not accessible
                 continue
             if share.cores.isdisjoint(self._own):
                 self._others[name] = share
@@ -211,7 +211,8 @@ class _Share:
     """Another node's cores, which this node may borrow.
 
     Attributes:
-        address: address of the two mapped bytes of the owner's file.
+        address: address of the two bytes of the owner's ``.busy`` file, which is mapped into
+            memory.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -229,7 +230,7 @@ class _Share:
         """Return whether the owner of the cores has work."""
         if not _lock(self._busy, fcntl.LOCK_SH):
             return True
-        self._bytes[_IS_BUSY] = 0  # reset, as an owner that died left 1
+        self._bytes[_IS_BUSY] = 0  # an owner that died may have left a 1
         fcntl.flock(self._busy, fcntl.LOCK_UN)
         return False
 
@@ -246,9 +247,9 @@ class _Share:
 
 
 def lent_cores(config: EngineConfig) -> LentCores | None:
-    """Return a node's `LentCores`; None if lending is off or impossible.
+    """Return the `LentCores` of a node; None if lending is off or impossible.
 
-    Raises ConfigError when the folder of the locks cannot be written to.
+    Raises ConfigError if the folder of the locks cannot be written to.
     """
     if not config.core_locks:
         return None
@@ -271,7 +272,7 @@ def _open(path: Path) -> int:
 
 def _map_bytes(descriptor: int) -> ctypes.Array[ctypes.c_int8]:
     """Return the two bytes of a file, shared with all processes that map the file."""
-    # written, because a hole in the file would need a page on the first write
+    # Write the bytes, because a hole in the file would need a page when it is first written.
     os.posix_fallocate(descriptor, 0, 2)
     mapped = (ctypes.c_int8 * 2).from_buffer(mmap.mmap(descriptor, 2))
     _MAPPED.append(mapped)
@@ -282,6 +283,6 @@ def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock a file without waiting; return False if the lock is held, or the kernel fails."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:  # held by another process, or no kernel memory
+    except OSError:  # another process holds the lock, or the kernel lacks memory
         return False
     return True

@@ -1,4 +1,4 @@
-"""Checks before loading whether a model fits into the available memory.
+"""Checks whether a model fits into the available memory, before it is loaded.
 
 Refuses to know: loading, GPUs.
 """
@@ -20,7 +20,8 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if weights and KV cache do not fit into this machine's memory.
 
-    Without a configured size, the KV cache gets what memory remains, and is not checked.
+    If the options set no size of the KV cache, it gets the memory that remains, so only the weights
+    are checked.
 
     Args:
         model_folder: the model to load on a CPU.
@@ -41,7 +42,8 @@ def check_memory(
     )
     kv_cache = config.kv_cache_bytes or 0
     if config.num_blocks is not None:
-        # With sliding windows, a block may hold KV of only some of the layers.
+        # With sliding windows, a block may hold the KV of only some layers, so its size is not
+        # known here.
         kv_cache = (
             0
             if any(layer.mixer.kv.retained_tokens is not None for layer in model.layers)

@@ -1,4 +1,4 @@
-"""PagesAhead: populates memory of never-used KV blocks while a node is idle.
+"""PagesAhead: touches the memory pages of never-used KV blocks while a node is idle.
 
 The kernel allocates and clears a block's memory on the first write, which makes a prompt up to a
 quarter slower, on prefill nodes and decode nodes alike. Refuses to know: which block goes to which
@@ -16,29 +16,29 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-# maximum number of bytes populated beyond the used blocks, so that an idle node's memory stays
-# small
+# Maximum number of bytes that are populated beyond the used blocks, so that an idle node takes
+# little memory.
 AHEAD_BYTES = 2**26
-SHARE = 8  # also at most this fraction (1/8) of the machine's available memory
-STEP_BYTES = 2**21  # bytes of a huge page; populating takes a fraction of a ms
-_POPULATE_WRITE = 23  # advice for madvise, since Linux 5.14; missing in Python's mmap
+SHARE = 8  # second limit: the machine's available memory divided by this number
+STEP_BYTES = 2**21  # bytes of a huge page, populated at a time in less than a ms
+_POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE (Linux 5.14), missing in `mmap`
 
 
 class PagesAhead:
-    """Populates the memory of a cache whose blocks are first used in order of their ids.
+    """Populates the memory of a KV cache whose blocks are first used in the order of their ids.
 
     Args:
-        cache: `[num_blocks, ...]` from `allocate_kv_cache`, aligned to a page.
+        cache: KV cache, `[num_blocks, ...]`, from `allocate_kv_cache`; aligned to a page.
     """
 
     def __init__(self, cache: Tensor) -> None:
         self._cache, self._block_bytes = cache, cache[0].nbytes
-        self._next = 0 if cache.is_cpu else cache.nbytes  # bytes before this offset are populated
+        self._next = 0 if cache.is_cpu else cache.nbytes  # all bytes before this one are populated
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def find(self, num_used: int) -> bool:
-        """Populate the next 2 MiB; return whether more is left to do now.
+        """Populate the next 2 MiB; return whether more memory is to be populated now.
 
         Args:
             num_used: number of blocks that were ever used.

@@ -1,4 +1,4 @@
-"""Copies a step's plan, with blocks and parameters of its rows, for the drafter."""
+"""Copies the plan of a step, with blocks and parameters of its rows, for the drafter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.worker.inputs.request_rows import RequestRows
 def drafting_step(
     plan: StepPlan, batch: RequestRows, block_tables: Sequence[BlockTable], block_size: int
 ) -> DraftingStep:
-    """Copy a plan that was just filled in, for the drafter."""
+    """Copy a plan for the drafter, right after the input batch has read the plan."""
     undrafted = batch.undrafted
     if undrafted and not plan.new_rows and undrafted.issuperset(plan.shares[::SHARE]):
         return FOR_NOBODY

@@ -9,11 +9,11 @@ from baton.api.pooling import PoolingParams
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """One pooled request's tokens in a step.
+    """The tokens of one pooled request in a step.
 
     Attributes:
         row: the request's row of the input batch.
-        first, end: range of the tokens' rows in the step.
+        first, end: range of these tokens in the step; ``end`` is exclusive.
         start: position of the first token in the prompt.
         is_last: whether the prompt ends with these tokens.
     """

@@ -1,4 +1,4 @@
-"""PreparedStep: the tensors that a step reads; ReplayStep: a step for a captured graph's replay."""
+"""PreparedStep: the tensors that a step reads. ReplayStep: a step that replays a captured graph."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ModelInput:
     input_ids: Tensor  # [num_tokens] int64
     # [num_tokens] int64, for RoPE; [3, num_tokens] for three axes
     positions: Tensor
-    last_token_rows: Tensor  # [num_sampling] int64, rows of tokens that need logits
-    groups: tuple[AttentionMetadata | StateMetadata, ...]  # one per KV cache group
-    adapters: tuple[AdapterSpan, ...] = ()  # runs of tokens with an adapter
+    last_token_rows: Tensor  # [num_sampling] int64, rows of the tokens whose logits are needed
+    groups: tuple[AttentionMetadata | StateMetadata, ...]  # metadata of each KV cache group
+    adapters: tuple[AdapterSpan, ...] = ()  # runs of tokens that have an adapter
     images: tuple[ImageRows, ...] = ()  # tokens whose embeddings come from images
 
     def adapters_of(self, rows: Sequence[int]) -> tuple[AdapterSpan, ...]:
-        """Return the adapter spans of some tokens, as indices into ``rows`` (ascending)."""
+        """Return the adapter spans of the tokens ``rows`` (ascending), as indices into ``rows``."""
         return spans_of_rows(self.adapters, rows)
 
 
@@ -41,12 +41,12 @@ class PreparedStep:
     later.
 
     Attributes:
-        sampling_rows: `[num_sampling]` int64 on the device, rows of the input batch; a request with
-            drafts has several entries.
+        sampling_rows: `[num_sampling]` int64 on the device, row of the input batch for each sampled
+            token; a request with drafts has several entries.
         pending_tokens: tokens that the previous step samples, as `(places, rows)`, int64 on the
             device: places in ``input_ids``, rows in `InputBatch.last_tokens`; None: all are known.
         images: images to encode and to place; None: the step has no images.
-        pooled: tokens of requests that are pooled.
+        pooled: the tokens of each pooled request.
     """
 
     model: ModelInput
@@ -59,13 +59,13 @@ class PreparedStep:
 
     @property
     def has_prompts(self) -> bool:
-        """Return whether some computed token, such as a prompt's, samples no next token."""
+        """Return whether some token of the step, such as one in a prompt, samples no next token."""
         return len(self.model.input_ids) > len(self.model.last_token_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """A step of one token per request, which replays a captured graph.
+    """A step with one token per request, which replays a captured graph.
 
     Its inputs lie in a staging buffer on the host, which is overwritten
     `EngineConfig.max_steps_in_flight` steps later.

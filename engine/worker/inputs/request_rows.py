@@ -1,4 +1,4 @@
-"""RequestRows: sampling data of the request in each row of an input batch."""
+"""RequestRows: what sampling needs to know of the request in each row of an input batch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RequestRows:
         kernel_parameters: the parameters in the sampling kernel's format; filled only if
             ``is_staged``.
         request_ids: ids by row; empty: the row was never used.
-        num_placed: row assignments since the start.
-        undrafted: rows of requests without drafts.
+        num_placed: number of times that a row was assigned, since the start.
+        undrafted: rows of requests that the drafter does not read, and that get no drafts.
     """
 
     def __init__(self, num_rows: int, *, is_staged: bool) -> None:
@@ -47,9 +47,9 @@ class RequestRows:
         self._is_staged = is_staged
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
-        self._adapters: dict[int, str] = {}  # adapter digests by row; only rows with an adapter
+        self._adapters: dict[int, str] = {}  # by row with an adapter: the digest
         self._pooling: dict[int, PoolingParams] = {}  # by row; only rows of pooled requests
-        # All known tokens by row; only rows whose sampling depends on them.
+        # All known tokens by row, only for rows whose sampling depends on known tokens.
         self._known: dict[int, list[int]] = {}
 
     @property
@@ -81,18 +81,18 @@ class RequestRows:
         self._random_words.clear(row)
 
     def note_computed(self, plan: StepPlan) -> None:
-        """Append a step's computed tokens to the known tokens."""
+        """Append the tokens that a step computes to the known tokens of their rows."""
         shares, offset = plan.shares, 0
         for index in range(0, len(shares), SHARE):
             row, start, num_tokens, num_known = shares[index : index + SHARE]
             known = self._known.get(row)
             if known is not None:
                 known[start : start + num_tokens] = plan.token_ids[offset : offset + num_tokens]
-                del known[max(num_known, start + num_tokens) :]  # drop the previous step's drafts
+                del known[max(num_known, start + num_tokens) :]  # drop drafts of the step before
             offset += num_tokens
 
     def adapter_spans(self, columns: StepColumns) -> tuple[AdapterSpan, ...]:
-        """Return one span of tokens for each adapter in the step."""
+        """Return the span of tokens that each adapter of the step has."""
         if not self._adapters:
             return ()
         spans: list[AdapterSpan] = []
@@ -107,7 +107,7 @@ class RequestRows:
         return tuple(span for span in spans if span.adapter)
 
     def pooled_rows(self, columns: StepColumns) -> tuple[PooledRows, ...]:
-        """Return the step's tokens of pooled requests, in the step's order."""
+        """Return the tokens of each pooled request of a step, in the step's order."""
         if not self._pooling:
             return ()
         found: list[PooledRows] = []
@@ -124,7 +124,7 @@ class RequestRows:
         return tuple(found)
 
     def sampling_input(self, columns: StepColumns) -> SamplingInput:
-        """Return the sampler's input for the step's sampled tokens."""
+        """Return the sampler's input for the tokens that a step samples."""
         sampling = columns.sampling
         rows = columns.rows[sampling]
         # `take` copies whole structs; indexing with an array would copy field by field.
@@ -148,8 +148,8 @@ class RequestRows:
         )
 
     def sample_again(self, before: SamplingInput, rows: Ints, sampled_at: Ints) -> SamplingInput:
-        """Return the sampler's input of a step whose requests equal the previous step's."""
-        if before.is_greedy:  # greedy sampling does not read any position
+        """Return the sampler's input of a step with the same requests as the step of ``before``."""
+        if before.is_greedy:  # greedy sampling needs no positions
             return before
         parameters = before.parameters
         places = sampled_at - parameters["num_prompt_tokens"]
@@ -164,18 +164,18 @@ class RequestRows:
         )
 
     def _snapshot(self, row: int, num_tokens: int) -> RequestSnapshot:
-        """Return what the sampling of a row's token after its first ``num_tokens`` depends on."""
+        """Return what adjusts the logits of a row's token after its first ``num_tokens`` tokens."""
         request, known = self._rows[row], self._known.get(row, [])
         return RequestSnapshot(
             request.sampling_params,
             known if len(known) == num_tokens else known[:num_tokens],
-            # not read if sampling does not depend on known tokens
+            # This is read only if sampling depends on known tokens.
             request.num_prompt_tokens if known else 0,
             request.stop_token_ids,
         )
 
     def prompt_rows(self, columns: StepColumns, index: int, first_row: int) -> PromptRows:
-        """Return the prompt tokens whose logprobs this step computes; none after the prompt."""
+        """Return the prompt tokens whose logprobs a step computes; none if it only decodes."""
         request = self._rows[int(columns.rows[index])]
         first = int(columns.starts[index]) + 1
         end = min(first + int(columns.query_lens[index]), request.num_prompt_tokens)

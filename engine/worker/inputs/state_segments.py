@@ -1,4 +1,4 @@
-"""Segments: runs of tokens within blocks, for layers with one state (such as Mamba's) per block."""
+"""Segments: runs of tokens within blocks, for layers with one state per block, such as Mamba's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Segments:
     Attributes:
         num_requests: number of requests in the step.
         block_size: tokens per block.
-        rows: row of the input batch.
-        starts: position of the run's first token.
-        blocks: logical block that contains the run.
+        rows: row of the input batch that the run's request has.
+        starts: position of the run's first token in its request.
+        blocks: index of the logical block that contains the run.
         lens: number of tokens of the run.
     """
 
@@ -36,7 +36,7 @@ class Segments:
 
 
 def cut_segments(columns: StepColumns, buffers: StepBuffers, block_size: int) -> Segments:
-    """Cut the tokens of each request at block boundaries."""
+    """Cut the tokens of each request into runs at block boundaries."""
     assert columns.num_behind is None, "a state behind drafts cannot be taken back"
     first_blocks = columns.starts // block_size
     counts = (columns.ends - 1) // block_size - first_blocks + 1

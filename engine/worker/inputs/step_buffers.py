@@ -1,4 +1,4 @@
-"""StepBuffers: host memory of one step's inputs; KeptDecodes: a decode step to reuse."""
+"""StepBuffers: host memory of one step's inputs. KeptDecodes: a decode step to reuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeptDecodes:
         num_placed: `RequestRows.num_placed` when the step was made.
         rows: rows of the step's requests: `[num_requests]`.
         num_changes: `BlockTable.num_changes` of each group.
-        step: the latest step in these buffers.
+        step: the latest step whose inputs are in these buffers.
         constrained: ids of requests that sample by a grammar (`StepPlan.constrained`).
     """
 
@@ -31,7 +31,7 @@ class KeptDecodes:
 
 
 class Buffer:
-    """One host tensor, and an array over the same memory."""
+    """A host tensor, and a NumPy array over the same memory."""
 
     def __init__(self, size: int, dtype: torch.dtype, pin_memory: bool) -> None:
         self.tensor = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)  # [size]
@@ -39,7 +39,7 @@ class Buffer:
 
 
 class StepBuffers:
-    """Host buffers of one step."""
+    """Host buffers for all inputs of one step."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class StepBuffers:
         self.last_token_rows = Buffer(max_num_tokens, torch.int64, pin)
         self.sampling_rows = Buffer(max_num_tokens, torch.int64, pin)
         self.pending_tokens = Buffer(2 * max_rows, torch.int64, pin)
-        self.decodes: KeptDecodes | None = None  # set if the latest step only decoded
+        # set if a later decode step can reuse these buffers
+        self.decodes: KeptDecodes | None = None
         max_segments = max_num_tokens if state_groups else 0
         self.segment_start_loc = Buffer(max_segments + 1, torch.int32, pin)
         self.request_start_loc = Buffer(max_rows + 1, torch.int32, pin)
@@ -70,4 +71,4 @@ class StepBuffers:
                 Buffer(max_segments, torch.int32, pin),
             )
             for group in state_groups
-        }  # states' slots to read and write
+        }  # slots of the states to read and to write

@@ -1,4 +1,4 @@
-"""StepColumns: a step's plan as arrays, one entry per request or per sampled token."""
+"""StepColumns: the plan of a step as arrays, with one entry per request or per sampled token."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Ints = npt.NDArray[np.int64]
 
 
 class StepColumns:
-    """A step's plan as columns: each `[num_requests]`, unless stated otherwise.
+    """The plan of a step as columns, each `[num_requests]` unless stated otherwise.
 
     Attributes:
-        sampling: `[num_sampling]`, ascending index of each sampled token's request.
-        sampled_at: `[num_sampling]`, position of each sampled token.
-        num_behind: `[num_sampling]`, number of drafts computed at and after each position; None: no
-            drafts.
+        sampling: `[num_sampling]`, index of the request of each sampled token; ascending.
+        sampled_at: `[num_sampling]`, position of each sampled token in its request.
+        num_behind: `[num_sampling]`, number of the request's drafts at and after each sampled
+            token's position; None: no drafts.
         draft_token_ids: `[num_sampling]`, drafts at the sampled tokens' positions
             (`SamplingInput`).
         constrained: ids of requests that sample by a grammar (`StepPlan.constrained`).
     """
 
     def __init__(self, plan: StepPlan, max_decode_rows: int) -> None:
-        # One flat list: numpy takes twice as long to convert a list of tuples.
+        # Shares are one flat list, because numpy takes twice as long to convert a list of tuples.
         columns = np.array(plan.shares, dtype=np.int64).reshape(-1, SHARE).T.copy()
         self.rows, self.starts, self.query_lens, self.num_known = columns
         # [num_tokens]; unknown tokens are < 0
@@ -43,10 +43,10 @@ class StepColumns:
                     self._spread()
 
     def _sample_behind(self, num_drafts: Ints) -> None:
-        """Add a sampled token after each draft.
+        """Add one more sampled token to the columns for each draft.
 
         Args:
-            num_drafts: number of drafts of each sampling request.
+            num_drafts: number of drafts of each request that samples.
         """
         num_samples = num_drafts + 1
         ends = num_samples.cumsum()
@@ -59,7 +59,7 @@ class StepColumns:
         self.draft_token_ids = tuple(np.where(num_behind, drafts, UNKNOWN_TOKEN).tolist())
 
     def _spread(self) -> None:
-        """Turn the step into a decode step: each draft becomes a request with the same blocks.
+        """Turn the step into a decode step: each draft becomes a request with its request's blocks.
 
         Every layer writes the KV of all tokens before it reads any, so decode graphs and decode
         kernels also work with drafts.

@@ -5,9 +5,9 @@
     rows       0  1    2  2  2  3  3  3          5  6
     columns    0  1    2  3  4  2  3  4          5  6       the delta is 5 - 8 = -3
 
-An image takes as many positions as its longest side, so later tokens have smaller positions for
-RoPE than their indexes in the sequence. After the last image, the difference (delta) is constant.
-Source: Qwen2-VL (arXiv 2409.12191); equal to `get_rope_index` of transformers.
+An image takes only as many positions as its longest side, so the positions for RoPE of later tokens
+are smaller than their indices in the sequence. After the last image, the difference (delta) is
+constant. Source: Qwen2-VL (arXiv 2409.12191); equal to `get_rope_index` of transformers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from engine.worker.inputs.step_columns import Ints
 
 
 def position_delta(spans: Sequence[ImageSpan]) -> int:
-    """Return the position of a token after all images, minus its index in the sequence."""
+    """Return the RoPE position of a token after all images, minus its index in the sequence."""
     return sum(max(span.grid) - span.num_tokens for span in spans)
 
 
 def three_axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Ints:
-    """Return the positions for RoPE of a sequence's tokens, ``[3, num_tokens]``.
+    """Return the positions for RoPE of all tokens of a sequence, ``[3, num_tokens]``.
 
     Args:
-        spans: images in order; each has as many tokens as its grid has cells.
+        spans: the sequence's images in order; each has as many tokens as its grid has cells.
     """
     positions = np.tile(np.arange(num_tokens), (3, 1))
     delta = 0
@@ -43,13 +43,13 @@ def three_axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Ints:
 
 
 class RotaryPositions:
-    """Positions for RoPE, by row of an input batch.
+    """The positions for RoPE of the requests in an input batch, by row.
 
     Args:
         num_rows: maximum number of requests in a step.
 
     Attributes:
-        deltas: `[num_rows]`, see `position_delta`; 0: no images.
+        deltas: `[num_rows]`, RoPE position minus index of tokens after all images; 0: no images.
         is_active: whether any row has images.
     """
 
@@ -68,10 +68,10 @@ class RotaryPositions:
         self.is_active = bool(self._axes)
 
     def rotate(self, token_rows: Ints, positions: Ints) -> Ints:
-        """Return a step's positions for RoPE.
+        """Return the positions for RoPE of a step's tokens.
 
         The result is ``[3, num_tokens]`` if the step has tokens of images. Otherwise it is
-        ``[num_tokens]``, as a token's positions on the three axes are equal.
+        ``[num_tokens]``, because each token's three positions are equal.
 
         Args:
             token_rows: `[num_tokens]`, row of each token.

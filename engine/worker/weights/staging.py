@@ -1,6 +1,6 @@
 """Staging: loads new weights on a separate thread while steps compute with the old weights.
 
-Refuses to know: how weights are loaded and used.
+Refuses to know: how weights are loaded, how they are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """A model with loaded weights, and its drafter."""
+    """A model with loaded weights, and its drafter, if any."""
 
     model: CausalLM
     drafter: AnyDrafter | None
@@ -34,8 +34,9 @@ class Staging:
         load: loads and checks the weights, on the new thread.
 
     Attributes:
-        loaded: the weights; None: not loaded yet, or not usable.
-        problem: why the weights are not usable; empty: they are usable; None: still loading.
+        loaded: the new weights; None: they are not loaded yet, or not usable.
+        problem: why the new weights are not usable; empty: they are usable; None: they are still
+            being loaded.
     """
 
     def __init__(self, load: Callable[[], LoadedWeights]) -> None:
@@ -52,6 +53,6 @@ class Staging:
             self.problem = str(error)
         except (MemoryError, torch.OutOfMemoryError):
             self.problem = "weights: do not fit in memory beside the old ones"
-        except Exception as error:  # the old weights stay in use
+        except Exception as error:  # any error: the old weights stay in use
             logger.exception("new weights cannot be loaded")
             self.problem = f"weights: cannot be loaded: {error}"

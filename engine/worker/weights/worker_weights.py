@@ -1,12 +1,12 @@
-"""WorkerWeights: new weights for a worker, and its sleep.
+"""WorkerWeights: replaces the weights of a worker, and frees its memory for a sleep.
 
                    begin          use
     old weights ────────> staged ─────> new weights          drop: staged ──> old weights
                   sleep                                       begin + use, or wake
     awake ───────────────> asleep ──────────────────────────> awake
 
-On a CPU, weights are already in host memory, so a sleep that keeps weights frees only the KV
-cache's memory. Refuses to know: files, requests, how a model computes.
+On a CPU, weights are in host memory anyway, so a sleep that keeps the weights frees only the memory
+of the KV cache. Refuses to know: files, requests, how a model computes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class WorkerWeights:
     """The weights of one worker. Used by the thread that computes, between steps.
 
     Args:
-        memory: memory of the KV cache; its content is dropped when weights change.
+        memory: memory of the KV cache, whose content is dropped when the weights change.
         loaded: the weights in use.
-        load: loads weights from a folder, on any thread; raises BatonError.
+        load: loads weights from a folder, on any thread; raises BatonError if they are unusable.
         use: makes the worker compute with the given weights; called with None to free the model.
     """
 
@@ -45,18 +45,18 @@ class WorkerWeights:
     ) -> None:
         self._memory, self._load, self._use_weights = memory, load, use
         self._loaded: LoadedWeights | None = loaded
-        self._computes = True  # whether the worker holds the loaded weights
+        self._computes = True  # whether the worker computes with `_loaded`
         self._kv_scales = loaded.model.kv_scales
         self._staging: Staging | None = None
         self._kv_bytes = memory.tensor.nbytes
 
     def begin(self, folder: Path, *, is_kept: bool) -> None:
-        """Begin to load new weights beside the old ones."""
+        """Begin to load new weights from a folder, beside the old ones."""
         self._staging = Staging(lambda: self._load_fitting(folder, is_kept))
 
     @property
     def problem(self) -> str | None:
-        """Return why the new weights cannot be used; empty: usable; None: still loading."""
+        """Return why new weights cannot be used; empty: they can; None: they are still loading."""
         assert self._staging is not None, "no weights were begun"
         return self._staging.problem
 
@@ -71,11 +71,11 @@ class WorkerWeights:
         self._compute_with(loaded)
 
     def drop(self) -> None:
-        """Drop the new weights."""
+        """Drop the new weights without using them."""
         self._staging = None
 
     def sleep(self, level: SleepLevel, *, keeps_kv_memory: bool = False) -> None:
-        """Free the KV cache's memory, unless ``keeps_kv_memory``, and the weights by ``level``.
+        """Free the KV cache's memory (unless ``keeps_kv_memory``), and weights as ``level`` says.
 
         Raises InvalidRequestError, with nothing changed, if the weights cannot move to the host.
         """
@@ -95,10 +95,10 @@ class WorkerWeights:
             tensor.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
         else:
-            release_pages(tensor)  # the KV cache reads as zeros afterwards
+            release_pages(tensor)  # its pages then read as zeros
 
     def wake(self) -> None:
-        """Compute again with the weights that a sleep kept."""
+        """Allocate what a sleep freed, and compute again with the weights that it kept."""
         assert self._loaded is not None, "the weights were dropped"
         self._take_kv_memory()
         if self._memory.tensor.is_cuda:
@@ -110,7 +110,7 @@ class WorkerWeights:
         self._computes = True
 
     def _let_go(self) -> None:
-        """Stop computing with the old weights, if the worker still has them."""
+        """Free the old weights, if the worker still computes with them."""
         if self._computes:
             self._use_weights(None)
         self._computes = False
@@ -123,7 +123,7 @@ class WorkerWeights:
             self._memory.tensor.zero_()
 
     def _load_fitting(self, folder: Path, is_kept: bool) -> LoadedWeights:
-        """Load weights, and check that they fit the KV cache; raises BatonError."""
+        """Load weights; raise a BatonError if they are unusable or do not fit the KV cache."""
         loaded = self._load(folder, is_kept)
         if loaded.model.kv_scales != self._kv_scales:
             raise InvalidRequestError(

@@ -1,1 +1,1 @@
-"""A plug-in of every kind for Baton. Each module has one entry point of pyproject.toml."""
+"""A sample plug-in of each kind. pyproject.toml has an entry point for each module."""

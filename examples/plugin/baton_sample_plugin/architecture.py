@@ -1,4 +1,4 @@
-"""An architecture: Qwen3 under another name in config.json. A real one has its own recipe."""
+"""A model architecture: Qwen3 under another name in config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attention backend: the reference under another name. A real one computes faster."""
+"""An attention backend: Baton's reference backend under another name."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from baton_kernels.attention.reference import ReferenceAttention
 
 
 class SampleAttention(ReferenceAttention):
-    """Computes as `ReferenceAttention` does."""
+    """Computes attention as `ReferenceAttention` does."""

@@ -1,4 +1,4 @@
-"""Parsers of calls and thoughts, with marks of their own, made of Baton's forms."""
+"""Parsers of tool calls and of reasoning with marks of their own, made from Baton's forms."""
 
 from __future__ import annotations
 

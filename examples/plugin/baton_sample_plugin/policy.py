@@ -1,4 +1,4 @@
-"""A routing policy: the pair with the fewest open tokens, by name where these are equal."""
+"""A routing policy, which picks the pair of nodes with the fewest open tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.policies.base import Placement, RouteQuery
 
 
 class FewestRequests:
-    """Pick the prefill node and then the decode node with the fewest open tokens."""
+    """Picks the prefill node, and then the decode node, with the fewest open tokens."""
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:
         prefills = [one for one in fleet.prefills if fleet.reached_by(one)]

@@ -1,4 +1,4 @@
-"""A proposer that drafts the last token again. Wrong drafts do not change any token."""
+"""A proposer that drafts each request's last token again; wrong drafts change no output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.request import Request
 
 
 class RepeatProposer:
-    """Drafts each request's last token again."""
+    """Drafts the last token of each request again, ``num_drafts`` times."""
 
     def __init__(self, config: EngineConfig) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A KV transport within one process, under another name. A real one copies between machines."""
+"""A KV transport: Baton's transport within one process under another name."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from kvconnector.transports.in_memory import InMemoryTransport
 
 
 class SampleTransport(InMemoryTransport):
-    """Copies as `InMemoryTransport` does."""
+    """Copies blocks as `InMemoryTransport` does."""

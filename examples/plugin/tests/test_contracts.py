@@ -1,6 +1,6 @@
-"""What a plug-in's author runs: Baton's contract suites over the package's own entries.
+"""Baton's contract tests, which a plug-in's author runs on the entries of the plug-in.
 
-Needs ``BATON_PLUGINS=baton-sample-plugin``, because the entries are found by their names.
+The tests need ``BATON_PLUGINS=baton-sample-plugin``, so that Baton finds the plug-in's entries.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TestThoughts(ParserContract):
 class TestArchitecture(ArchitectureContract):
     @pytest.fixture(autouse=True)
     def _make_checkpoint(self, tmp_path: Path) -> None:
-        """Name the architecture in a copy of the model."""
+        """Copy the model, and name the plug-in's architecture in the copy's config.json."""
         for file in Path(MODEL).iterdir():
             if file.is_file():
                 shutil.copy(file, tmp_path / file.name)

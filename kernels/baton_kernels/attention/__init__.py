@@ -1,4 +1,4 @@
-"""Attention backends: their table, and the choice for a device.
+"""Attention backends: the table of their names, and the choice of a backend for a device.
 
 Refuses to know: how any backend works, models. Importing this package does not import any backend.
 """
@@ -35,7 +35,7 @@ ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry(
     plugin_group="baton.attention",
 )
 
-# Library -> backend that gives the library steps with prompts, and Triton all others.
+# Library -> backend in which the library computes steps with prompts, and Triton all other steps.
 _FOR_PROMPTS = {
     "sdpa": "sdpa_triton",
     "flash_attn": "flash_triton",
@@ -44,11 +44,12 @@ _FOR_PROMPTS = {
 _LIBRARY_OF = {name: name for name in _FOR_PROMPTS} | {
     both: library for library, both in _FOR_PROMPTS.items()
 }
-# Backends for a cache of latents: one vector per token instead of keys and values.
+# Backends that can read a cache of latents: one vector per token instead of keys and values.
 _LATENT_BACKENDS = ("reference", "cpu", "native", "triton_latents")
-# Backend of keys and values -> backend of the same kind that takes only latents.
+# Backend -> the backend to use in its place if the cache has latents.
 _OVER_LATENTS = {"triton": "triton_latents"}
-# Backends in which tokens of an image can see each other (`AttentionMetadata.row_ends`).
+# Backends that support `AttentionMetadata.row_ends`, so that an image's tokens can attend to later
+# tokens of the image.
 WITH_ROW_ENDS = ("reference", "cpu", "native")
 _TRITON = ("triton", "triton_invariant", "triton_latents", *_FOR_PROMPTS.values())
 
@@ -75,16 +76,16 @@ def choose_attention_backend(
         fp8: whether the KV cache is float8.
         latent: whether the cache holds one vector per token instead of keys and values (MLA).
         sinks: whether each head has an attention sink.
-        half: whether queries and cache have 16 bits.
-        head_dim: numbers of a head; 0: not known.
+        half: whether queries and cache have a dtype of 16 bits.
+        head_dim: size of a head; 0: not known.
         invariant: whether a query's result must not depend on the rest of the batch.
         native: whether native kernels may be chosen.
 
     Returns:
-        ``(name, reason)``; the reason is one phrase for the log.
+        The backend's name, and the reason for the choice, one phrase for the log.
 
     Raises:
-        ConfigError: ``override`` is not a registered name, or cannot be used here.
+        ConfigError: ``override`` is not a registered name, or does not support these options.
     """
     if invariant:
         override = _invariant(device, override)
@@ -112,9 +113,9 @@ def choose_attention_backend(
 
 
 def wanted_block_size(backend: str) -> int:
-    """Return the tokens per KV block that a backend needs; 0: any.
+    """Return the block size, in tokens, that a backend requires; 0: any size.
 
-    Only FlashAttention 2 needs a multiple of 256.
+    Only FlashAttention 2 has a requirement: a multiple of 256.
     """
     from baton_kernels.attention.flash import block_size_multiple, installed_version
 
@@ -128,7 +129,10 @@ def wanted_block_size(backend: str) -> int:
 def _library_for_prompts(
     device: torch.device | str, block_size: int, head_dim: int
 ) -> tuple[str, str] | None:
-    """Pick the library that computes prompts faster than Triton; None: none, or none is known."""
+    """Pick a library that computes prompts faster than Triton, and the reason for the log.
+
+    Returns None if no library is known to be faster on this GPU.
+    """
     import torch
 
     from baton_kernels.attention import flash
@@ -152,7 +156,7 @@ def _library_for_prompts(
 
 
 def _invariant(device: torch.device | str, override: str | None) -> str:
-    """Return the backend whose results do not depend on the rest of the batch."""
+    """Return a device's batch-invariant backend; raises ConfigError if another is asked for."""
     name = "native" if str(device).startswith("cpu") else "triton_invariant"
     if override not in (None, name):
         raise ConfigError(f"attention_backend: must be {name} with batch_invariant, got {override}")
@@ -182,7 +186,7 @@ def _choose_for_latents(
 def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
     kind = str(device).partition(":")[0]
     if kind == "cpu":
-        from baton_kernels.dispatch import native_ops  # imported late, because it imports torch
+        from baton_kernels.dispatch import native_ops  # imported here, because it imports torch
 
         if native and native_ops() is not None:
             return "native", "the KV cache is on the CPU"
@@ -195,7 +199,7 @@ def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
 
 
 def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
-    import torch  # importing this file must not import torch
+    import torch  # imported here, so that this module needs no torch
 
     return ATTENTION_BACKENDS.load(name).reason_against_fp8(torch.device(device))
 
@@ -214,10 +218,10 @@ def _check(name: str, block_size: int, device: torch.device | str, head_dim: int
 def _reason_against_library(
     library: str, block_size: int, device: torch.device | str, head_dim: int
 ) -> tuple[str, str] | None:
-    """Return which field a library refuses, and why; None: it can be used.
+    """Return which option a library does not support, and why; None: the library can be used.
 
     Args:
-        head_dim: numbers of a head; 0: not known.
+        head_dim: size of a head; 0: not known.
     """
     from baton_kernels.attention import flash, flashinfer
 

@@ -1,4 +1,4 @@
-"""The input of an attention backend for one step, and the protocol that backends implement.
+"""The input of an attention backend for one step, and the interface of backends.
 
 Refuses to know: schedulers, requests, models, and how any backend computes.
 """
@@ -16,8 +16,9 @@ from torch import Tensor
 class AttentionMetadata:
     """Which tokens of each request a step computes, and where the requests' KV blocks are.
 
-    Requests follow one another in the token dimension. To pad a step to a captured size, tokens
-    after the last request have slot -1, and further requests have ``query_len`` 0.
+    The tokens of each request are adjacent. If a step is padded to the size of a captured CUDA
+    graph, the tokens after the last request have slot -1, and the additional requests have
+    ``query_len`` 0.
     """
 
     num_requests: int
@@ -28,7 +29,7 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64, block_id * block_size + offset, or -1 for padding
     max_query_len: int
     max_seq_len: int
-    # host copy of the query lengths, so that no backend has to read a tensor
+    # new tokens of each request, on the host, so that backends need not read a tensor
     query_lens: tuple[int, ...]
     seq_lens_host: tuple[int, ...]  # host copy of seq_lens
     # [num_tokens] int32, non-decreasing within a request: each token attends to keys before this
@@ -41,11 +42,13 @@ class AttentionOptions(NamedTuple):
 
     Attributes:
         scale: factor of the dot products.
-        sliding_window: number of newest keys that a query attends to, its own included.
-        soft_cap: soft cap of the attention scores.
-        value_dim: number of leading elements of each value to use; None: all. In a cache of latents
-            (:func:`as_keys_and_values`), the other elements belong only to keys.
-        sinks: ``[num_heads]`` float32.
+        sliding_window: number of newest keys that a query attends to, including the query's own;
+            None: all keys.
+        soft_cap: scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; None: no cap.
+        value_dim: number of each value's elements to use, from the first on; None: all. In a cache
+            of latents (:func:`as_keys_and_values`), the other elements belong only to keys.
+        sinks: ``[num_heads]`` float32, an additional score per head, without a value; None: no
+            sinks.
     """
 
     scale: float
@@ -56,13 +59,13 @@ class AttentionOptions(NamedTuple):
 
 
 def as_keys_and_values(latents: Tensor) -> Tensor:
-    """View a cache of one vector per token (MLA) as one KV head whose values are its keys.
+    """View a cache of latents (MLA) as a cache with one KV head, whose values equal its keys.
 
     Args:
         latents: ``[num_blocks, block_size, width]``.
 
     Returns:
-        ``[num_blocks, 2, 1, block_size, width]``, no copy.
+        A view, ``[num_blocks, 2, 1, block_size, width]``.
     """
     return latents[:, None, None].expand(-1, 2, -1, -1, -1)
 
@@ -74,16 +77,19 @@ class AttentionBackend(Protocol):
     depend on the other requests of the step, up to float rounding.
     ``baton_kernels.reference.paged_attention`` defines the result.
 
-    Every backend takes a cache of the query's dtype; for float8, see `reason_against_fp8`.
+    Every backend supports a cache of the query's dtype; some also support a float8 cache.
     """
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why a device cannot use a float8 cache, as a phrase; None if it can."""
+        """Return a phrase that says why this backend cannot use a float8 cache on a device.
+
+        None: the backend can.
+        """
         ...
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepare what all layers of a step share; call before the first ``run``."""
+        """Prepare what all layers of a step share; called before the first ``run`` of the step."""
 
     def run(
         self,
@@ -92,14 +98,14 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute one layer's attention; this step's keys and values must already be in the cache.
+        """Compute one layer's attention; the step's keys and values are already in the cache.
 
         Args:
             query: ``[num_tokens, num_heads, head_dim]``.
-            kv_cache: this layer's ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``, a
-                strided view: memory is block-major with all layers inside a block.
+            kv_cache: this layer's ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``. This is
+                a view with gaps between blocks, because a block's memory has all layers.
             metadata: the object that ``plan`` received.
-            options: the layer's options.
+            options: options of the layer's attention.
 
         Returns:
             ``[num_tokens, num_heads, value_dim]``; padding tokens get zeros.

@@ -1,7 +1,8 @@
-"""Paged attention for CPUs with torch alone: gather blocks, then scaled_dot_product_attention.
+"""Paged attention for CPUs without native kernels: gathers blocks, then calls torch's SDPA.
 
-Decodes fold the query heads that share a KV head into the query-length dimension, so that each
-key is read once; prompt chunks use SDPA's own grouped-query support.
+SDPA is scaled_dot_product_attention. For decodes, the query heads that share a KV head are passed
+as if they were several queries of one head, so that SDPA reads each key once. For prompt chunks,
+SDPA's own support of grouped queries is used.
 Refuses to know: models, schedulers, CUDA.
 """
 
@@ -19,26 +20,26 @@ _MaskKey = tuple[int, int | None, torch.dtype]
 
 
 class CpuAttention:
-    """``AttentionBackend`` over SDPA; all calls gather KV into one shared buffer."""
+    """``AttentionBackend`` over SDPA; blocks are gathered into a buffer that all calls reuse."""
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._plan = _NO_PLAN
         self._planned_block_size = 0
         self._masks: dict[_MaskKey, Tensor] = {}
-        # A fresh large buffer per call costs 2-4x the gather itself in page faults.
+        # The page faults of a new buffer per call would take 2 to 4 times as long as the gathering.
         self._buffer = torch.empty(0)
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: a float8 cache is supported, as gathered blocks are converted."""
+        """Return None: a float8 cache is supported, because gathered blocks are converted."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
 
-        Only the cache, which ``plan`` does not get, tells the block size. The plan assumes the
-        block size of the previous step; if that is wrong, as in the first step, ``run`` plans
+        The block size is known only from the cache, which ``run`` gets. The plan therefore assumes
+        the block size of the previous step; if this is wrong, as in the first step, ``run`` plans
         again.
         """
         self._metadata = metadata
@@ -53,7 +54,7 @@ class CpuAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         if kv_cache.shape[3] != self._planned_block_size:
             self._planned_block_size = kv_cache.shape[3]
@@ -110,7 +111,7 @@ class CpuAttention:
     ) -> None:
         tokens = self._gather(cache, group.block_ids, query.dtype)
         if group.pad_slots is not None:
-            # The mask hides pads, but 0 * NaN is NaN, so NaN left by another request would still
+            # The mask hides pad slots, but 0 * NaN is NaN, so a NaN that another request left would
             # spread.
             tokens.index_fill_(2, group.pad_slots, 0.0)
         num_kv_heads, head_dim = tokens.shape[1], tokens.shape[3]
@@ -131,18 +132,18 @@ class CpuAttention:
         out[group.rows] = attended.flatten(1, 2)
 
     def _gather(self, cache: Tensor, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy blocks into the buffer: ``[2, num_kv_heads, n * block_size, head_dim]``."""
+        """Copy n blocks into the buffer; return ``[2, num_kv_heads, n * block_size, head_dim]``."""
         _, num_kv_heads, _, block_size, head_dim = cache.shape
         shape = (2, num_kv_heads, len(block_ids), block_size, head_dim)
         size = 2 * num_kv_heads * len(block_ids) * block_size * head_dim
         fitting = self._buffer.dtype == cache.dtype and self._buffer.device == cache.device
         if not fitting or self._buffer.numel() < size:
-            # Not an inference tensor, because a later caller may be outside inference_mode.
+            # not an inference tensor, because a later caller may be outside of inference_mode
             with torch.inference_mode(mode=False):
                 self._buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         gathered = self._buffer[:size].view(shape)
         torch.index_select(cache, 2, block_ids, out=gathered)
-        # converts float8; no copy for other dtypes
+        # only float8 is converted; other dtypes are not copied
         return gathered.view(2, num_kv_heads, -1, head_dim).to(dtype)
 
     def _prompt_mask(
@@ -155,7 +156,7 @@ class CpuAttention:
     ) -> Tensor | None:
         """Make a mask ``[query_len, seq_len]`` to add to scores.
 
-        Returns None if SDPA's causal mask suffices.
+        Returns None if SDPA's own causal mask is enough.
         """
         if window is None and chunk.query_len == chunk.seq_len and row_ends is None:
             return None
@@ -173,7 +174,7 @@ class CpuAttention:
     ) -> Tensor | None:
         """Make a mask ``[num_requests, 1, 1, max_len]`` to add to scores.
 
-        Returns None if every key is visible.
+        Returns None if every query attends to all keys.
         """
         if window is None and group.same_len:
             return None
@@ -197,16 +198,17 @@ def _attend(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Call SDPA, or compute soft caps and sinks, which SDPA lacks, in float32 without SDPA.
+    """Call SDPA; with soft caps or sinks, which SDPA lacks, compute in float32 without SDPA.
 
     Args:
         query: ``[n, num_heads, query_len, head_dim]``.
         key: ``[n, num_kv_heads, seq_len, head_dim]``.
         value: ``[n, num_kv_heads, seq_len, head_dim]``.
-        mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, added to the scores.
-        is_causal: whether SDPA applies its own causal mask; ``query_len`` equals ``seq_len``.
+        mask: broadcasts to ``[n, num_heads, query_len, seq_len]``, and is added to the scores;
+            None: no mask.
+        is_causal: whether to apply a causal mask; ``query_len`` must then equal ``seq_len``.
         scale: factor of the dot products.
-        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
+        soft_cap: scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; None: no cap.
         sinks: ``[num_heads]``; ``[num_heads, query_len]`` if the rows of ``query`` are heads.
     """
     group = query.shape[1] // key.shape[1]
@@ -225,7 +227,7 @@ def _attend(
         scores = scores.masked_fill(hidden, -torch.inf)
     elif mask is not None:
         scores = scores + mask
-    if sinks is not None:  # a sink is one more column of scores, without a value
+    if sinks is not None:  # sinks are one more column of scores, without a value
         sink = sinks.view(len(sinks), -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).to(query.dtype)
@@ -234,7 +236,7 @@ def _attend(
 def _outside(
     key_at: Tensor, query_at: Tensor, window: int | None, ends: Tensor | None = None
 ) -> Tensor:
-    """Return a mask that is True where a query may not attend to a key.
+    """Return a boolean mask that is True where a query may not attend to a key.
 
     Args:
         ends: each query attends to keys before this position; None: to keys up to its own position.
@@ -244,7 +246,7 @@ def _outside(
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make an additive mask: SDPA would convert a boolean mask again in every layer."""
+    """Turn a boolean mask into a mask to add; SDPA would do this again in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
         hidden, -torch.inf
     )

@@ -1,4 +1,4 @@
-"""How the CPU backend divides a step into SDPA calls: prompt chunks one by one, decodes in groups.
+"""Divides a step into SDPA calls for the CPU backend: prompt chunks one by one, decodes in groups.
 
 Refuses to know: layers, heads, dtypes; reads only lengths and block tables.
 """
@@ -17,25 +17,26 @@ from baton_kernels.attention.base import AttentionMetadata
 
 Ints = npt.NDArray[np.int_]
 
-# Decodes with equal numbers of blocks are gathered for one SDPA call. On a 2-core Xeon, padding
-# requests with different numbers into one call was slower at every length (up to 1.4x), and so was
-# one call per request (up to 1.6x); 1024 to 8192 tokens per call took equally long.
+# Maximum number of tokens of one SDPA call for decodes. Decodes with equal numbers of blocks share
+# a call. On a 2-core Xeon, padding requests with different numbers of blocks into one call was
+# slower at every length (up to 1.4 times), and so was one call per request (up to 1.6 times). 1024
+# to 8192 tokens per call took equally long.
 MAX_GROUP_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """One request that computes several tokens: its rows of the query tensor, and its blocks."""
+    """A request that computes several tokens in this step, which takes one SDPA call."""
 
-    rows: slice  # rows of the query tensor
-    block_ids: Tensor  # [blocks of seq_len]
+    rows: slice  # the request's rows of the query tensor
+    block_ids: Tensor  # [number of blocks for seq_len tokens]
     query_len: int
     seq_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Requests with equal numbers of blocks that compute one token each, in one SDPA call.
+    """Decodes (requests that compute one token) of one SDPA call, with equally many blocks each.
 
     ::
 
@@ -57,7 +58,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All SDPA calls of one step; from row ``num_rows`` on, tokens are padding."""
+    """All SDPA calls of one step; the query's rows from ``num_rows`` on are padding."""
 
     prompts: tuple[PromptChunk, ...]
     decodes: tuple[DecodeGroup, ...]
@@ -65,16 +66,16 @@ class StepPlan:
 
 
 def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
-    """Divide a step into SDPA calls, and make the index tensors that all layers share."""
+    """Divide a step into SDPA calls, and make the index tensors for all layers."""
     query_lens, seq_lens = np.array(metadata.query_lens), np.array(metadata.seq_lens_host)
-    ends = query_lens.cumsum()  # [num_requests], in rows of the query
+    ends = query_lens.cumsum()  # [num_requests], each request's first row of the query
     prompts: list[PromptChunk] = []
     for request in (query_lens > 1).nonzero()[0].tolist():
         query_len, seq_len, end = (int(of[request]) for of in (query_lens, seq_lens, ends))
         blocks = metadata.block_table[request, : -(-seq_len // block_size)]
         prompts.append(PromptChunk(slice(end - query_len, end), blocks, query_len, seq_len))
     decodes = (query_lens == 1).nonzero()[0]
-    # numpy, because torch is many times slower for the many small operations per group
+    # numpy, because torch takes many times longer for so many small operations
     device = metadata.block_table.device
     table = metadata.block_table.cpu().numpy()
     return StepPlan(
@@ -88,7 +89,7 @@ def plan_step(metadata: AttentionMetadata, block_size: int) -> StepPlan:
 
 
 def _group_by_blocks(decodes: Ints, num_blocks: Ints, block_size: int) -> Iterator[Ints]:
-    """Group requests by number of blocks, in batch order, in groups of limited size."""
+    """Group decodes with equal numbers of blocks, in batch order, up to `MAX_GROUP_TOKENS`."""
     if not len(decodes):
         return
     order = num_blocks.argsort(kind="stable")
@@ -104,12 +105,20 @@ def _group_by_blocks(decodes: Ints, num_blocks: Ints, block_size: int) -> Iterat
 def _decode_group(
     rows: Ints, lens: Ints, table: Ints, block_size: int, device: torch.device
 ) -> DecodeGroup:
-    """Make a group; ``rows``, ``lens``: ``[n]``; ``table``: ``[n, max_blocks]``."""
+    """Make a group of n decodes.
+
+    Args:
+        rows: ``[n]``, rows of the query tensor.
+        lens: ``[n]``, tokens of each request.
+        table: ``[n, max_blocks]``, blocks of each request.
+        block_size: tokens per block.
+        device: device of the tensors to make.
+    """
     num_requests, max_len, min_len = len(lens), int(lens.max()), int(lens.min())
     num_blocks = -(-max_len // block_size)
     padded_len = num_blocks * block_size
     pad_slots = None
-    if min_len < max_len:  # only last blocks have pads
+    if min_len < max_len:  # only the requests' last blocks have pad slots
         slots = np.arange(padded_len - block_size, padded_len)  # [block_size]
         requests, offsets = (slots >= lens[:, None]).nonzero()
         pad_slots = torch.from_numpy(requests * padded_len + slots[offsets]).to(device)

@@ -1,15 +1,17 @@
-"""Paged attention with the flash_attn packages.
+"""Paged attention with the packages of FlashAttention 2 and 3.
 
 FlashAttention-3 (module ``flash_attn_interface``, Hopper) takes blocks of any size,
-FlashAttention-2 (package ``flash_attn``) only multiples of 256 tokens. Both want ``[num_blocks,
-block_size, num_kv_heads, head_dim]`` with a contiguous last dimension (their ``flash_api.cpp``), so
-they take a transposed view of our cache.
+FlashAttention-2 (package ``flash_attn``) only multiples of 256 tokens. Both need a cache
+``[num_blocks, block_size, num_kv_heads, head_dim]`` with a contiguous last dimension (see their
+``flash_api.cpp``), so they get a transposed view of Baton's cache.
 
-Refuses to know: models, schedulers, CUDA graphs (the host must know where padding begins).
+CUDA graphs are not supported, because the host must know where padding begins. Refuses to know:
+models, schedulers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -19,24 +21,24 @@ from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 
-LARGEST_HEAD = 256  # numbers of a head, in both packages
+LARGEST_HEAD = 256  # limits of the head size, in both packages
 HEAD_MULTIPLE = 8
 NEWEST, _HOPPER = 3, 9
 _MODULES = {NEWEST: "flash_attn_interface", 2: "flash_attn"}
 
 
 def installed_version() -> int | None:
-    """Return the newest FlashAttention version that can be imported, 3 or 2, or None."""
+    """Return the newest version of FlashAttention that is installed: 3, 2 or None."""
     return next((version for version, name in _MODULES.items() if find_spec(name)), None)
 
 
 def block_size_multiple(version: int) -> int:
-    """Return the number that must divide the KV cache's block size."""
+    """Return the number of which the KV cache's block size must be a multiple."""
     return 1 if version == NEWEST else 256
 
 
 def reason_against_gpu(version: int, device: torch.device | str) -> str | None:
-    """Return why a GPU cannot run this version, as a phrase; None: it can, or is no GPU."""
+    """Return a phrase that says why a GPU cannot run this version; None: it can, or is no GPU."""
     if version != NEWEST or torch.device(device).type != "cuda":
         return None
     if torch.cuda.get_device_capability(device)[0] == _HOPPER:
@@ -45,7 +47,7 @@ def reason_against_gpu(version: int, device: torch.device | str) -> str | None:
 
 
 def reason_against_head(head_dim: int) -> str | None:
-    """Return why the packages cannot compute heads of this size, as a phrase; None: they can."""
+    """Return a phrase that says why heads of this size are not supported; None: they are."""
     if head_dim % HEAD_MULTIPLE or head_dim > LARGEST_HEAD:
         return f"heads must have a multiple of 8 numbers, at most {LARGEST_HEAD}, got {head_dim}"
     return None
@@ -54,9 +56,9 @@ def reason_against_head(head_dim: int) -> str | None:
 class FlashAttention:
     """``AttentionBackend`` over the newest installed FlashAttention.
 
-    Version 3 computes every step with ``flash_attn_with_kvcache``. Version 2 has no such function
-    for prompts of unequal lengths: ``flash_attn_varlen_func`` computes all steps but decodes.
-    Takes only float16 and bfloat16, like the packages.
+    Version 3 computes every step with ``flash_attn_with_kvcache``. In version 2, this function
+    cannot compute prompts of unequal lengths, so ``flash_attn_varlen_func`` computes all steps with
+    prompts. Supports only float16 and bfloat16, as do the packages.
     """
 
     def __init__(self) -> None:
@@ -70,11 +72,11 @@ class FlashAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return the reason: for a float8 cache, the packages need float8 queries."""
+        """Return why a float8 cache is not supported: the packages would need float8 queries."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``."""
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``."""
         self._num_rows = sum(metadata.query_lens)
         self._only_decodes = all(query_len == 1 for query_len in metadata.query_lens)
         ends = metadata.seq_lens.cumsum(0, dtype=torch.int32)
@@ -87,85 +89,58 @@ class FlashAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents and sinks are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents or sinks."""
         assert options.value_dim is None, "values are as long as keys"
         assert options.sinks is None, "refused when the backend is chosen"
         # [num_blocks, block_size, num_kv_heads, head_dim] each
         key, value = kv_cache.transpose(2, 3).unbind(1)
         newest = options.sliding_window
-        shared = {
-            "softmax_scale": options.scale,
-            "causal": True,
-            "window_size": (-1, -1) if newest is None else (newest - 1, 0),
-            "softcap": options.soft_cap or 0.0,
-        }
-        rows = query[: self._num_rows]
-        if self._version == NEWEST:
-            found = self._all_with_version_3(rows, key, value, metadata, shared)
-        elif self._only_decodes:
-            found = self._decodes_with_version_2(rows, key, value, metadata, shared)
-        else:
-            found = self._all_with_version_2(rows, key, value, metadata, shared)
+        compute, rows, own = self._call(query[: self._num_rows], metadata)
+        found: Tensor = compute(
+            rows,
+            key,
+            value,
+            softmax_scale=options.scale,
+            causal=True,
+            window_size=(-1, -1) if newest is None else (newest - 1, 0),
+            softcap=options.soft_cap or 0.0,
+            **own,
+        )
+        found = found.reshape(self._num_rows, *query.shape[1:])
         if self._num_rows == len(query):
             return found
         return torch.cat((found, found.new_zeros(len(query) - self._num_rows, *found.shape[1:])))
 
-    def _all_with_version_3(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: AttentionMetadata,
-        shared: dict[str, Any],
-    ) -> Tensor:
-        found: Tensor = self._functions.flash_attn_with_kvcache(
+    def _call(
+        self, query: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Callable[..., Tensor], Tensor, dict[str, Any]]:
+        """Return the function for the planned step, its queries, and its own arguments."""
+        if self._version == NEWEST:
+            return (
+                self._functions.flash_attn_with_kvcache,
+                query,
+                {
+                    "cache_seqlens": metadata.seq_lens,
+                    "page_table": metadata.block_table,
+                    "cu_seqlens_q": metadata.query_start_loc,
+                    "max_seqlen_q": metadata.max_query_len,
+                },
+            )
+        if self._only_decodes:
+            # Unlike flash_attn_varlen_func, this divides long contexts among multiprocessors.
+            return (
+                self._functions.flash_attn_with_kvcache,
+                query.unsqueeze(1),  # [num_requests, 1, num_heads, head_dim]
+                {"cache_seqlens": metadata.seq_lens, "block_table": metadata.block_table},
+            )
+        return (
+            self._functions.flash_attn_varlen_func,
             query,
-            key,
-            value,
-            cache_seqlens=metadata.seq_lens,
-            page_table=metadata.block_table,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_q=metadata.max_query_len,
-            **shared,
+            {
+                "cu_seqlens_q": metadata.query_start_loc,
+                "cu_seqlens_k": self._key_starts,
+                "max_seqlen_q": metadata.max_query_len,
+                "max_seqlen_k": metadata.max_seq_len,
+                "block_table": metadata.block_table,
+            },
         )
-        return found
-
-    def _all_with_version_2(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: AttentionMetadata,
-        shared: dict[str, Any],
-    ) -> Tensor:
-        found: Tensor = self._functions.flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens_q=metadata.query_start_loc,
-            cu_seqlens_k=self._key_starts,
-            max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_seq_len,
-            block_table=metadata.block_table,
-            **shared,
-        )
-        return found
-
-    def _decodes_with_version_2(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        metadata: AttentionMetadata,
-        shared: dict[str, Any],
-    ) -> Tensor:
-        # This function divides long contexts among multiprocessors; the other one does not.
-        found: Tensor = self._functions.flash_attn_with_kvcache(
-            query.unsqueeze(1),  # [num_requests, 1, num_heads, head_dim]
-            key,
-            value,
-            cache_seqlens=metadata.seq_lens,
-            block_table=metadata.block_table,
-            **shared,
-        )
-        return found.squeeze(1)

@@ -1,10 +1,11 @@
-"""Paged attention with FlashInfer, which takes our KV cache as it lies ("HND" pages).
+"""Paged attention with FlashInfer, which reads Baton's KV cache without a copy ("HND" pages).
 
-The library plans on the host and keeps a plan in a wrapper object, so layers with unlike options
-(windows, caps, scales, numbers of heads) have wrappers of their own. The arguments are those of
+The library plans on the host and keeps a plan in a wrapper object, so layers with different options
+(windows, caps, scales, numbers of heads) have separate wrappers. The arguments are those of
 FlashInfer 0.2 and newer (https://docs.flashinfer.ai/api/attention.html).
 
-Refuses to know: models, schedulers, CUDA graphs (plans come from the host).
+CUDA graphs are not supported, because plans come from the host. Refuses to know: models,
+schedulers.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
 
-# FlashInfer merges splits of keys in this memory; its documentation uses 128 MiB.
+# Memory in which FlashInfer merges the results of split keys; its documentation uses 128 MiB.
 WORKSPACE_BYTES = 256 * 2**20
-# Sets of wrappers. A set is planned again only when the device has run the set's last step, so two
-# sets let the host plan a step while the device runs the step before.
+# Number of sets of wrappers. A set can be planned again only when the device has finished the set's
+# last step. So with two sets, the host can plan a step while the device computes the step before.
 _TURNS = 2
-HEAD_SIZES = (64, 128, 256)  # sizes that its released kernels have
+HEAD_SIZES = (64, 128, 256)  # head sizes for which FlashInfer's releases have kernels
 
 
 def is_installed() -> bool:
@@ -32,14 +33,14 @@ def is_installed() -> bool:
 
 
 def reason_against_head(head_dim: int) -> str | None:
-    """Return why FlashInfer cannot compute heads of this size, as a phrase; None: it can."""
+    """Return a phrase that says why heads of this size are not supported; None: they are."""
     if head_dim in HEAD_SIZES:
         return None
     return f"heads must have {', '.join(map(str, HEAD_SIZES))} numbers, got {head_dim}"
 
 
 class _Alike(NamedTuple):
-    """Properties that all layers of one plan share."""
+    """The properties that all layers with one plan have in common."""
 
     is_decode: bool
     num_heads: int
@@ -53,14 +54,15 @@ class _Alike(NamedTuple):
 class FlashInferAttention:
     """``AttentionBackend`` over FlashInfer's wrappers for decodes and for prompts.
 
-    Takes only float16 and bfloat16, like the library.
+    Supports only float16 and bfloat16, as does the library.
     """
 
     def __init__(self) -> None:
         self._library: Any = import_module("flashinfer")
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._wrappers: dict[tuple[_Alike, int], Any] = {}
-        # Events behind the last step's calls: a wrapper's plan is copied from the wrapper's buffer.
+        # For each set, an event after the last step that used it: until then, the device may still
+        # copy the plan from the wrappers' host buffers.
         self._used: dict[int, torch.cuda.Event] = {}
         self._turn = 0  # the set of wrappers that this step uses
         self._planned: set[_Alike] = set()  # plans of this step
@@ -68,11 +70,11 @@ class FlashInferAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why a float8 cache is not supported: the cache must have the model's dtype."""
+        """Return why a float8 cache is not supported: the library needs the model's dtype."""
         return "it takes a cache of the model's dtype only"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; the first ``run`` plans what depends on layers."""
+        """Prepare for a step; the plan for each kind of layer is made by ``run``."""
         if self._planned and metadata.seq_lens.device.type == "cuda":
             self._used[self._turn] = torch.cuda.current_stream().record_event()
         self._planned.clear()
@@ -88,7 +90,7 @@ class FlashInferAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents and sinks are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents or sinks."""
         assert options.value_dim is None, "values are as long as keys"
         assert options.sinks is None, "refused when the backend is chosen"
         if not self._num_rows:
@@ -111,7 +113,7 @@ class FlashInferAttention:
         wrapper = self._wrappers.get((alike, self._turn))
         if wrapper is None:
             if self._workspace.device != device or not len(self._workspace):
-                # Not an inference tensor, because a later caller may be outside inference_mode.
+                # Not an inference tensor, because a later caller may be outside of inference_mode.
                 with torch.inference_mode(mode=False):
                     self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             name = "Decode" if alike.is_decode else "Prefill"
@@ -121,11 +123,11 @@ class FlashInferAttention:
 
 
 def _plan(wrapper: Any, alike: _Alike, metadata: AttentionMetadata) -> None:
-    """Hand the step's requests to a wrapper; requests without new tokens are left out."""
+    """Let a wrapper plan the step's requests, except padding requests without new tokens."""
     size = alike.block_size
     requests = [i for i, query_len in enumerate(metadata.query_lens) if query_len]
     blocks = [-(-metadata.seq_lens_host[i] // size) for i in requests]
-    # Host tensors: the library reads starts and last lengths on the host.
+    # These tensors are on the host, where the library reads them.
     pairs = list(zip(requests, blocks, strict=True))
     last_lens = [metadata.seq_lens_host[i] - (n - 1) * size for i, n in pairs]
     indices = torch.cat([metadata.block_table[i, :n] for i, n in pairs])
@@ -147,7 +149,7 @@ def _plan(wrapper: Any, alike: _Alike, metadata: AttentionMetadata) -> None:
 
 
 def _starts(lens: list[int]) -> Tensor:
-    """Return where each part of these lengths begins, and the end: ``[len(lens) + 1]`` int32."""
+    """Return where each of the adjacent parts begins, and the end: ``[len(lens) + 1]`` int32."""
     return torch.tensor([0, *lens], device="cpu").cumsum(0).to(torch.int32)
 
 

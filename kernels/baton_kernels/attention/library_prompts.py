@@ -1,9 +1,9 @@
-"""A library's attention for steps with prompts, and Triton for all others, which graphs can hold.
+"""LibraryPrompts: a library computes attention of steps with prompts, Triton all other steps.
 
-A library's host work cannot be captured in a CUDA graph, so decodes stay with Triton. Library and
-Triton read the same cache and metadata. Where times were measured on this kind of GPU
-(`baton_kernels.attention.measured`), a step goes to the faster of the two. Refuses to know: how
-either works.
+A library's work on the host cannot be captured in a CUDA graph, so Triton computes decodes. Library
+and Triton read the same cache and metadata. If times were measured on this kind of GPU
+(`baton_kernels.attention.measured`), the faster of library and Triton computes a step with prompts.
+Refuses to know: how library and Triton work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton_kernels.attention.triton import TritonAttention
 
 
 class LibraryPrompts:
-    """``AttentionBackend`` over Triton and one library, which computes steps with a prompt.
+    """An ``AttentionBackend`` that uses a library for steps with prompts, and Triton otherwise.
 
     Attributes:
         library_name: the library's name among ``ATTENTION_BACKENDS``.
@@ -37,30 +37,30 @@ class LibraryPrompts:
         self._triton = TritonAttention()
         self._library = self.make_library()
         self._uses_library = False
-        self._steps: tuple[MeasuredStep, ...] | None = None  # None: not read yet
+        self._steps: tuple[MeasuredStep, ...] | None = None  # None: not yet read
 
     @classmethod
     def reason_against_fp8(cls, device: torch.device) -> str | None:
-        """Return the library's reason, or Triton's."""
+        """Return why the library or Triton cannot use a float8 cache; None: both can."""
         of_library = cls.make_library.reason_against_fp8(device)
         return of_library or TritonAttention.reason_against_fp8(device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; both plan; heads decide which one computes."""
+        """Let Triton plan a step, and the library, too, if the step has prompts."""
         self._uses_library = metadata.max_query_len > 1
         if self._uses_library:
             self._library.plan(metadata)
         self._triton.plan(metadata)
 
     def plan_captured(self, metadata: AttentionMetadata) -> None:
-        """Implement ``TritonAttention.plan_captured``."""
+        """Plan a step to be captured as a CUDA graph, which Triton computes."""
         self._uses_library = False
         self._triton.plan_captured(metadata)
 
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Implement ``TritonAttention.fill_captured``."""
+        """Copy the tiles of a step that will replay a captured graph to the device."""
         self._triton.fill_captured(num_tokens, query_lens, seq_lens)
 
     def run(
@@ -70,7 +70,7 @@ class LibraryPrompts:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         use_library = self._uses_library and self._library_is_faster(query, kv_cache, metadata)
         backend = self._library if use_library else self._triton
         return backend.run(query, kv_cache, metadata, options)
@@ -78,7 +78,10 @@ class LibraryPrompts:
     def _library_is_faster(
         self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> bool:
-        """Return whether the nearest measured step was faster with the library; True: no such."""
+        """Return whether the most similar measured step was faster with the library.
+
+        Without measurements on this GPU, the answer is True.
+        """
         if self._steps is None:
             self._steps = measured_steps(query.device, self.library_name)
         if not self._steps:
@@ -91,18 +94,18 @@ class LibraryPrompts:
 
 
 class FlashTritonAttention(LibraryPrompts):
-    """FlashAttention for prompts; float16 and bfloat16, no sinks."""
+    """FlashAttention for prompts, Triton for decodes; only float16 and bfloat16, no sinks."""
 
     library_name, make_library = "flash_attn", FlashAttention
 
 
 class FlashInferTritonAttention(LibraryPrompts):
-    """FlashInfer for prompts; float16 and bfloat16, no sinks."""
+    """FlashInfer for prompts, Triton for decodes; only float16 and bfloat16, no sinks."""
 
     library_name, make_library = "flashinfer", FlashInferAttention
 
 
 class SdpaTritonAttention(LibraryPrompts):
-    """Torch's scaled_dot_product_attention (cuDNN, flash) over gathered blocks for prompts."""
+    """Torch's SDPA over gathered blocks for prompts, Triton for decodes."""
 
     library_name, make_library = "sdpa", CpuAttention

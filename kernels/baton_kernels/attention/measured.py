@@ -1,7 +1,6 @@
-"""Times of whole attention steps on GPUs, which decide whether a library computes prompts.
+"""Measured times of attention on GPUs, by which a library is chosen for prompts.
 
-`tools/attention_table.py` writes ``measured.json`` from what the GPU suite recorded. A GPU without
-rows there gets the choice that needs no measurement.
+`tools/attention_table.py` writes ``measured.json`` from what the GPU suite recorded.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ TABLE = Path(__file__).with_name("measured.json")
 
 
 class MeasuredStep(NamedTuple):
-    """One step that several backends computed on one GPU.
+    """One attention step, and the times that several backends took for it on one GPU.
 
     Attributes:
-        gpu: the GPU's name, as torch tells it.
-        head_dim: numbers of a head.
-        group: query heads for each KV head.
-        new_tokens: tokens that a request computes.
-        seq_len: tokens of the request, cached ones included.
-        us: backend's name -> microseconds, gathering of blocks included.
+        gpu: the GPU's name in torch.
+        head_dim: size of a head.
+        group: number of query heads per KV head.
+        new_tokens: number of tokens that a request computes.
+        seq_len: number of all tokens of the request, including cached tokens.
+        us: name of a backend -> microseconds, including the gathering of blocks.
     """
 
     gpu: str
@@ -40,14 +39,14 @@ class MeasuredStep(NamedTuple):
 
 @cache
 def read_table(path: Path = TABLE) -> tuple[MeasuredStep, ...]:
-    """Read all measured steps; none if the file is missing."""
+    """Read all measured steps; return an empty tuple if the file is missing."""
     if not path.exists():
         return ()
     return tuple(MeasuredStep(**row) for row in json.loads(path.read_text(encoding="utf-8")))
 
 
 def steps_of_gpu(gpu: str, backend: str) -> tuple[MeasuredStep, ...]:
-    """Return the steps with prompts that both ``backend`` and Triton computed on such a GPU."""
+    """Return the steps with prompts that ``backend`` and Triton both computed on a GPU model."""
     names = {"triton", backend}
     return tuple(
         step
@@ -57,7 +56,7 @@ def steps_of_gpu(gpu: str, backend: str) -> tuple[MeasuredStep, ...]:
 
 
 def measured_steps(device: torch.device, backend: str) -> tuple[MeasuredStep, ...]:
-    """Return :func:`steps_of_gpu` for a device; none on a CPU."""
+    """Return the steps that ``backend`` and Triton both computed on this kind of device."""
     if device.type != "cuda":
         return ()
     return steps_of_gpu(torch.cuda.get_device_name(device), backend)
@@ -66,7 +65,10 @@ def measured_steps(device: torch.device, backend: str) -> tuple[MeasuredStep, ..
 def nearest(
     steps: Sequence[MeasuredStep], head_dim: int, group: int, new_tokens: int, seq_len: int
 ) -> MeasuredStep:
-    """Return the measured step that is most like the given one, by the ratios of all sizes."""
+    """Return the measured step that is most similar to a step with the given sizes.
+
+    Similarity is judged by the ratios of the sizes.
+    """
 
     def distance(step: MeasuredStep) -> float:
         pairs = (
@@ -81,10 +83,12 @@ def nearest(
 
 
 def fastest_library(gpu: str, libraries: Sequence[str]) -> tuple[str, float] | None:
-    """Return the library that saves most of Triton's time over all measured prompts.
+    """Return the library that saves the most time, compared with Triton alone.
+
+    Each measured step with prompts is assumed to be computed by the faster of library and Triton.
 
     Returns:
-        ``(library, its time / Triton's)``, each step by the faster of the two; None: none saves
+        The library, and the mean ratio of the times with and without it; None: no library saves
         time, or nothing was measured on this GPU.
     """
     best: tuple[str, float] | None = None

@@ -1,7 +1,7 @@
-"""Paged attention for CPUs in C, directly from the cache, without gathering or planning.
+"""Paged attention for CPUs in C, which reads the cache without gathering blocks.
 
-Tensors that the C library does not support (such as float64), or all tensors without the library,
-go to the torch-only backend. Refuses to know: models, schedulers, CUDA.
+If the C library does not support the tensors (such as float64), or is missing, the backend `cpu`
+computes. Refuses to know: models, schedulers, CUDA.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from baton_kernels.dispatch import native_ops
 
 
 class NativeAttention:
-    """``AttentionBackend`` on top of the native op."""
+    """``AttentionBackend`` that calls the native (C) kernel of attention."""
 
     def __init__(self) -> None:
         self._ops = native_ops()
         self._fallback = CpuAttention()
-        # the latest step planned by the fallback backend
+        # the latest step that the backend `cpu` planned
         self._planned: AttentionMetadata | None = None
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: a float8 cache is supported, because the op converts what it reads."""
+        """Return None: a float8 cache is supported, because the kernel converts what it reads."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Do nothing: the op reads the metadata's tensors itself."""
+        """Do nothing: the kernel reads the tensors of the metadata."""
         self._planned = None
 
     def run(
@@ -39,7 +39,7 @@ class NativeAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         if self._ops is not None:
             out = self._ops.attention(query, kv_cache, metadata, options)
             if out is not None:

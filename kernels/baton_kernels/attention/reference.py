@@ -17,11 +17,11 @@ class ReferenceAttention:
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return None: the reference op takes a cache of any dtype."""
+        """Return None: the reference op supports a cache of any dtype."""
         return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Do nothing: the reference op reads the metadata directly."""
+        """Do nothing: the reference op reads the tensors of the metadata."""
 
     def run(
         self,
@@ -30,7 +30,7 @@ class ReferenceAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``."""
+        """Compute one layer's attention; see ``AttentionBackend.run``."""
         return reference.paged_attention(
             query,
             kv_cache,

@@ -31,46 +31,47 @@ from baton_kernels.triton.varlen_attention import (
 class TritonAttention:
     """``AttentionBackend`` over the kernels of ``baton_kernels.triton``.
 
-    Requests with one token go to the decode kernel, others to the kernel for prompt chunks. A small
-    kernel, launched by a step's first ``run``, divides the decode kernel's work on the device. So a
-    decode-only step can be captured as a CUDA graph:
+    The decode kernel computes requests with one new token, another kernel computes prompt chunks. A
+    small kernel, launched by a step's first ``run``, divides the decode kernel's work on the
+    device, without the host. So a step with decodes only can be captured as a CUDA graph:
 
     * Capture: ``plan`` with metadata of the captured size, then capture the forward. The graph
       holds the planning kernel too, and each launch's size depends only on the captured size.
     * Replay: write ``query_start_loc``, ``seq_lens``, ``block_table`` and ``slot_mapping`` into the
-      tensors of the captured metadata, and replay; call nothing here. A step with fewer requests
-      than captured is padded with requests of ``query_len`` 0, whose rows become zeros.
+      tensors of the captured metadata, and replay, without calls of this class. A step with fewer
+      requests than captured is padded with requests of ``query_len`` 0, whose rows become zeros.
 
-    The host lists the tiles of prompt chunks. To capture a step with prompt chunks, call
+    The host divides prompt chunks into tiles. To capture a step with prompt chunks, call
     ``plan_captured`` first; ``fill_captured`` then copies the step's requests to the device before
-    each replay. In a captured step with prompt chunks, decodes are in tiles, too. Buffers (one per
-    power of two of requests) and tiles (one per captured size) are never freed, because a graph may
-    hold their addresses.
+    each replay. In such a step, decodes are in tiles, too. Buffers (one per power of two of
+    requests) and tiles (one list per captured size) are never freed, because a graph may hold their
+    addresses.
     """
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
         self._buffers: dict[tuple[int, int | None], DecodeBuffers] = {}
-        # sliding windows for which this step's decodes are divided already
+        # sliding windows for which the division of this step's decodes is launched already
         self._planned: set[int | None] = set()
         self._tiles: dict[int | None, Tiles] = {}  # tiles of this step, by window
-        # The step's launches, by the options of the layers that share them.
+        # The step's launches, by the shapes and options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundTiles | BoundDecodes, ...]] = {}
         # Tiles of captured steps, by number of tokens and window.
         self._captured_tiles: dict[tuple[int, int | None], CapturedTiles] = {}
         self._captures = False
-        self._num_rows = 0  # first padding row
+        self._num_rows = 0  # the query's rows from here on are padding
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why not for GPUs before compute capability 8.9, which cannot convert float8."""
+        """Return why a float8 cache is not supported on GPUs before compute capability 8.9."""
         if has_fp8(device):
             return None
         return "float8 needs a GPU of compute capability 8.9 or newer"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; what depends on shapes is planned in the first
-        ``run``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
+
+        The first ``run`` with each shape plans what depends on the shape.
         """
         self._metadata = metadata
         self._planned.clear()
@@ -83,7 +84,8 @@ class TritonAttention:
         """Plan a step to be captured, before the lengths of its requests are known.
 
         Args:
-            metadata: metadata that all replayed steps read, with room for the most requests.
+            metadata: the metadata that all replays read, with room for the largest number of
+                requests.
         """
         self.plan(metadata)
         self._captures = True
@@ -91,12 +93,12 @@ class TritonAttention:
     def fill_captured(
         self, num_tokens: int, query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> None:
-        """Copy to the device the requests of a step that replays a captured graph.
+        """Copy the tiles of a step that will replay a captured graph to the device.
 
         Args:
-            num_tokens: tokens of the captured step.
+            num_tokens: number of tokens of the captured step.
             query_lens: new tokens of each request; together at most ``num_tokens``.
-            seq_lens: all tokens of each request, the new ones included.
+            seq_lens: all tokens of each request, including its new tokens.
         """
         for (size, _), tiles in self._captured_tiles.items():
             if size == num_tokens:
@@ -109,12 +111,12 @@ class TritonAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents."""
         scale, sliding_window, soft_cap, value_dim, sinks = options
         assert value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
-        # All layers of a group have caches of one shape; bound launches check only the first
-        # layer's.
+        # Layers with equal keys share launches. The cache's shape is not in the key, because all
+        # layers of a group have caches of equal shape.
         alike = (
             query.shape, query.stride(), query.dtype, kv_cache.stride(), kv_cache.dtype, scale,
             sliding_window, soft_cap, sinks is None,
@@ -123,7 +125,7 @@ class TritonAttention:
         if bound is None:
             bound = self._bind(query, kv_cache, scale, sliding_window, soft_cap)
             self._bound[alike] = bound
-        # the plan does not tell which rows are padding
+        # in a capture, the host does not know which rows will be padding
         make = torch.zeros_like if self._captures else torch.empty_like
         out = make(query, memory_format=torch.contiguous_format)
         for part in bound:
@@ -131,7 +133,7 @@ class TritonAttention:
         if self._captures:
             return out
         if self._num_rows < len(out) and isinstance(bound[-1], BoundTiles):
-            out[self._num_rows :].zero_()  # otherwise, the decode kernel zeroes the padding
+            out[self._num_rows :].zero_()  # if the decode kernel is launched, it zeroes the padding
         return out
 
     def _bind(
@@ -142,7 +144,7 @@ class TritonAttention:
         sliding_window: int | None,
         soft_cap: float | None,
     ) -> tuple[BoundTiles | BoundDecodes, ...]:
-        """Plan what all layers share, and bind the step's launches; see ``run``."""
+        """Plan what layers of one shape share, and bind the step's launches for these layers."""
         metadata = self._metadata
         assert metadata is not None
         bound: list[BoundTiles | BoundDecodes] = []
@@ -168,7 +170,7 @@ class TritonAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get((capacity, sliding_window))
         if buffers is None:
-            # Not inference tensors, because a later caller may be outside inference_mode.
+            # Not inference tensors, because a later caller may be outside of inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = DecodeBuffers.allocate(capacity, shape, query.device)
             self._buffers[capacity, sliding_window] = buffers

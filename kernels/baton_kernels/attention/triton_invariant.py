@@ -1,4 +1,4 @@
-"""Paged attention in Triton; a query's result does not depend on the rest of the batch.
+"""Batch-invariant paged attention in Triton: a query's result does not depend on the batch.
 
 Refuses to know: models, schedulers, and how the kernel works (``baton_kernels.triton``).
 """
@@ -22,24 +22,25 @@ from baton_kernels.triton.invariant.attention import (
 class InvariantTritonAttention:
     """``AttentionBackend`` over `baton_kernels.triton.invariant.attention`.
 
-    A decode-only step may be captured as with `TritonAttention`: its launches do not depend on
-    lengths. Steps with prompts are launched kernel by kernel. Buffers are never freed, as a graph
-    may hold their addresses.
+    As with `TritonAttention`, a step with decodes only can be captured as a CUDA graph, because its
+    launches do not depend on lengths. Steps with prompts are not captured. Buffers are never
+    freed, because a graph may hold their addresses.
     """
 
     reason_against_fp8 = staticmethod(TritonAttention.reason_against_fp8)
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        # by number of requests, largest last
+        # by maximum number of requests, largest last
         self._buffers: dict[PagedShape, list[PartBuffers]] = {}
         self._tiles: dict[PagedShape, Tensor] = {}  # tiles of this step
-        # The step's launches, by the options of the layers that share them.
+        # The step's launches, by the shapes and options of the layers that share them.
         self._bound: dict[tuple[object, ...], tuple[BoundInvariant, ...]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; what depends on shapes is planned in the first
-        ``run``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
+
+        The first ``run`` with each shape plans what depends on the shape.
         """
         self._metadata = metadata
         self._tiles.clear()
@@ -52,7 +53,7 @@ class InvariantTritonAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; latents are not supported."""
+        """Compute one layer's attention (``AttentionBackend.run``), without latents."""
         assert options.value_dim is None, "values are as long as keys"
         assert metadata is self._metadata, "plan() has not seen this step's metadata"
         bends, sinks = (options.scale, options.sliding_window, options.soft_cap), options.sinks
@@ -76,7 +77,7 @@ class InvariantTritonAttention:
         metadata: AttentionMetadata,
         options: tuple[float, int | None, float | None],
     ) -> tuple[BoundInvariant, ...]:
-        """Bind a launch for decodes, which also zeroes the padding rows, and one for prompts."""
+        """Bind the step's launches: one for decodes, which also zeroes padding, one for prompts."""
         shape, bound = PagedShape.of(query, kv_cache), list[BoundInvariant]()
         has_prompts = metadata.max_query_len > 1
         if not has_prompts or 1 in metadata.query_lens or sum(metadata.query_lens) < len(query):
@@ -94,7 +95,7 @@ class InvariantTritonAttention:
         kept = self._buffers.setdefault(shape, [])
         if not kept or len(kept[-1].arrived) < metadata.num_requests:
             capacity = 1 << (metadata.num_requests - 1).bit_length()
-            # Not inference tensors, because a later caller may be outside inference_mode.
+            # Not inference tensors, because a later caller may be outside of inference_mode.
             with torch.inference_mode(mode=False):
                 kept.append(PartBuffers.allocate(capacity, shape, device))
         return kept[-1]

@@ -1,4 +1,4 @@
-"""Attention over latents for NVIDIA GPUs in Triton: one kernel for decodes, one for prompts.
+"""Paged attention over latents for NVIDIA GPUs in Triton: kernels for decodes and for prompts.
 
 Refuses to know: models, schedulers, and how the kernels work (``baton_kernels.triton.latents``).
 """
@@ -23,25 +23,26 @@ from baton_kernels.triton.latents.attention import (
 class TritonLatentAttention:
     """``AttentionBackend`` for layers that keep one vector per token (MLA).
 
-    The keys of a request with one token are divided among programs; the host divides other
-    requests' queries into tiles.
+    For a request with one new token, the keys are divided among GPU programs. The queries of all
+    other requests are divided into tiles by the host.
     """
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[int, DecodeBuffers] = {}  # by capacity in requests
+        self._buffers: dict[int, DecodeBuffers] = {}  # by maximum number of requests
         self._tiles: Tensor | None = None  # tiles of this step's prompts
-        self._is_planned = False  # whether this step's decodes are planned
-        self._num_rows = 0  # first padding row
+        self._is_planned = False  # whether the division of this step's decodes is launched
+        self._num_rows = 0  # the query's rows from here on are padding
 
     @staticmethod
     def reason_against_fp8(device: torch.device) -> str | None:
-        """Return why not: no kernel stores latents in eight bits."""
+        """Return why a float8 cache is not supported: no kernel stores latents in float8."""
         return "latents are not kept in float8"
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Implement ``AttentionBackend.plan``; what depends on shapes is planned in the first
-        ``run``.
+        """Prepare what all layers of a step share; see ``AttentionBackend.plan``.
+
+        The step's first ``run`` plans what depends on shapes.
         """
         self._metadata = metadata
         self._tiles, self._is_planned = None, False
@@ -54,7 +55,7 @@ class TritonLatentAttention:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Implement ``AttentionBackend.run``; the cache is a view by ``as_keys_and_values``."""
+        """Compute one layer's attention; ``kv_cache`` is made by ``as_keys_and_values``."""
         scale, sliding_window, soft_cap, value_dim, sinks = options
         assert value_dim is not None, "layers that keep one vector per token"
         unknown = (sliding_window, soft_cap, sinks)
@@ -85,7 +86,7 @@ class TritonLatentAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get(capacity)
         if buffers is None:
-            # Not inference tensors, because a later caller may be outside inference_mode.
+            # Not inference tensors, because a later caller may be outside of inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = self._buffers[capacity] = allocate(capacity, shape, device)
         if not self._is_planned:

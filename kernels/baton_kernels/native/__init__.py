@@ -1,4 +1,4 @@
-"""Ops for CPUs in C: compiled by the system's compiler on first use, called through ctypes.
+"""Ops for CPUs in C, called through ctypes; compiled on first use, or ahead of time.
 
 Refuses to know: models, other implementations of the ops.
 """

@@ -1,4 +1,7 @@
-"""Builds the C library for all instruction sets: ``-m ...build_ahead FOLDER``."""
+"""Builds the C library for all instruction sets, to be shipped in a wheel.
+
+Run ``python -m baton_kernels.native.build_ahead FOLDER``.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compares structs in C with their copies in Python, before a library is used.
+"""Checks, before the C library is used, that structs in Python equal the structs in C.
 
-Calls pass fields by position, so a field missing or misplaced in either language would silently
-shift an operation's values. Refuses to know: compilers.
+Fields are read by their position in memory. If a field were missing or misplaced in one language, C
+would silently read wrong values. Refuses to know: compilers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.kernel_library.compilers import BuildError
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _STRUCT = re.compile(r"typedef struct\s*\{([^{}]*)\}\s*(\w+);")
-# A C declaration: a type without stars, then names, some maybe with stars.
+# A declaration in C: the type, then names, each with a star if it is a pointer.
 _DECLARATION = re.compile(r"(?:const )?(\w+) ?((?:\W*\w+,?)+)$")
 _POINTER, _WORD, _NUMBER = "pointer", "int64_t", "double"
 _KINDS = {
@@ -25,11 +25,11 @@ _KINDS = {
 
 
 def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Raise BuildError, naming struct and field, unless all structs have the same fields in C.
+    """Raise BuildError, which names struct and field, unless all structs are equal in C.
 
     Args:
         sources: C files and headers.
-        structs: structs by name in C.
+        structs: the structs in Python, by their names in C.
     """
     bodies: dict[str, str] = {}
     for path in sources:
@@ -58,7 +58,7 @@ def check_layouts(sources: Sequence[Path], structs: Mapping[str, type[ctypes.Str
 
 def _in_c(name: str, bodies: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for declaration in filter(None, (" ".join(one.split()) for one in bodies[name].split(";"))):
-        if "(*" in declaration:  # skip function pointers
+        if "(*" in declaration:  # a function pointer
             yield declaration[declaration.index("(*") + 2 : declaration.index(")")], _POINTER
             continue
         read = _DECLARATION.match(declaration)

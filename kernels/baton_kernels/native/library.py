@@ -83,7 +83,8 @@ class ExpertsCall(Structure):
         ("gate_up", LinearCall),
         ("down", LinearCall),
         *_fields(c_int64, "num_tokens num_experts top_k hidden num_threads x_stride squares"),
-        *_fields(c_void_p, "ids weights x base base_gate out"),
+        *_fields(c_int64, "rank num_ranks"),
+        *_fields(c_void_p, "ids weights x base base_gate out loads"),
     )
 
 
@@ -301,7 +302,7 @@ class TapeEntry(Structure):
     _fields_ = (*_fields(c_void_p, "function call"),)
 
 
-# Structs by their names in kernels/csrc.
+# The name of each struct in kernels/csrc -> its copy in Python.
 _STRUCTS: dict[str, type[Structure]] = {
     "linear_call": LinearCall,
     "grouped_call": GroupedLinearCall,
@@ -331,7 +332,7 @@ _STRUCTS: dict[str, type[Structure]] = {
     "tape_entry": TapeEntry,
 }
 
-# Function: (result, arguments), as in kernels/csrc.
+# Function in kernels/csrc -> types of its result and of its arguments.
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_panel": (c_int, []),
     "baton_has_bfloat16": (c_int, []),
@@ -366,7 +367,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Load the library, after building it if needed; on failure, log a line and return None."""
+    """Load the C library, and build it first if needed; on failure, log a line and return None."""
     try:
         check_layouts(find_sources(), _STRUCTS)
         opened = open_library_built_ahead() or open_library(_tell_of_build)
@@ -390,7 +391,7 @@ def _tell_of_build() -> None:
 
 
 def _load(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Load the library by its open descriptor, because its path may now have another file."""
+    """Load the library by its open file, because another file may now be at its path."""
     try:
         opened = Path(f"/proc/self/fd/{descriptor}")
         return ctypes.CDLL(str(opened if opened.exists() else path))

@@ -1,8 +1,9 @@
-"""The ops on CPU tensors, computed by the C library; the reference takes unsupported tensors.
+"""NativeOps: the ops for CPUs, computed by the C library.
 
-``baton_kernels.reference`` defines each function. Supported are float32, bfloat16 and float16 with
-contiguous rows; arithmetic is in float32. A row's result does not depend on the batch. Refuses to
-know: when these ops are chosen.
+``baton_kernels.reference`` defines each op, and computes tensors that the library does not support.
+The library supports float32, bfloat16 and float16 with contiguous rows, and computes in float32. A
+row's result does not depend on the other rows of the batch. Refuses to know: when these ops are
+chosen.
 """
 
 from __future__ import annotations
@@ -49,11 +50,17 @@ from baton_kernels.native.tape import Recorder, Result, Tape, check, record
 from baton_kernels.packed import Float8Rows, GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.quantized import QuantizedWeight
 from baton_kernels.reference import FP8
-from baton_kernels.routing import Routing, Scoring
+from baton_kernels.routing import (
+    ALL_EXPERTS,
+    MOST_EXPERT_RANKS,
+    ExpertShare,
+    Routing,
+    Scoring,
+)
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
-# Type codes of dtypes, as in vectors.h.
+# Codes by which the C library knows dtypes, as in vectors.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, FP8: 3, torch.float16: 4}
 _ACTIVATIONS = {
     "silu": 1,
@@ -64,8 +71,8 @@ _ACTIVATIONS = {
     "relu": 6,
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_KERNEL_SIZE = 16  # longest convolution kernel, which is copied to the stack
-_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, whose keys are copied to the stack
+_MAX_KERNEL_SIZE = 16  # longest kernel of a convolution, for which C has room on the stack
+_MAX_KEY_DIM = 512  # largest key_dim of a recurrence, for which C has room on the stack
 _FORMATS = {
     WeightFormat.FP32: 0,
     WeightFormat.BF16: 1,
@@ -80,10 +87,10 @@ _E2M1 = 7
 
 
 class NativeOps:
-    """The ops; one instance serves all threads; each thread has separate scratch memory.
+    """The ops for CPUs. All threads share one instance, but each has separate scratch memory.
 
     Attributes:
-        panel_width: outputs of a panel of packed weights.
+        panel_width: number of outputs in a panel of packed weights.
         has_bfloat16: whether this CPU has instructions that multiply bfloat16.
     """
 
@@ -395,7 +402,7 @@ class NativeOps:
     def quantized_linear(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
-        """Compute ``reference.quantized_linear`` in torch: these weights are for GPUs."""
+        """Compute ``reference.quantized_linear`` in torch, because this op exists for GPUs."""
         return reference.quantized_linear(x, weight, bias)
 
     def invariant_linear(
@@ -414,7 +421,7 @@ class NativeOps:
     def packed_gated_linear(
         self, x: Tensor, weight: PackedWeight, activation: str = "silu"
     ) -> Tensor:
-        """Compute ``reference.packed_gated_linear``; in one pass if gates fill whole panels."""
+        """Compute ``reference.packed_gated_linear``, in one call if gates fill whole panels."""
         num_columns = weight.out_features // 2
         if x.dtype not in _FLOATS or num_columns % self.panel_width:
             return self.gated_mul(self.packed_linear(x, weight), activation)
@@ -518,7 +525,7 @@ class NativeOps:
         gated: int,
     ) -> LinearCall:
         groups = _tensors_of(weight.groups)
-        # Row indices (int64) have no type code; unpacking needs none.
+        # Indices (int64) have no dtype code, and the C function needs none for them.
         code = 0 if rows.dtype == torch.int64 else _CODES[rows.dtype]
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
@@ -551,7 +558,7 @@ class NativeOps:
         return ids, weights
 
     def experts(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Compute ``reference.experts`` in torch: native kernels need packed weights."""
+        """Compute ``reference.experts`` in torch, because native kernels need packed weights."""
         return reference.experts(x, *arguments, **options)
 
     def packed_experts(
@@ -565,6 +572,8 @@ class NativeOps:
         base_gate: Tensor | None = None,
         *,
         activation: str = "silu",
+        share: ExpertShare = ALL_EXPERTS,
+        loads: Tensor | None = None,
     ) -> Tensor:
         """Compute ``reference.packed_experts`` with native kernels."""
         hidden, middle = x.shape[1], gate_up.in_whole_panels(down.in_features)
@@ -572,7 +581,10 @@ class NativeOps:
         fits = _plain(x) and (base is None or _plain(x, base)) and gate_up.width == self.panel_width
         if not fits:
             return reference.packed_experts(
-                *(x, ids, weights, gate_up, down, base, base_gate), activation=activation
+                *(x, ids, weights, gate_up, down, base, base_gate),
+                activation=activation,
+                share=share,
+                loads=loads,
             )
         num_experts = down.out_features // down.in_whole_panels(hidden)
         assert down.out_features == num_experts * down.in_whole_panels(hidden)
@@ -580,16 +592,17 @@ class NativeOps:
         assert ids.dtype == torch.int64
         assert weights.dtype == torch.float32
         assert base_gate is None or base_gate.dtype == torch.float32
+        assert share.size <= MOST_EXPERT_RANKS
         out = torch.empty_like(x)
         call = ExpertsCall(
             self._linear_call(x, gate_up, middle, gated=0 if squares else _ACTIVATIONS[activation]),
             self._linear_call(x, down, hidden, gated=0),
             *(len(x), num_experts, ids.shape[1], hidden),
-            *(torch.get_num_threads(), x.stride(0), squares),
+            *(torch.get_num_threads(), x.stride(0), squares, share.rank, share.size),
             *(ids.data_ptr(), weights.data_ptr(), x.data_ptr()),
-            *(_address(base), _address(base_gate), out.data_ptr()),
+            *(_address(base), _address(base_gate), out.data_ptr(), _address(loads)),
         )
-        tensors = (x, ids, weights, *gate_up.tensors, *down.tensors, base, base_gate, out)
+        tensors = (x, ids, weights, *gate_up.tensors, *down.tensors, base, base_gate, out, loads)
         self._run(self._library.baton_experts, call, *tensors)
         return out
 
@@ -600,7 +613,7 @@ class NativeOps:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor | None:
-        """Compute ``reference.paged_attention``; return None for unsupported dtypes."""
+        """Compute ``reference.paged_attention``; return None if the library lacks the dtypes."""
         scale, sliding_window, soft_cap, value_dim, sinks = options
         table = metadata.block_table
         assert sinks is None or sinks.dtype == torch.float32
@@ -632,7 +645,7 @@ class NativeOps:
     ) -> Tensor:
         """Compute ``reference.attend_runs`` with native kernels.
 
-        For the kernel, each run is a request whose keys and values form one block.
+        The kernel of paged attention computes this: each run is passed as a request with one block.
         """
         found, first = [], 0
         for count, length in runs:
@@ -650,10 +663,10 @@ class NativeOps:
 
     @property
     def find_run(self) -> Callable[[int, int, int, int], int]:
-        """Return the C `lookup.find_run` for int32 tokens.
+        """Return the C function that implements `lookup.find_run` for int32 tokens.
 
-        The C function takes the tokens' address and number, and the least and most length of a run.
-        The C function returns the position after the earlier copy, or -1.
+        It takes the tokens' address and number, and the minimum and maximum length of a run. It
+        returns the position after the earlier copy, or -1.
         """
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found
@@ -773,9 +786,9 @@ class NativeOps:
         states: Tensor,
         metadata: StateMetadata,
     ) -> Tensor | None:
-        """Compute the delta rule, or without ``beta`` the selective scan.
+        """Compute the gated delta rule, or, if ``beta`` is None, the selective scan.
 
-        Return None if unsupported.
+        Returns None if the library does not support the tensors.
         """
         num_tokens, num_heads, value_dim = value.shape
         num_key_heads, key_dim = key.shape[1:]
@@ -802,7 +815,7 @@ class NativeOps:
         return out
 
     def record(self, compute: Callable[[], Result]) -> tuple[Tape, Result]:
-        """Implement ``tape.record`` for the native calls of this thread in ``compute``."""
+        """Run ``compute``, and record this thread's native calls; see ``tape.record``."""
         return record(self._recorder, self._library, compute)
 
     def _run(
@@ -813,14 +826,14 @@ class NativeOps:
             self._recorder.tape.add(function, call, owners)
 
     def collect(self, group: RankGroup, tensor: Tensor, gathered: Tensor | None = None) -> bool:
-        """Sum all ranks' tensors, in place.
+        """Sum the tensors of all ranks in place, or gather them.
 
-        Return False if the library does not support the tensor.
+        Returns False if the library does not support the tensor.
 
         Args:
             group: the group of ranks, in shared memory.
-            gathered: ``[size, *tensor.shape]``; if given, receives all ranks' tensors, which are
-                then not summed.
+            tensor: this rank's tensor.
+            gathered: ``[size, *tensor.shape]``, receives the tensors of all ranks; None: sum.
         """
         if not _plain(tensor) or (gathered is not None and not _plain(gathered)):
             return False
@@ -838,13 +851,15 @@ class NativeOps:
         """Pin the calling thread and the threads that compute for it to cores.
 
         Args:
-            num_own_threads: threads on the cores ``own``.
-            num_more: further threads, on the borrowed cores ``lent``.
+            num_own_threads: number of threads to pin to the process's own cores.
+            own: the process's own cores.
+            num_more: number of further threads, to pin to borrowed cores.
+            lent: cores that idle processes lend.
 
         Returns:
-            Whether all threads were placed.
+            Whether all threads were pinned.
         """
-        size = (max(own | lent) // 64 + 1) * 8  # whole words, as in the kernel's masks
+        size = (max(own | lent) // 64 + 1) * 8  # in whole words, as Linux's masks of cores
         own_set, lent_set = (
             sum(1 << core for core in cores).to_bytes(size, "little") for cores in (own, lent)
         )
@@ -853,12 +868,13 @@ class NativeOps:
         return not self._library.baton_place_threads(call)
 
     def watch_lenders(self, num_own_threads: int, lenders: Sequence[int]) -> None:
-        """Make the calling thread avoid borrowed cores whose owner is busy.
+        """Make the calling thread use borrowed cores only while their owner is idle.
 
         Args:
-            lenders: address of two bytes per lender, valid until the next call. The first byte is
-                set while the lender computes, the second while this thread computes on the lender's
-                cores. Empty: no cores are borrowed.
+            num_own_threads: number of threads on the process's own cores.
+            lenders: for each process that lends cores, the address of two bytes, valid until the
+                next call. The first byte is set while the lender computes, the second while this
+                thread computes on the lender's cores. Empty: no cores are borrowed.
         """
         addresses = (ctypes.c_void_p * len(lenders))(*lenders)
         call = LendersCall(num_own_threads, len(lenders), ctypes.addressof(addresses))
@@ -871,7 +887,7 @@ class NativeOps:
 
 
 def load_native_ops() -> NativeOps | None:
-    """Load the ops, or return None (with one line in the log) where the library is missing."""
+    """Load the ops; if the library is missing, log one line and return None."""
     library = load_library()
     return None if library is None else NativeOps(library)
 
@@ -892,7 +908,7 @@ def _tensors_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
 
 
 def _whole_runs(count: int, length: int) -> AttentionMetadata:
-    """Describe runs in which every row attends to its whole run; run i is in block i."""
+    """Make metadata in which run i is a request with block i; rows attend to the whole run."""
     num_rows = count * length
     lengths = torch.full((count,), length, dtype=torch.int32)
     return AttentionMetadata(
@@ -911,7 +927,7 @@ def _whole_runs(count: int, length: int) -> AttentionMetadata:
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Return whether all tensors are contiguous and have one supported dtype."""
+    """Return whether all tensors are contiguous and have the same, supported dtype."""
     dtype = tensors[0].dtype
     return dtype in _FLOATS and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
@@ -919,17 +935,17 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _has_rows(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Return whether all tensors have this dtype and contiguous rows."""
+    """Return whether all tensors have this dtype, and rows without gaps."""
     return all(tensor.dtype == dtype and _is_gapless(tensor) for tensor in tensors)
 
 
 def _is_gapless(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous within each index of the first dimension."""
+    """Return whether each row of a tensor (an index of the first dimension) is contiguous."""
     return tensor[:1].is_contiguous()
 
 
 def _loc(metadata: StateMetadata) -> tuple[Tensor, ...]:
-    """Return the tensors that locate a step's segments."""
+    """Return the tensors that tell where a step's segments and their states are."""
     return (
         metadata.segment_start_loc,
         metadata.read_slots,
@@ -939,14 +955,14 @@ def _loc(metadata: StateMetadata) -> tuple[Tensor, ...]:
 
 
 def _step(metadata: StateMetadata, num_tokens: int) -> tuple[int, ...]:
-    """Return the fields of ``state_step`` in states.c."""
+    """Return the values of the fields of ``state_step`` in states.c."""
     assert all(one.dtype == torch.int32 and one.is_contiguous() for one in _loc(metadata))
     num_requests = len(metadata.request_start_loc) - 1
     return (num_requests, num_tokens, *(one.data_ptr() for one in _loc(metadata)))
 
 
 def _is_weight(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor is a norm's weight for ``x``: in the dtype of ``x``, or float32."""
+    """Return whether kernels support a norm's weight: shape, and dtype of ``x`` or float32."""
     known = (x.dtype, torch.float32)
     return weight.shape == shape and weight.dtype in known and weight.is_contiguous()
 

@@ -1,8 +1,8 @@
-"""Tapes: sequences of native calls, recorded once and replayed by one call on the same memory.
+"""Tape: a sequence of native calls that is recorded once, and replayed by one call.
 
-For small ops, calling from Python takes longer than the op. Like a CUDA graph, a tape holds
-addresses: callers overwrite the inputs before each run. Refuses to know: models, the meaning of
-calls.
+A small op takes less time than its call from Python. Like a CUDA graph, a tape holds addresses, and
+replays work on the same memory: callers overwrite the inputs before each run. Refuses to know:
+models, the meaning of calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton_kernels.native.library import TapeEntry
 
-# Functions of torch allowed while a tape is recorded: none of them computes or copies.
+# The functions of torch that are allowed while a tape is recorded: none computes or copies.
 _HARMLESS = {
     "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty_strided", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select",
@@ -28,17 +28,17 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-_RANK_IS_GONE = 2  # GONE in ranks.c
-_NO_ROW = 3  # in linear.h
+_RANK_IS_GONE = 2  # as GONE in ranks.c
+_NO_ROW = 3  # as in linear.h
 Result = TypeVar("Result")
 
 
 class TapeError(Exception):
-    """Raised for a function that a tape cannot replay; the message is the function's name."""
+    """A tape cannot replay a function of torch; the message is the function's name."""
 
 
 def check(code: int) -> None:
-    """Raise the error of a failed native call."""
+    """Raise the error that a native call's result stands for; 0 is success."""
     if code == _RANK_IS_GONE:
         raise ConnectionAbortedError("another rank is gone, or has said nothing for too long")
     if code == _NO_ROW:
@@ -48,7 +48,7 @@ def check(code: int) -> None:
 
 
 class Tape:
-    """Native calls in order, and all the memory that they read and write."""
+    """The recorded native calls in order, and all memory that they read and write."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -62,12 +62,18 @@ class Tape:
         call: ctypes.Structure,
         owners: tuple[Tensor | ctypes.Array[Any] | None, ...],
     ) -> None:
-        """Add one call; ``owners`` own the memory that the call's addresses point to."""
+        """Add a call to the tape.
+
+        Args:
+            function: the C function.
+            call: the function's argument.
+            owners: objects that own the memory to which the call's addresses point.
+        """
         self._calls.append((function, call))
         self._kept.extend(owner for owner in owners if owner is not None)
 
     def run(self) -> None:
-        """Make all calls again; raises MemoryError if the library runs out of memory."""
+        """Repeat all calls; raises the errors of `check`."""
         if self._entries is None:
             entries = (
                 TapeEntry(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(call))
@@ -78,13 +84,13 @@ class Tape:
 
 
 class Recorder(threading.local):
-    """Holds the tape that each thread is recording, if any."""
+    """The tape that the current thread is recording; None: it is not recording."""
 
     tape: Tape | None = None
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
-        """Record this thread's native calls on ``tape`` inside this context.
+        """Enter a context in which this thread's native calls are recorded on ``tape``.
 
         Raises:
             TapeError: torch computed something inside the context.
@@ -99,11 +105,11 @@ class Recorder(threading.local):
 
 
 class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A torch dispatch mode in which torch may only allocate and view."""
+    """A torch mode in which torch may only allocate tensors and make views."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False; otherwise the first op would import torch's compiler, for a second."""
+        """Return False; otherwise the first op would import torch's compiler for a second."""
         return False
 
     def __torch_dispatch__(
@@ -115,7 +121,7 @@ class _NativeOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func._schema.name in _HARMLESS:
             return func(*args, **(kwargs or {}))
-        # In inference mode, composite ops (such as flatten) arrive here undivided.
+        # In inference mode, composite ops (such as flatten) are not yet divided into simple ops.
         with self:
             result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:

@@ -1,4 +1,4 @@
-"""One tile of keys in attention kernels: load it, score it, and add it to the running softmax.
+"""Functions of attention kernels for one tile of keys: load keys, score, add to the softmax.
 
 Refuses to know: requests, grids, which query a row belongs to.
 """
@@ -19,34 +19,34 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase
 
-# Constants of ahead-of-time cases without sinks.
+# Constants of cases that are compiled ahead of time, for attention without sinks.
 NO_SINKS: dict[str, int | float | bool | None] = {"sinks": None}
 _LOG2_E = math.log2(math.e)
 
 
 def padded_side(size: int) -> int:
-    """Round a tile's side up to a power of two of at least 16, as dot products need."""
+    """Round the side of a tile up to what ``tl.dot`` needs: a power of two of at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
 class PagedShape:
-    """The shapes of model and KV cache that a kernel is compiled for."""
+    """The sizes of heads and KV cache for which a kernel is compiled."""
 
     num_kv_heads: int
-    group: int  # query heads that share a KV head
+    group: int  # number of query heads that share a KV head
     head_dim: int
     block_size: int
-    is_fp8: bool = False  # whether the cache is float8; the query is not
+    is_fp8: bool = False  # whether the cache is float8; queries never are
 
     @classmethod
     def of(cls, query: Tensor, kv_cache: Tensor) -> PagedShape:
-        """Return the shapes of one layer's tensors; assert that the kernels can address them.
+        """Return the sizes of one layer's tensors; assert that the kernels support their strides.
 
         Args:
-            query: ``[num_tokens, num_heads, head_dim]``; tokens may have gaps between them.
-            kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; each block is
-                contiguous, with gaps between blocks.
+            query: ``[num_tokens, num_heads, head_dim]``; gaps are allowed between tokens only.
+            kv_cache: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; gaps are allowed
+                between blocks only.
         """
         is_fp8 = kv_cache.dtype == reference.FP8
         return _paged_shape(
@@ -55,11 +55,11 @@ class PagedShape:
 
     @property
     def padded_head_dim(self) -> int:
-        """Return ``head_dim`` rounded up for dot products: the kernels' ``D``."""
+        """Return ``head_dim`` rounded up for ``tl.dot``: the constant ``D`` of kernels."""
         return padded_side(self.head_dim)
 
 
-@functools.lru_cache  # equal in all layers of all steps
+@functools.lru_cache  # all layers of a model mostly have equal arguments
 def _paged_shape(
     token: tuple[int, int],
     token_strides: tuple[int, int],
@@ -67,18 +67,20 @@ def _paged_shape(
     strides: tuple[int, ...],
     is_fp8: bool,
 ) -> PagedShape:
-    """Make the shape of `PagedShape.of`, cached for equal arguments.
+    """Make the result of `PagedShape.of`; equal arguments give a cached result.
 
     Args:
         token: ``(num_heads, head_dim)``.
+        token_strides: strides of heads and dims in the query.
         heads: ``(num_kv_heads, block_size)``.
         strides: strides of the cache.
+        is_fp8: whether the cache is float8.
     """
     (num_heads, head_dim), (num_kv_heads, block_size) = token, heads
     inside = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     assert strides[1:] == inside, f"a block is not contiguous: {strides}"
     assert token_strides == (head_dim, 1), f"a token is not: {token_strides}"
-    # Each thread loads 16 bytes at once.
+    # A thread loads 16 bytes at once.
     assert strides[0] % 8 == 0, f"stride of blocks is odd: {strides[0]}"
     assert num_heads % num_kv_heads == 0
     return PagedShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_size, is_fp8)
@@ -86,23 +88,23 @@ def _paged_shape(
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """A kernel's tile sizes for one head size, see ``tile_sizes``."""
+    """A kernel's tile sizes for one size of heads."""
 
     tokens: int  # keys per tile
     num_warps: int
-    num_stages: int  # pipeline stages: the block table takes up to two, key tiles the rest
+    num_stages: int  # pipeline stages: up to two load the block table, the others load keys
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return a GPU's number of streaming multiprocessors; in the interpreter, a small number."""
+    """Return a GPU's number of multiprocessors; without a GPU (interpreter), a small number."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Return ``(score_scale, cap)`` for :func:`scaled_scores`."""
+    """Return the factors ``(score_scale, cap)`` that :func:`scaled_scores` needs."""
     if soft_cap is None:
         return scale * _LOG2_E, 0.0
     return scale / soft_cap * 2 * _LOG2_E, soft_cap * _LOG2_E
@@ -110,7 +112,7 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 
 @triton.jit
 def scaled_scores(products, score_scale, cap, HAS_SOFT_CAP: tl.constexpr):
-    """Scale products of queries and keys to scores whose ``exp2`` is the softmax weight."""
+    """Turn products of queries and keys into scores, whose ``exp2`` are softmax weights."""
     scores = products * score_scale
     if HAS_SOFT_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); score_scale contains the factor 2 log2(e).
@@ -127,16 +129,17 @@ def key_offsets(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Return the offset of each token's key (head 0) in the cache; 0 for tokens from ``end`` on."""
+    """Return the offset of each token's key (KV head 0) in the cache; 0 from token ``end`` on."""
     block_ids = tl.load(block_table_row + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     return block_ids.to(tl.int64) * tl.multiple_of(block_stride, 8) + tokens % BLOCK_SIZE * HEAD_DIM
 
 
 @triton.jit
 def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """Load ``[len(rows), D]``; zeros for tokens from ``end`` on and dims from ``HEAD_DIM`` on.
+    """Load keys or values, ``[number of rows, D]``.
 
-    Memory after the last token may contain NaN, hence the zeros.
+    Tokens from ``end`` on, whose memory may contain NaN, and dims from ``HEAD_DIM`` on become
+    zeros.
     """
     dims = tl.arange(0, D)
     pointers = rows[:, None] + dims[None, :]
@@ -154,14 +157,17 @@ def load_rows(rows, tokens, end, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED
 
 @triton.jit
 def sink_weights(sinks, heads, present, highest):
-    """Return the sink's softmax weight per row, relative to the highest score: ``[len(heads)]``."""
+    """Return each row's softmax weight of the sink, relative to the highest score."""
     scores = tl.load(sinks + heads, mask=present, other=0.0) * 1.4426950408889634  # log2(e)
     return tl.exp2(tl.minimum(scores - highest, 126.0))  # 2^128 exceeds a float
 
 
 @triton.jit
 def divisor_of(total, sinks, heads, present, highest, is_whole):
-    """Return each row's softmax divisor (1 for a row without keys); add sinks to a whole part."""
+    """Return each row's divisor of the softmax; 1 for a row without keys.
+
+    If the part is a whole row (``is_whole``), the sinks' weights are included.
+    """
     divisor = tl.where(total == 0, 1.0, total)
     if sinks is not None:
         divisor += tl.where(is_whole, sink_weights(sinks, heads, present, highest), 0.0)
@@ -183,7 +189,7 @@ def fold(scores, values, highest, total, acc, IEEE: tl.constexpr):
         The new ``(highest, total, acc)``.
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # For a row that has seen no key, -inf - -inf would give NaN.
+    # If a row has seen no key, -inf minus -inf would give NaN.
     anchor = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(highest - anchor)
@@ -207,7 +213,7 @@ def aot_case(
     *,
     fuses_floats: bool = True,
 ) -> AotCase:
-    """Make the compilation case of an attention kernel.
+    """Make the case by which an attention kernel is compiled ahead of time.
 
     Arguments of the kernel that are in neither ``pointers`` nor ``constants`` have the same types
     in all attention kernels.

@@ -1,10 +1,10 @@
-"""Paged attention for requests that compute one token: KV is split over programs, then merged.
+"""Paged attention for requests that compute one token (decodes): a request's keys are split.
 
-Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of a KV head
-form one tile, and a request's tokens are divided among several programs, to fill the GPU.
-``plan_decodes`` divides them on the device, by all requests' lengths. So one long request among
-short ones is split finely, no launch depends on a length, and a CUDA graph can hold all launches.
-The program that finishes a request's last part merges all parts::
+The method is Flash-Decoding (Dao et al., 2023, pytorch.org/blog/flash-decoding): all query heads of
+a KV head form one tile, and a request's keys are divided among several GPU programs, to fill the
+GPU. ``plan_decodes`` divides the keys on the device, by the lengths of all requests. So one long
+request among short ones is split finely, no launch depends on a length, and a CUDA graph can hold
+all launches. The program that finishes a request's last part merges all parts::
 
     slot        0       1       2       3       4       5..
     work      r0 part 0  r0 part 1  r0 part 2  r1  r3   -        r2 has no decode
@@ -43,10 +43,11 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.tile_sizes import decode_tile
 
-# Two tiles in flight take 64 KiB, so three programs fit on a multiprocessor and saturate an H200's
-# memory, which needs 30 KiB in flight per multiprocessor (latency times bandwidth).
+# Programs per multiprocessor. A program's two tiles in flight take 64 KiB, so three programs fit,
+# and use all bandwidth of an H200, which needs 30 KiB in flight per multiprocessor (latency times
+# bandwidth).
 _PROGRAMS_PER_SM = 3
-_MIN_PART_TOKENS = 128  # smaller parts cost more in merging than they save
+_MIN_PART_TOKENS = 128  # fewest keys of a part: with fewer, merging costs more than is saved
 _MERGED_AT_ONCE = 4096  # numbers that merge_parts loads at once: 32 registers per thread
 _NO_WINDOW = 2**31 - 1
 
@@ -59,14 +60,14 @@ def plan_decodes(
     seq_lens,  # [num_requests] int32
     num_requests,
     window,  # maximum number of keys that a query attends to
-    spare_slots,  # programs per KV head that fill the GPU
+    spare_slots,  # number of programs per KV head that fill the GPU
     num_slots,  # at least num_requests + spare_slots
     TILE: tl.constexpr,  # parts are whole tiles, except a request's last part
     MIN_PART_TOKENS: tl.constexpr,
     REQUESTS: tl.constexpr,  # num_requests rounded up
     SLOTS: tl.constexpr,  # num_slots rounded up
 ):
-    """Divide the tokens of all decodes among slots, in one program."""
+    """Divide the keys of all decodes among slots; one program does all the work."""
     requests = tl.arange(0, REQUESTS)
     present = requests < num_requests
     row = tl.load(query_start_loc + requests, mask=present, other=0)
@@ -75,7 +76,7 @@ def plan_decodes(
     ends = tl.where(next_row - row == 1, ends, 0)
     starts = tl.maximum(ends - window, 0)
     lens = ends - starts
-    # Gives at most spare_slots full parts and num_requests partial parts.
+    # With this size, there are at most spare_slots full parts and num_requests smaller parts.
     part_tokens = tl.maximum(tl.cdiv(tl.sum(lens), spare_slots), MIN_PART_TOKENS)
     part_tokens = tl.cdiv(part_tokens, TILE) * TILE
     parts = tl.cdiv(lens, part_tokens)
@@ -112,7 +113,7 @@ def merge_parts(
     HEADS: tl.constexpr,  # GROUP rounded up
     PARTS: tl.constexpr,  # parts merged at once
 ):
-    """Combine one request's parts for one KV head, by their softmax weights: ``[HEADS, D]``."""
+    """Merge the results of a request's parts for one KV head, by weight: ``[HEADS, D]``."""
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, D)
     highest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -124,7 +125,7 @@ def merge_parts(
         rows = (first_slot + part)[:, None] * NUM_HEADS + (kv_head * GROUP + heads)[None, :]
         in_tile = present[:, :, None] & (dims < HEAD_DIM)[None, None, :]
         pointers = part_out + rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        # Other multiprocessors wrote these values, so this one's cache may be stale.
+        # Other multiprocessors wrote these values, so this multiprocessor's cache may be stale.
         lse = tl.load(part_lse + rows, mask=present, other=-float("inf"), cache_modifier=".cg")
         values = tl.load(pointers, mask=in_tile, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, tl.max(lse, 0))
@@ -171,7 +172,7 @@ def decode_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Attend over one part of a request's tokens, for one KV head. Grid (NUM_KV_HEADS, num_slots).
+    """Attend to one part of a request's keys, for one KV head. Grid (NUM_KV_HEADS, num_slots).
 
     The program that finishes a request's last part merges all parts.
     """
@@ -223,7 +224,7 @@ def decode_attention(
         tl.debug_barrier()
         counter = arrived + request * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            tl.store(counter, 0)  # reset for the next launch
+            tl.store(counter, 0)  # zero again, for the next launch
             merged = merge_parts(
                 part_out, part_lse, sinks, tl.load(first_slot + request), parts, kv_head,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, D, HEADS, PARTS,
@@ -237,7 +238,7 @@ def decode_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """Buffers through which a step's programs exchange results; later steps reuse the buffers."""
+    """Buffers in which a step's programs leave results for each other; later steps reuse them."""
 
     work: Tensor  # [num_slots, 4] int32
     first_slot: Tensor  # [num_requests + 1] int32
@@ -247,7 +248,7 @@ class DecodeBuffers:
 
     @classmethod
     def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> DecodeBuffers:
-        """Allocate for steps of up to ``num_requests`` requests."""
+        """Allocate buffers for steps of up to ``num_requests`` requests."""
         num_slots = num_requests + spare_slots(shape, device)
         num_heads = shape.num_kv_heads * shape.group
         return cls(
@@ -260,7 +261,7 @@ class DecodeBuffers:
 
 
 def spare_slots(shape: PagedShape, device: torch.device) -> int:
-    """Return the number of slots that fill the GPU, for any number of requests."""
+    """Return how many slots, besides one per request, are needed to fill the GPU."""
     return -(-num_multiprocessors(device) * _PROGRAMS_PER_SM // shape.num_kv_heads)
 
 
@@ -271,7 +272,7 @@ def launch_plan(
     element_size: int,
     sliding_window: int | None,
 ) -> None:
-    """Fill ``work`` and ``first_slot`` for :class:`BoundDecodes`, without reading tensors."""
+    """Launch the kernel that fills ``work`` and ``first_slot``; the host reads no tensor."""
     spare = spare_slots(shape, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
     tile = decode_tile(shape, element_size)
@@ -293,7 +294,7 @@ def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
 
 @dataclass(frozen=True, slots=True)
 class BoundDecodes:
-    """The launch for all layers of a step with equal options, and its plan's buffers."""
+    """The launch of `decode_attention` for all layers of a step with equal options."""
 
     attend: Launch
     metadata: AttentionMetadata
@@ -303,9 +304,9 @@ class BoundDecodes:
         """Compute attention of requests with one new token; zero the padding after all requests.
 
         Args:
-            out: ``[num_tokens, num_heads, head_dim]``, contiguous; prompts' rows are not written.
-            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: cache of one layer, see ``PagedShape.of``.
+            out: ``[num_tokens, num_heads, head_dim]``, contiguous; rows of prompts are not written.
+            query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+            kv_cache: cache of one layer, with gaps between blocks only.
             sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step, buffers = self.metadata, self.buffers
@@ -323,15 +324,15 @@ def bind_decodes(
     scale: float,
     soft_cap: float | None,
 ) -> BoundDecodes:
-    """Bind a step's launch to these tensors' shapes; layers with equal shapes share it.
+    """Bind a step's launch to the shapes of these tensors; layers of equal shapes share it.
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: cache of one layer, see ``PagedShape.of``.
+        query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+        kv_cache: cache of one layer, with gaps between blocks only.
         metadata: lengths and blocks of the step's requests.
-        buffers: filled by :func:`launch_plan` for this step.
+        buffers: the buffers that :func:`launch_plan` fills for this step.
         scale: factor of the dot products.
-        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
+        soft_cap: scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     grid = (shape.num_kv_heads, metadata.num_requests + spare_slots(shape, query.device))

@@ -1,6 +1,7 @@
-"""A mixture of experts: multiplies rows sorted by expert, in tiles with one expert each.
+"""A mixture of experts: rows are sorted by expert, and multiplied in tiles of one expert each.
 
-See `RowTiles`: tiles without an expert return at once, so a CUDA graph can hold all launches.
+The number of tiles (`RowTiles`) does not depend on the routing, and tiles without an expert return
+at once, so a CUDA graph can hold all launches.
 Refuses to know: models, how experts are chosen.
 """
 
@@ -13,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.reference import count_loads
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.silu_mul import gate_of, gated_half
 
 BLOCK_K = 64
-FEW_ROWS = 16  # fewest rows of a tile, for tl.dot
+FEW_ROWS = 16  # fewest rows of a tile that tl.dot supports
 MANY_ROWS = 64
 SUM_BLOCK = 1024
 
@@ -36,6 +39,8 @@ def experts(
     biases: tuple[Tensor, Tensor] | None = None,
     activation: str = "silu",
     invariant: bool = False,
+    share: ExpertShare = ALL_EXPERTS,
+    loads: Tensor | None = None,
 ) -> Tensor:
     """Compute `baton_kernels.reference.experts` with Triton."""
     num_tokens, hidden = x.shape
@@ -44,10 +49,12 @@ def experts(
     if not num_tokens:
         return out
     num_rows, top_k = ids.numel(), ids.shape[1]
-    # `invariant`: one tile size, because others may add in another order.
+    # With `invariant`, all batches use one tile size, because others may add in another order.
     is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
     tile_rows = MANY_ROWS if is_many else FEW_ROWS
-    tiles = RowTiles.of(ids, num_experts, tile_rows)
+    if loads is not None:
+        count_loads(ids, share, loads)
+    tiles = RowTiles.of(_own_numbers(ids, share, num_experts), num_experts, tile_rows)
     x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
     gate_up_bias, down_bias = biases or (None, None)
     middle = x.new_empty(num_rows, inner)
@@ -62,7 +69,8 @@ def experts(
         ),
         (num_experts, hidden, inner, top_k),
     )
-    results = x.new_empty(num_rows, hidden)
+    # other ranks' rows must be 0
+    results = x.new_zeros(num_rows, hidden) if share.size > 1 else x.new_empty(num_rows, hidden)
     _down_launcher(tile_rows)(
         (tiles.count, triton.cdiv(hidden, 64)),
         (
@@ -81,6 +89,13 @@ def experts(
         (hidden, top_k),
     )
     return out
+
+
+def _own_numbers(ids: Tensor, share: ExpertShare, num_experts: int) -> Tensor:
+    """Return each row's number among this rank's experts; ``num_experts``: another rank's."""
+    if share.size == 1:
+        return ids
+    return (ids // share.size).masked_fill(ids % share.size != share.rank, num_experts)
 
 
 @functools.cache
@@ -127,7 +142,10 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of a tile's gated intermediate; round as the reference does."""
+    """Compute BLOCK_N columns of the gated result of an expert's first layer, for one tile.
+
+    Rounds as the reference does.
+    """
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -139,7 +157,7 @@ def gate_up_kernel(
     is_column = column < inner
     depth = tl.arange(0, BLOCK_K)
     x_at = x_ptr + (row // top_k)[:, None] * hidden + depth[None, :]
-    # Without gates, only the up projections exist.
+    # Without gates, the first layer has only up projections.
     HALVES: tl.constexpr = 1 if ACTIVATION == "relu2" else 2
     gate_at = weight_ptr + (expert * HALVES * inner + column)[None, :] * hidden + depth[:, None]
     up_at = gate_at + inner.to(tl.int64) * hidden
@@ -189,7 +207,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of a tile's results."""
+    """Compute BLOCK_N columns of an expert's second layer, for one tile."""
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile)
     if expert >= num_experts:
@@ -221,7 +239,7 @@ def down_kernel(
 def sum_kernel(
     result_ptr, weight_ptr, base_ptr, base_gate_ptr, out_ptr, hidden, top_k, BLOCK: tl.constexpr
 ):
-    """Sum some columns of one token's results, in the order of the token's experts."""
+    """Sum the weighted results of a token's experts, in order, for some columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < hidden

@@ -1,15 +1,16 @@
 """Launches Triton kernels without Triton's slow search for the compiled variant.
 
 Triton inspects every argument of every launch by name: 20 us of Python for a kernel that runs 3 us.
-Only these determine the variant, and most never change while a model is loaded:
+Only the following determine which compiled variant to launch, and most never change while a model
+is loaded:
 
-    constants   a `Launcher` is made once for them
-    numbers     strides and sizes, by value; those that Triton does not specialize on may change
+    constants   a `Launcher` is made once for each set of constants
+    numbers     the values of strides and sizes, except those that Triton does not specialize on
     tensors     their dtypes, and whether each address is a multiple of 16 bytes
 
-A `Launcher` finds the variant by one look-up of numbers and tensors; Triton compiles new variants.
-All layers of a step have the same shapes, so an op binds numbers and grid to a `Launch`, which
-checks only addresses. The op keeps the `Launch` for other tensors of these shapes. Refuses to know:
+A `Launcher` looks up the variant by numbers and tensors; if there is none yet, Triton compiles it.
+All layers of a step have equal shapes, so an op binds numbers and grid to a `Launch`, whose calls
+check only addresses. The op keeps the `Launch` for all tensors of these shapes. Refuses to know:
 what a kernel computes.
 """
 
@@ -26,19 +27,19 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-_ALIGNMENT = 16  # alignment in bytes for which Triton compiles aligned accesses
+_ALIGNMENT = 16  # addresses that are multiples of this get faster code
 _MAX_INT32 = 2**31 - 1
 _runtime = knobs.runtime
-# Function, grid, arguments before the addresses, arguments after, and whether addresses are one
-# tuple.
+# What a launch needs: function, grid, arguments before the addresses, arguments after them, and
+# whether the addresses are passed as one tuple.
 _Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
 
-# Maximum number of launches cached per op, one per shape; shapes change with every prompt.
+# Maximum number of launches that an op keeps, one per shape; every prompt has other shapes.
 NUM_KEPT = 512
 
 
 class Launcher:
-    """One kernel with its constants; made once and kept.
+    """A kernel with its constants, which finds the compiled variant for each launch.
 
     Args:
         kernel: the ``@triton.jit`` function, whose arguments are pointers, then numbers, then
@@ -49,7 +50,7 @@ class Launcher:
     def __init__(self, kernel: Any, **options: int | float | bool | str | None) -> None:
         self._kernel = kernel
         self._options = options
-        # without a GPU, the kernel is interpreted
+        # False without a GPU: the kernel is interpreted
         self.is_compiled = isinstance(kernel, JITFunction)
         self._variants: dict[tuple[object, ...], _Variant] = {}
         self._numbers: _Numbers | None = None
@@ -63,16 +64,16 @@ class Launcher:
         """Launch the kernel on the current device and stream.
 
         Args:
-            grid: numbers of programs, one to three.
-            tensors: the kernel's pointers, in order; None for optional pointers that are not used.
-            numbers: the kernel's numbers, in order.
+            grid: number of programs in each dimension, one to three.
+            tensors: the kernel's pointer arguments, in order; None for unused optional pointers.
+            numbers: the kernel's numbers (strides and sizes), in order.
         """
         Launch(self, grid, numbers)(*tensors)
 
     def through_triton(
         self, grid: tuple[int, ...], tensors: Sequence[Tensor | None], numbers: Sequence[float]
     ) -> Any:
-        """Launch through Triton itself; return the variant that it compiled."""
+        """Launch by Triton's own launcher; return the compiled variant that it used."""
         return self._kernel[grid](*tensors, *numbers, **self._options)
 
     def key(
@@ -82,7 +83,7 @@ class Launcher:
         tensors: Sequence[Tensor | None],
         numbers: Sequence[int | float],
     ) -> tuple[object, ...]:
-        """Return the key under which a compiled variant is cached."""
+        """Return the key of the compiled variant for these arguments."""
         if self._numbers is None:
             self._numbers = _Numbers(self._kernel, len(tensors), len(numbers))
         return (
@@ -93,21 +94,27 @@ class Launcher:
         )
 
     def known(self, key: tuple[object, ...]) -> _Variant | None:
-        """Return the compiled variant of a key, or None."""
+        """Return the compiled variant with this key; None: there is none yet."""
         return self._variants.get(key)
 
     def remember(self, key: tuple[object, ...], compiled: Any, num_arguments: int) -> None:
-        """Cache a variant that Triton compiled, with its number of varying arguments."""
+        """Keep a variant that Triton compiled.
+
+        Args:
+            key: the variant's key.
+            compiled: what Triton returned.
+            num_arguments: number of pointers and numbers, which come before the constants.
+        """
         self._variants[key] = _Variant.of(compiled, self._options, num_arguments)
 
 
 class Launch:
-    """A kernel with constants, numbers and grid; a call adds only the tensors' addresses.
+    """A kernel with constants, numbers and grid, which is called with tensors only.
 
     Args:
         launcher: the kernel's launcher.
-        grid: numbers of programs, one to three.
-        numbers: the kernel's numbers, in order.
+        grid: number of programs in each dimension, one to three.
+        numbers: the kernel's numbers (strides and sizes), in order.
     """
 
     __slots__ = ("_grid", "_launcher", "_numbers", "_ready")
@@ -116,14 +123,14 @@ class Launch:
         self, launcher: Launcher, grid: tuple[int, ...], numbers: Sequence[int | float] = ()
     ) -> None:
         self._launcher, self._grid, self._numbers = launcher, _three(grid), tuple(numbers)
-        # By device and alignment: the function, and the arguments before and after the addresses.
+        # what a launch needs, by device and alignment of the addresses
         self._ready: dict[tuple[int, object], _Ready] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch the kernel on the current device and stream.
 
         Args:
-            tensors: the kernel's pointers, in order; None for optional pointers that are not used.
+            tensors: the kernel's pointer arguments, in order; None for unused optional pointers.
                 All calls must have equal dtypes, and None in the same positions.
         """
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
@@ -142,7 +149,8 @@ class Launch:
             ready = self._find(device, alignment, tensors)
             if ready is None:
                 return
-        # As at the end of JITFunction.run; the C function takes neither constants nor None.
+        # This is what JITFunction.run does at its end; the C function takes no constants and no
+        # None.
         run, grid, middle, behind, takes_one = ready
         stream = active.get_current_stream(device)
         if takes_one:
@@ -153,7 +161,10 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Return the cached variant; without one, launch through Triton and return None."""
+        """Return what a launch needs, or launch by Triton's own launcher and return None.
+
+        The latter happens if no variant for these arguments is compiled yet.
+        """
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
         variant = launcher.known(key)
@@ -170,7 +181,7 @@ class Launch:
 def bind(
     launcher: Launcher, grid: tuple[int, ...], numbers: Sequence[int | float] = ()
 ) -> Callable[..., None]:
-    """Bind a kernel to a step's grid and numbers; for an empty grid, return a no-op."""
+    """Bind a kernel to a grid and numbers; if the grid is empty, calls do nothing."""
     return Launch(launcher, grid, numbers) if all(grid) else _launch_nothing
 
 
@@ -179,7 +190,7 @@ def _launch_nothing(*tensors: Tensor | None) -> None:
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Return the distance between rows of a tensor ``[..., size]``; None: distances differ."""
+    """Return the distance between adjacent rows of a tensor ``[..., size]``; None: it varies."""
     size = expected = shape[-1]
     if stride[-1] != 1 and size != 1:
         return None
@@ -196,12 +207,12 @@ def _three(grid: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A compiled kernel and its constants."""
+    """A compiled variant of a kernel, and its constants."""
 
     run: Any
     function: int
     metadata: object
-    tail: tuple[object, ...]  # constants after the numbers, in the kernel's order
+    tail: tuple[object, ...]  # the constants, in the order of the kernel's arguments
 
     @classmethod
     def of(cls, compiled: Any, options: Mapping[str, object], num_before: int) -> _Variant:
@@ -210,12 +221,12 @@ class _Variant:
         return cls(compiled.run, compiled.function, compiled.packed_metadata, tail)
 
     def entry(self) -> tuple[Callable[..., None], tuple[object, ...], bool]:
-        """Return a function, its arguments between stream and addresses, and whether addresses are
-        a tuple.
+        """Return the function that launches the variant, and how to call it.
 
-        Triton 3.7's launcher asks in each call whether the kernel needs scratch memory, and then
-        calls a C function. Our kernels need none, so the C function is called directly. For other
-        releases, the launcher is called.
+        The second result is the arguments between stream and addresses, the third whether addresses
+        are passed as one tuple. Triton 3.7's launcher checks in each call whether the kernel needs
+        scratch memory, and then calls a C function. Baton's kernels need none, so the C function is
+        returned; for other releases of Triton, the launcher is returned.
         """
         run, no_hooks = self.run, (None, None, None)
         names = ("launch", "arg_annotations", "kernel_signature", "launch_pdl")
@@ -229,7 +240,10 @@ class _Variant:
 
 
 class _Numbers:
-    """The arguments (strides and sizes) on whose values Triton specializes a kernel."""
+    """Finds the integer arguments on which Triton specializes a kernel.
+
+    Their values are part of the key of a compiled kernel.
+    """
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:
         params = kernel.params[first : first + count]
@@ -237,10 +251,10 @@ class _Numbers:
         self._fixed = [place for place, param in enumerate(params) if not param.do_not_specialize]
 
     def key(self, numbers: Sequence[int | float]) -> list[int | float | bool]:
-        """Return a key of the specialized numbers, and of other numbers that exceed 32 bits.
+        """Return the specialized numbers, and for each other number whether it exceeds 32 bits.
 
-        The key has the values themselves, although Triton uses only some of their properties:
-        values are a model's sizes, so there are few keys.
+        Triton uses only some properties of specialized numbers, but keys have the values. There are
+        few keys nevertheless, because these numbers are sizes of the model.
         """
         fixed = [numbers[place] for place in self._fixed]
         return fixed + [numbers[place] > _MAX_INT32 for place in self._free]

@@ -1,8 +1,8 @@
-"""LoRA adapters' low-rank products: shrink a row by its adapter's A, then expand the result by B.
+"""Products of LoRA adapters: multiply each row by its adapter's A (shrink), then by B (expand).
 
-Rows are sorted by slot, in tiles of one slot each, see `RowTiles`. Grids depend on the number of
-rows and on the slots' sizes only, and the host reads nothing, so a CUDA graph can hold both
-launches. Programs without an adapter, or beyond its rank, return at once.
+Rows are sorted by their adapter's slot, in tiles of one slot each (`RowTiles`). Grids depend only
+on the number of rows and on the sizes of the slots, and the host reads no results, so a CUDA graph
+can hold both launches. Programs without an adapter, or beyond the adapter's rank, return at once.
 Refuses to know: models, which request a row belongs to.
 """
 
@@ -19,9 +19,9 @@ from baton_kernels.row_tiles import RowTiles
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-FEW_ROWS = 16  # rows of a tile; tl.dot takes no fewer
+FEW_ROWS = 16  # rows of a tile, the fewest that tl.dot supports
 MANY_ROWS = 64
-# ranks that one program shrinks to; also ranks per loop step of a program that expands
+# ranks that a shrinking program computes, and that an expanding program reads per step
 BLOCK_R = 32
 BLOCK_K = 64
 BLOCK_N = 64
@@ -66,7 +66,7 @@ def _expand_launcher(tile_rows: int) -> Launcher:
 
 
 def _expand_warps(tile_rows: int) -> int:
-    """Return the warps of a program that expands; with 4 warps, many rows spill registers."""
+    """Return the warps of an expanding program; with 4, large tiles would spill registers."""
     return 4 if tile_rows == FEW_ROWS else 8
 
 
@@ -89,7 +89,7 @@ def shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_R columns of a tile's product of x with one part of A."""
+    """Compute the product of a tile's rows with BLOCK_R rows of one part of A."""
     tile = tl.program_id(0)
     blocks = tl.cdiv(max_rank, BLOCK_R)
     part = tl.program_id(1) // blocks
@@ -141,7 +141,7 @@ def expand_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add BLOCK_N columns of one part's product to the rows of a tile."""
+    """Compute BLOCK_N columns of the product with a part of B; add them to the tile's rows."""
     tile = tl.program_id(0)
     part = tl.program_id(1) // num_blocks
     slot = tl.load(slot_ptr + tile)

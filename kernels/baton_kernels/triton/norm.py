@@ -1,7 +1,7 @@
-"""Root-mean-square norms, with or without adding to the residual stream first.
+"""Root-mean-square norms, with or without first adding to the residual stream.
 
-One program holds whole rows in registers, so that every element is read and written once. Refuses
-to know: models, where norms are applied.
+A program holds whole rows in registers, so that every element is read and written only once.
+Refuses to know: models, where norms are applied.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind, row_stride
 
-# Elements of a program's tile; wider rows get more threads.
+# Number of elements that a program holds; if a row is longer, it gets more threads.
 TILE_ELEMENTS = 2048
 LARGEST_SIZE = 32768
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `baton_kernels.reference.rms_norm` with a weight of ``[size]``."""
+    """Compute `baton_kernels.reference.rms_norm` with Triton, for a weight of ``[size]``."""
     out, _ = _norm(x, None, weight, eps, 1.0)
     return out
 
@@ -32,14 +32,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.reference.add_rms_norm`; the sum is a new tensor."""
+    """Compute `baton_kernels.reference.add_rms_norm` with Triton."""
     return _norm(x, residual, weight, eps, factor)
 
 
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalize ``x`` plus the residual, if any; return the normalized sum and the sum."""
+    """Add the residual, if there is one, and normalize; return the normalized sum, and the sum."""
     added = x if residual is None else residual
     launch = _bind(
         x.shape, x.stride(), added.stride(), x.dtype, weight.shape, weight.dtype,
@@ -67,7 +67,7 @@ def _bind(
     eps: float,
     factor: float,
 ) -> Callable[..., None] | None:
-    """Return the bound launch of a norm; None: rows are not contiguous."""
+    """Bind the launch of a norm to these shapes; return None if rows are not contiguous."""
     size, num_rows = shape[-1], math.prod(shape[:-1])
     assert weight_shape == (size,), f"weight: [{size}], got {tuple(weight_shape)}"
     known = (dtype, torch.float32)
@@ -83,7 +83,7 @@ def _bind(
 
 @functools.cache
 def _launcher(size: int, adds: bool, scales: bool) -> tuple[int, Launcher]:
-    """Return the number of rows per program, and the launcher."""
+    """Return the number of rows that a program computes, and the launcher."""
     block = triton.next_power_of_2(size)
     num_tile_rows = max(1, TILE_ELEMENTS // block)
     return num_tile_rows, Launcher(
@@ -103,7 +103,7 @@ def rms_norm_kernel(
     eps, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS rows per program; round each intermediate result as the reference does."""
+    """Normalize ROWS rows per program, and round each intermediate result as the reference."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

@@ -1,7 +1,7 @@
-"""Between the fused projection and attention: normalize heads, rotate them, and store KV.
+"""Kernels between the fused projection and attention: normalize and rotate heads, store KV.
 
 A program processes some heads of one token: query and key heads are normalized and rotated, key and
-value heads are written to the cache. Refuses to know: models, who chooses slots.
+value heads are written to the cache. Refuses to know: models, how slots are chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_kernels.triton.fp8 import has_fp8, to_stored
 from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind
 from baton_kernels.triton.norm import rms_norm
 
-HEADS = 8  # heads per program
+HEADS = 8  # heads that a program processes
 
 
 def norm_rotary_store(
@@ -39,8 +39,8 @@ def norm_rotary_store(
 ) -> Tensor:
     """Compute `baton_kernels.reference.norm_rotary_store` in one launch.
 
-    Norms over all heads together are launched first. On a GPU without float8, the reference
-    computes steps with a float8 cache.
+    A norm over all heads together is a separate launch before. On a GPU without float8, a float8
+    cache is left to the reference.
     """
     if kv_cache.dtype == reference.FP8 and not has_fp8(kv_cache.device):
         return reference.norm_rotary_store(
@@ -82,7 +82,7 @@ def _bind(
     key_scale: float,
     value_scale: float,
 ) -> tuple[tuple[int, int, int], Callable[..., None]]:
-    """Return the queries' shape and the bound launch; each dtype has a separate launch."""
+    """Bind the launch to these shapes and dtypes; return the queries' shape, and the launch."""
     _, _, num_kv_heads, block_size, head_dim = cache_shape
     assert qkv_stride[1] == cache_stride[4] == 1
     known = (dtype, reference.FP8)
@@ -97,7 +97,7 @@ def _bind(
 def _norm_all_heads(
     qkv: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float
 ) -> Tensor:
-    """Normalize a token's query heads together, and its key heads together."""
+    """Normalize all query heads of a token together, and all key heads together."""
     assert query_weight is not None
     assert key_weight is not None
     sizes = [len(query_weight), len(key_weight)]
@@ -160,7 +160,10 @@ def store_kv(
 
 
 def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Choose tile widths for half of the rotated dims, and for the other dims (0: none)."""
+    """Choose tile sizes for half of the rotated dims, and for the dims that are not rotated.
+
+    The second size is 0 if all dims are rotated.
+    """
     tail = head_dim - rotary_dim
     return {
         "HALF_BLOCK": triton.next_power_of_2(rotary_dim // 2),
@@ -173,7 +176,7 @@ def _blocks(head_dim: int, rotary_dim: int) -> dict[str, int]:
 
 @triton.jit
 def turn(x1, x2, cos_ptr, sin_ptr, pair, HALF: tl.constexpr):
-    """Rotate the two halves of a token's heads, ``[HEADS, HALF_BLOCK]`` each, in float32."""
+    """Rotate the two halves of some heads of a token, each ``[HEADS, HALF_BLOCK]``, in float32."""
     exists = pair < HALF
     cos1 = tl.load(cos_ptr + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + HALF + pair, mask=exists, other=0.0).to(tl.float32)[None, :]
@@ -187,7 +190,10 @@ def normalize(
     x, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, dim, exists,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Normalize some dims ``[HEADS, n]`` of heads; round as the reference does."""
+    """Normalize some dims of heads, ``[HEADS, n]``, by the query's or the key's weight.
+
+    Rounds as the reference does.
+    """
     wide = x * inverse_rms[:, None]
     normed = wide.to(dtype).to(tl.float32)
     if query_weight_ptr is not None:
@@ -208,12 +214,12 @@ def normalize(
 def norm_rotary_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, slots_ptr, out_ptr, cache_ptr,
     qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
-    key_factor, value_factor,  # reciprocals of the scales of keys and values stored as float8
+    key_factor, value_factor,  # reciprocals of the scales of keys and values, for a float8 cache
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store HEADS heads of one token, with all dims in registers.
+    """Normalize, rotate and store HEADS heads of one token; all dims are in registers.
 
     | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
     """
@@ -325,7 +331,7 @@ def store_kv_kernel(
     tl.store(target, to_stored(x, factor, cache_ptr.dtype.element_ty), mask=stored)
 
 
-# ------------------------------------------------------------------ ahead of time
+# ------------------------------------------------------------------ cases to compile ahead of time
 
 
 def _case(

@@ -1,14 +1,14 @@
-"""Linear layers whose weights have 4 or 8 bits per number, see `baton_kernels.quantized`.
+"""Linear layers with quantized weights, in the layouts of `baton_kernels.quantized`.
 
-A product is computed transposed, rows of the weight times tokens. The weight is then the operand in
-registers, where codes are converted to numbers, and few tokens fill a tile of 16. If a chunk's
-codes share a scale, the codes are multiplied unscaled, and the scale multiplies their sum;
-otherwise, each plane is scaled and converted to the dtype of ``x``. With few tokens, a row's inputs
-are summed in several parts, whose number depends on the weight's shape; the last part to finish
-adds all parts, in order.
+The product is computed transposed: rows of the weight times tokens. The weight is then the operand
+in registers, where its codes are converted to numbers, and a tile needs only 16 tokens. If all
+codes of a chunk share a scale, the kernel multiplies the codes without the scale, and scales their
+sum; otherwise, each plane of codes is scaled and converted to the dtype of ``x``. With few tokens,
+a row's inputs are summed in several parts, whose number depends on the weight's shape; the program
+that finishes last adds all parts, in order.
 
-For a prompt, the whole weight (codes or float8) is first converted in memory, as the vendor's
-matrix product is then faster. Refuses to know: layers, formats of checkpoints.
+For a prompt, the whole weight (codes or float8) is first converted in memory, because the GPU
+vendor's matrix product is then faster. Refuses to know: layers, formats of checkpoints.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from baton_kernels.triton.aot import FP8, AotCase
 from baton_kernels.triton.attention_tile import padded_side
 from baton_kernels.triton.launch import Launcher
 
-# Maximum number of tokens for which a row's inputs are summed in several parts; also the tokens of
-# a tile.
+# Maximum number of tokens of a tile, and of a batch for which a row's inputs are summed in several
+# parts.
 FEW_TOKENS = 64
-# Fewest tokens for which unpacking the weight pays, by measured times and the memory that unpacking
-# takes.
+# Batches of at least this many tokens are computed with a weight that is first unpacked in memory.
+# The numbers follow from measured times, and from the memory that an unpacked weight takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
-WANTED_PROGRAMS = {4: 512, 8: 384}  # number of programs that fill a GPU, by bits per code
+WANTED_PROGRAMS = {4: 512, 8: 384}  # number of programs that fill a GPU, by bits of a code
 WANTED_ROUNDED = 264
-_LEAST_CHUNKS = 4  # fewest chunks per part
-_STAGE_BYTES = 60 * 2**10  # shared memory for all stages
+_LEAST_CHUNKS = 4  # fewest chunks of inputs in a part
+_STAGE_BYTES = 60 * 2**10  # bytes of shared memory for all stages
 _UNPACK_ROWS = 16
-_ALL = 2**30  # as group size: larger than any row, so a row is one group
+_ALL = 2**30  # larger than any row: as a group size, it makes a row one group
 SUPER_GROUP = tl.constexpr(_SUPER_GROUP)
 WORDS = tl.constexpr(SIDE)
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Tile sizes of a product.
+    """Tile sizes of a matrix product.
 
     Attributes:
-        rows: rows of the weight in a tile.
-        tokens: tokens of a tile.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
+        rows: number of the weight's rows in a tile.
+        tokens: number of tokens in a tile.
+        num_warps: number of warps of a program.
+        num_stages: number of tiles that are being loaded at once.
     """
 
     rows: int
@@ -71,28 +71,28 @@ class ProductTile:
 
 
 def grouped_tile(num_tokens: int, bits: int, element_size: int) -> ProductTile:
-    """Choose the tile of `GroupedWeight`."""
+    """Choose the tile sizes for a product with a `GroupedWeight`."""
     rows, tokens = 64, tokens_of(num_tokens)
     stage = 4 * SIDE * rows + SIDE * 32 // bits * tokens * element_size
     return ProductTile(rows, tokens, 4, max(2, min(6, _STAGE_BYTES // stage)))
 
 
 def rounded_tile(num_tokens: int) -> ProductTile:
-    """Choose the tile of `RoundedWeight`."""
+    """Choose the tile sizes for a product with a `RoundedWeight`."""
     if num_tokens <= FEW_TOKENS:
         return ProductTile(64, tokens_of(num_tokens), 4, 6 if num_tokens <= 16 else 4)
     return ProductTile(128, 128, 8, 3)
 
 
 def tokens_of(num_tokens: int) -> int:
-    """Return a tile's number of tokens for a small batch."""
+    """Return the number of tokens in a tile of a small batch."""
     return min(FEW_TOKENS, padded_side(num_tokens))
 
 
 def num_parts(
     out_features: int, num_chunks: int, tile: ProductTile, wanted: int, num_tokens: int
 ) -> int:
-    """Return the number of parts in which a row's inputs are summed."""
+    """Return in how many parts a row's inputs are summed, so that about ``wanted`` programs run."""
     if num_tokens > FEW_TOKENS:
         return 1
     return max(1, min(wanted // -(-out_features // tile.rows), num_chunks // _LEAST_CHUNKS))
@@ -117,7 +117,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def _unpacked_from(weight: QuantizedWeight) -> int:
-    """Return the fewest tokens for which the weight is unpacked before the product."""
+    """Return from how many tokens on the weight is unpacked before the product."""
     if isinstance(weight, GroupedWeight):
         return GROUPED_UNPACKED_FROM
     has_groups = weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1
@@ -125,7 +125,7 @@ def _unpacked_from(weight: QuantizedWeight) -> int:
 
 
 def _rounded_in_memory(x: Tensor, group_size: int) -> Tensor:
-    """Round inputs to float8 in groups, and convert them back to the dtype of ``x``."""
+    """Round inputs to float8 group by group, and convert them back to the dtype of ``x``."""
     numbers, scales = round_inputs(x, FLOAT8, group_size)
     return unpacked(RoundedWeight(numbers, scales, group_size, scales), x.dtype)
 
@@ -138,12 +138,15 @@ def _has_vendors_product(x: Tensor, weight: RoundedWeight) -> bool:
 
 @functools.cache
 def _scales_rows(device: torch.device) -> bool:
-    """Return whether the vendor's float8 product supports a scale per row on this device."""
+    """Return whether the GPU vendor's float8 product supports a scale per row on this device."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def scaled_mm(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:
-    """Multiply float8 rows, with a scale per row and per token, by the vendor's library."""
+    """Multiply rounded inputs by a float8 weight with the GPU vendor's library.
+
+    There is a scale per row of the weight, and per token.
+    """
     numbers, scales = round_inputs(x, FLOAT8, weight.group_size)
     product: Tensor = torch._scaled_mm(
         *(numbers, weight.numbers.T, scales.view(-1, 1), weight.scales.view(1, -1)),
@@ -157,11 +160,11 @@ def grouped_linear(
     x: Tensor, weight: GroupedWeight, bias: Tensor | None, tile: ProductTile | None = None,
     parts: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply ``[num_tokens, in_features]``, see `quantized_linear`.
+    """Multiply ``x``, ``[num_tokens, in_features]``, by a `GroupedWeight`.
 
     Args:
-        tile: tile sizes; None: choose them.
-        parts: number of parts in which a row's inputs are summed; None: choose it.
+        tile: tile sizes; None: they are chosen here.
+        parts: number of parts in which a row's inputs are summed; None: chosen here.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -189,7 +192,7 @@ def grouped_linear(
 def _grid_and_sums(
     out: Tensor, tile: ProductTile, parts: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """Return a product's grid, and a buffer for the parts' sums if there are several parts."""
+    """Return the grid of a product, and a buffer for the sums of parts; None: only one part."""
     num_tokens, out_features = out.shape
     assert parts == 1 or num_tokens <= tile.tokens, "parts are counted for one tile of tokens"
     grid = (-(-num_tokens // tile.tokens), -(-out_features // tile.rows), parts)
@@ -197,7 +200,7 @@ def _grid_and_sums(
 
 
 def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return a weight's numbers in ``dtype``: ``[out_features, in_features]``."""
+    """Convert a whole weight to ``dtype``: ``[out_features, in_features]``."""
     out_features, size = weight.out_features, weight.in_features
     out = torch.empty(out_features, size, dtype=dtype, device=weight.tensors[0].device)
     rows = -(-out_features // _UNPACK_ROWS)
@@ -226,11 +229,11 @@ def rounded_linear(
     x: Tensor, weight: RoundedWeight, bias: Tensor | None, tile: ProductTile | None = None,
     parts: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply ``[num_tokens, in_features]``, rounded token by token, see `quantized_linear`.
+    """Round ``x``, ``[num_tokens, in_features]``, and multiply it by a `RoundedWeight`.
 
     Args:
-        tile: tile sizes; None: choose them.
-        parts: number of parts in which a row's inputs are summed; None: choose it.
+        tile: tile sizes; None: they are chosen here.
+        parts: number of parts in which a row's inputs are summed; None: chosen here.
     """
     num_tokens, out_features = len(x), weight.out_features
     out = x.new_empty(num_tokens, out_features)
@@ -256,7 +259,7 @@ def rounded_linear(
 
 
 def round_inputs(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.quantized.rounded_rows`, but with scales ``[groups, num_tokens]``."""
+    """Compute `baton_kernels.quantized.rounded_rows` with Triton; scales are transposed."""
     num_tokens, size = x.shape
     num_groups = -(-size // group_size)
     numbers = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
@@ -314,11 +317,11 @@ def _options(tile: ProductTile) -> dict[str, int]:
 
 
 def _nibbles(kind: str, base: int, one: int, less: int) -> str:
-    """Return assembly code that unpacks two words to two numbers in each of eight planes.
+    """Return assembly code that unpacks two words into two numbers of each of eight planes.
 
-    The lowest bit of the float ``base`` is worth 1, so ``base`` with a code in its low bits is
-    ``base`` plus the code. Then ``less`` is subtracted. Constants are two numbers of ``kind``,
-    packed in a word.
+    The lowest bit of the float ``base`` is worth 1, so ``base`` with a code in its low bits is the
+    number ``base`` plus the code. Then ``less``, a negative number, is added. Each constant is a
+    word with two equal numbers of type ``kind``.
     """
     names = [f"plane{place}" for place in range(8)]
     halves = {0: "prmt.b32 plane0, $8, $9, 0x5410;", 4: "prmt.b32 plane4, $8, $9, 0x7632;"}
@@ -334,9 +337,10 @@ def _nibbles(kind: str, base: int, one: int, less: int) -> str:
 
 
 def _bytes_bf16(less: int) -> str:
-    """Return assembly code that unpacks two numbers of each of four planes, via float32.
+    """Return assembly code that unpacks two numbers of each of four planes to bfloat16.
 
-    The float 2^23 with a code in its lowest bits is 2^23 plus the code; ``less`` is added.
+    The float32 2^23 with a code in its lowest bits is the number 2^23 plus the code. Then ``less``,
+    a negative number, is added, and the sum is converted.
     """
     lines = [".reg .b32 base; .reg .f32 first, second;", "mov.b32 base, 0x4b000000;"]
     for place in range(4):
@@ -351,7 +355,7 @@ def _bytes_bf16(less: int) -> str:
 
 
 def _bytes_fp16(less: int) -> str:
-    """Return assembly code for float16; works like `_nibbles`."""
+    """Return assembly code that unpacks two numbers of each of four planes to float16."""
     lines = [".reg .b32 both, one, less;", "mov.b32 one, 0x3c003c00;", f"mov.b32 less, {less:#x};"]
     for place in range(4):
         lines.append(f"prmt.b32 both, $4, $5, {(4 + place) << 8 | place:#x};")
@@ -360,7 +364,8 @@ def _bytes_fp16(less: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-# The base is 128 in bfloat16 and 1,024 in float16; codes count from 0, or from 8 or 128.
+# The base is 128 in bfloat16 and 1,024 in float16. A code is unpacked to itself or, without
+# FROM_0, to the code minus 8 (4 bits) or minus 128 (8 bits).
 _BF16_4_FROM_0 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC300C300))
 _BF16_4 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC308C308))
 _FP16_4_FROM_0 = tl.constexpr(_nibbles("f16", 0x64006400, 0x3C003C00, 0xE400E400))
@@ -369,7 +374,8 @@ _BF16_8_FROM_0 = tl.constexpr(_bytes_bf16(0xCB000000))
 _BF16_8 = tl.constexpr(_bytes_bf16(0xCB000080))
 _FP16_8_FROM_0 = tl.constexpr(_bytes_fp16(0xE400E400))
 _FP16_8 = tl.constexpr(_bytes_fp16(0xE480E480))
-# Results are written before the last word is read, so results need separate registers.
+# Results must not share registers with words, because results are written while words are still
+# read.
 _EIGHT_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
@@ -378,7 +384,7 @@ _FOUR_OF_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 def plane_of(
     words, place: tl.constexpr, dtype: tl.constexpr, BITS: tl.constexpr, FROM_0: tl.constexpr
 ):
-    """Unpack one plane's numbers without assembly code."""
+    """Unpack the numbers of one plane, without assembly code."""
     number = ((words >> (place * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
     if not FROM_0:
         number -= 1 << (BITS - 1)
@@ -387,7 +393,7 @@ def plane_of(
 
 @triton.jit
 def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """Unpack the numbers of eight planes."""
+    """Unpack words of 4-bit codes into the numbers of eight planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_4_FROM_0 if FROM_0 else _BF16_4, _EIGHT_OF_TWO, [words],
@@ -414,7 +420,7 @@ def planes_of_4_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: 
 
 @triton.jit
 def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: tl.constexpr):
-    """Unpack the numbers of four planes."""
+    """Unpack words of 8-bit codes into the numbers of four planes."""
     if HAS_ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             _BF16_8_FROM_0 if FROM_0 else _BF16_8, _FOUR_OF_TWO, [words],
@@ -435,7 +441,7 @@ def planes_of_8_bits(words, dtype: tl.constexpr, FROM_0: tl.constexpr, HAS_ASM: 
 
 @triton.jit
 def group_numbers(ptr, factor_ptr, group, row, out_features, GROUP: tl.constexpr):
-    """Load the scales or the minima of one group of some rows, in float32."""
+    """Load the scales (or minima) of one group for some rows, times their factors, in float32."""
     numbers = tl.load(ptr + group * out_features + row).to(tl.float32)
     if factor_ptr is not None:
         factor_at = factor_ptr + group * GROUP // SUPER_GROUP * out_features + row
@@ -449,7 +455,7 @@ def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.con
     chunk, groups, row, in_features, out_features = at
     scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr = groups
     first = chunk * (512 // BITS) + place * 16
-    # The last chunk may have planes without inputs, for which any group will do.
+    # In the last chunk, planes may have no inputs; they get the last group.
     group = tl.minimum(first, in_features - 1) // GROUP
     scale = group_numbers(scale_ptr, factor_ptr, group, row, out_features, GROUP)
     minimum = scale
@@ -462,7 +468,7 @@ def scale_and_minimum(place: tl.constexpr, at, BITS: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def scaled(codes, of_group, HAS_MINIMA: tl.constexpr):
-    """Scale one plane's codes in float32, then round to the codes' dtype."""
+    """Scale one plane's numbers in float32, add minima, and round to the dtype of ``codes``."""
     numbers = codes.to(tl.float32) * of_group[0][:, None]
     if HAS_MINIMA:
         numbers += of_group[1][:, None]
@@ -476,14 +482,16 @@ def numbers_of(
 ):  # fmt: skip
     """Unpack a chunk's codes to numbers, ``[rows, inputs]``, scaled if ``IS_SCALED``.
 
-    ``at``: the chunk, pointers to the groups' numbers, the rows, and the numbers of all inputs and
-    rows. Planes are interleaved so that each number is an operand in the register where it was
-    unpacked.
+    Args:
+        at: index of the chunk, pointers to the groups' tensors, the rows, and the numbers of all
+            inputs and all rows.
+
+    Planes are joined in an order that leaves each number in the register where it was unpacked.
     """
     if BITS == 4:
         p = planes_of_4_bits(words, dtype, HAS_MINIMA, HAS_ASM)
         if IS_SCALED:
-            # Planes of one group have the same scale and minimum.
+            # If several planes are in one group, they share scale and minimum.
             g0 = scale_and_minimum(0, at, 4, GROUP)
             g4 = scale_and_minimum(4, at, 4, GROUP) if GROUP <= 64 else g0
             g2 = scale_and_minimum(2, at, 4, GROUP) if GROUP <= 32 else g0
@@ -520,10 +528,13 @@ def numbers_of(
 def store_sums(
     total, scale, sum_ptr, bias_ptr, out_ptr, arrived_ptr, token, row, num_tokens, out_features
 ):
-    """Store sums ``[rows, tokens]``, or keep a part's sums; the last part adds all parts and stores
-    them.
+    """Store sums, ``[rows, tokens]``, as results.
 
-    ``scale``: factor of the complete sum, or None.
+    If there are several parts, each program leaves its part's sums in a buffer, and the program
+    that finishes last adds all parts and stores the results.
+
+    Args:
+        scale: factor of the complete sum; None: 1.
     """
     is_row = row < out_features
     exists = is_row[:, None] & (token < num_tokens)[None, :]
@@ -539,7 +550,7 @@ def store_sums(
         is_last = tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
         is_last = is_last == parts - 1
         if is_last:
-            tl.store(arrived_ptr + tl.program_id(1), 0)  # reset for the next launch
+            tl.store(arrived_ptr + tl.program_id(1), 0)  # zero again, for the next launch
             total = tl.zeros_like(total)
             for part in range(parts):
                 total += tl.load(sum_ptr + part * size + place, mask=exists, other=0)
@@ -561,7 +572,7 @@ def grouped_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr, HAS_ASM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_N rows of the weight by BLOCK_M tokens, over some chunks of the inputs."""
+    """Multiply BLOCK_N rows of a `GroupedWeight` by BLOCK_M tokens, over one part of the inputs."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Out-of-range rows and tokens load the last row or token; their results are not stored.
@@ -604,7 +615,7 @@ def unpack_kernel(
     out_features, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ASM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Unpack one chunk of BLOCK_N rows to numbers."""
+    """Convert one chunk of BLOCK_N rows of a `GroupedWeight` to numbers in memory."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunk = tl.program_id(1)
     known = tl.minimum(row, out_features - 1)
@@ -626,7 +637,7 @@ def unpack_float8_kernel(
     number_ptr, scale_ptr, out_ptr, in_features, out_features,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scale BLOCK_K inputs of one group, for BLOCK_N rows."""
+    """Convert BLOCK_K float8 inputs of one group to scaled numbers in memory, for BLOCK_N rows."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     is_row = row < out_features
@@ -644,9 +655,10 @@ def rounded_kernel(
     num_tokens, in_features, out_features, num_chunks,
     GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Multiply some rows of the weight by some tokens; ``GROUP`` 0: one scale per row.
+    """Multiply BLOCK_N rows of a `RoundedWeight` by BLOCK_M tokens, over one part of the inputs.
 
-    int8 products are summed as integers, so that the order does not matter.
+    ``GROUP`` is 0 if there is one scale per row. Products of int8 are summed as integers, so that
+    the order does not matter.
     """
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -667,8 +679,8 @@ def rounded_kernel(
         if IS_EXACT:
             total = tl.dot(weight, x, total, out_dtype=tl.int32)
         else:
-            # Float8 sums in a matrix unit lose bits, so each block's sum is added outside. Scaling
-            # in between stops the compiler from merging the two sums.
+            # Matrix units lose bits when they sum products of float8, so the sums of blocks are
+            # added outside. Scaling in between keeps the compiler from merging both additions.
             product = tl.dot(weight, x)
             if GROUP:
                 group = start // GROUP
@@ -693,7 +705,7 @@ def round_kernel(
     x_ptr, number_ptr, scale_ptr, x_stride, num_tokens, size, group_size,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Round one group of one token, scaling the group's largest number to ``LARGEST``."""
+    """Round one group of a token's inputs; its largest number is scaled to ``LARGEST``."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = group * group_size
     end = tl.minimum(first + group_size, size)
@@ -703,7 +715,7 @@ def round_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=column < end, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
     limit = tl.max(largest, axis=0)
-    # Rounds to nearest, like torch's division.
+    # rounds to nearest, as torch's division does
     factor = tl.div_rn(tl.full((1,), LARGEST, tl.float32), tl.maximum(limit, 1e-30))
     factor = tl.where(limit > 1e-30, factor, 0.0)
     for start in range(first, end, BLOCK):

@@ -19,7 +19,7 @@ from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind, row_stride
 
 SWIGLU_LIMIT = tl.constexpr(reference.SWIGLU_LIMIT)
 SWIGLU_ALPHA = tl.constexpr(reference.SWIGLU_ALPHA)
-BLOCK = 1024  # columns of a program: 16 bytes of bfloat16 per thread and load, with 4 warps
+BLOCK = 1024  # columns per program: with 4 warps, a thread loads 16 bytes of bfloat16 at once
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -53,7 +53,9 @@ def gate_mul(gate: Tensor, x: Tensor, activation: str) -> Tensor:
 def _bind(
     shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, activation: str
 ) -> tuple[tuple[int, ...], Callable[..., None] | None]:
-    """Return the result's shape and the bound launch; None: rows are not contiguous.
+    """Bind the launch to this shape; return the result's shape, and the launch.
+
+    Returns None if rows are not contiguous.
 
     Args:
         dtype: dtype of the tensors; each dtype has a separate launch.
@@ -104,7 +106,7 @@ def gate_of(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_half(x, ACTIVATION: tl.constexpr):
-    """Return a gate's factor in float32, from the second half of a gated unit."""
+    """Return the factor of a gate, in float32, from the second half (ups) of a gated unit."""
     if ACTIVATION == "clamped_swiglu":
         x = tl.where(x > SWIGLU_LIMIT, SWIGLU_LIMIT, x)
         x = tl.where(x < -SWIGLU_LIMIT, -SWIGLU_LIMIT, x) + 1
@@ -115,7 +117,7 @@ def gated_half(x, ACTIVATION: tl.constexpr):
 def silu_mul_kernel(
     gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """Multiply some columns of one row; round the gate first, as the reference does."""
+    """Multiply some columns of a row's two halves; round the activated gate first."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -132,7 +134,7 @@ def gate_mul_kernel(
     gate_ptr, x_ptr, out_ptr, gate_stride, x_stride, size, BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply some columns of one row by their gate, after rounding the gate."""
+    """Multiply some columns of a row by their gates; round the activated gate first."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -177,7 +179,7 @@ def _gate_case(activation: str) -> AotCase:
     )
 
 
-# Activations of gates in separate tensors; all other gates are half of a joined tensor.
+# Activations whose gates may be in a separate tensor; other gates are half of a joined tensor.
 _ALONE = ("sigmoid", "relu")
 AOT_CASES = tuple(
     _gate_case(activation) if activation in _ALONE else _case(activation)

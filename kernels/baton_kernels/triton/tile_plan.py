@@ -1,8 +1,8 @@
-"""Divides a step's prompt chunks among programs, on the host.
+"""Divides a step's prompt chunks among GPU programs, on the host.
 
-A tile holds new tokens of one request, as many as fit, with all query heads of one KV head. A few
-tiles with many keys, such as a short question after a long cached prefix, are split along the keys,
-to fill the GPU; the parts are then merged::
+A tile has new tokens of one request, as many as fit, with all query heads of one KV head. If there
+are only a few tiles with many keys, such as a short question after a long cached prefix, the tiles
+are split along the keys, to fill the GPU; the parts are then merged::
 
     new tokens                keys 0 ..................................... seq_len
     tile 0  0 .. 32           | part 0 | part 1 | part 2 |\\
@@ -21,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 _ONLY_PART = -1
-MIN_PART_KEYS = 512  # fewest keys of a part: finer splits cost more in merging than they save
+MIN_PART_KEYS = 512  # fewest keys of a part: with fewer, merging costs more than is saved
 
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """All programs of one step and one KV head, and the merges after these."""
+    """The work of each program of a step for one KV head, and of each merge after them."""
 
     parts: npt.NDArray[np.int32]  # [n, 5]: request, first new token, first key, end key, slot
-    # (-1: the tile has one part, which needs no merging); parts with most keys first
+    # (-1: the tile has one part, which needs no merging); parts with the most keys come first
     merges: npt.NDArray[np.int32]  # [m, 4]: request, first new token, first slot, parts
     num_slots: int
 
@@ -45,21 +45,20 @@ def plan_tiles(
     sliding_window: int | None,
     least_new: int = 2,
 ) -> TilePlan:
-    """Divide requests with at least ``least_new`` new tokens into tiles.
+    """Divide requests with at least ``least_new`` new tokens into tiles, and tiles into parts.
 
-    Uses plain loops, which are faster than arrays for the few tiles of most steps.
+    Plain loops are used, because most steps have few tiles, for which arrays are slower.
 
     Args:
-        query_lens: new tokens of each request.
-        seq_lens: all tokens of each request, the new ones included.
+        query_lens: number of new tokens of each request.
+        seq_lens: number of all tokens of each request, including its new tokens.
         tokens_per_tile: maximum number of new tokens of a tile.
-        keys_per_step: keys that a program takes at once; all parts but the last have a multiple of
-            this size.
+        keys_per_step: number of keys that a program reads at once; all parts but the last have a
+            multiple of this.
         block_size: tokens per block of the KV cache; parts begin at a block.
-        num_programs: programs per KV head that fill the GPU.
+        num_programs: number of programs per KV head that fill the GPU.
         sliding_window: number of newest keys that a query attends to; None: all.
-        least_new: fewest new tokens of a request to divide into tiles; another kernel computes the
-            rest.
+        least_new: requests with fewer new tokens are left out; another kernel computes them.
     """
     tiles: list[tuple[int, int, int, int]] = []  # request, first new token, first key, end key
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -86,7 +85,7 @@ def plan_tiles(
         even = -(-(end - start) // (num_parts * multiple)) * multiple
         for slot, first in enumerate(range(start, end, even), num_slots):
             parts.append((request, first_new, first, min(first + even, end), slot))
-        # The loop made exactly num_parts parts, as `even` is at most `largest`.
+        # The loop has made exactly num_parts parts, because `even` is at most `largest`.
         merges.append((request, first_new, num_slots, num_parts))
         num_slots += num_parts
     parts.sort(key=lambda part: part[2] - part[3])
@@ -94,7 +93,7 @@ def plan_tiles(
 
 
 def most_parts(num_tokens: int, num_requests: int, tokens_per_tile: int, num_programs: int) -> int:
-    """Return the most parts of any plan for these sizes, and the most merges and slots."""
+    """Return an upper limit for the number of parts (and merges and slots) of any plan."""
     return -(-num_tokens // tokens_per_tile) + num_requests + num_programs
 
 

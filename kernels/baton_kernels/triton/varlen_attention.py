@@ -1,10 +1,10 @@
 """Paged causal attention for prompt chunks: several tokens per request, with or without a prefix.
 
-FlashAttention-2 (Dao, arXiv:2307.08691) over a block table. A program takes a range of keys
-(``tile_plan``) and a tile of new tokens with all query heads of one KV head, so that each key is
-loaded once for all of these heads.
+The method is FlashAttention-2 (Dao, arXiv:2307.08691), with a block table. A program computes a
+tile of new tokens with all query heads of one KV head, over a range of keys (``tile_plan``). So
+each key is loaded only once for all of these heads.
 
-Refuses to know: how the host divides a step into tiles, requests with one new token.
+Requests with one new token have another kernel. Refuses to know: how the host makes tiles.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from baton_kernels.triton.tile_sizes import (
     varlen_tile,
 )
 
-_NO_TOKEN = 2**30  # a position after every request's last
-_MERGED_ROWS = 16  # rows of a tile that one program of merge_tiles merges
+_NO_TOKEN = 2**30  # a position beyond the last token of every request
+_MERGED_ROWS = 16  # rows of a tile that a program of merge_tiles merges
 
 
 @triton.jit
@@ -74,7 +74,10 @@ def attend_tile(
     MASKED: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Add the keys ``[first, first + TILE)`` to the sums; unless MASKED, each row sees all keys."""
+    """Attend to the keys ``[first, first + TILE)``: add them to the sums of the softmax.
+
+    Unless MASKED is set, each row sees all of these keys.
+    """
     tokens = first + tl.arange(0, TILE)
     offsets = key_offsets(table_row, tokens, end, block_stride, BLOCK_SIZE, HEAD_DIM)
     k = load_rows(keys + offsets, tokens, end, HEAD_DIM, D, MASKED).to(q.dtype)
@@ -118,7 +121,7 @@ def varlen_attention(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Attend over one part of a tile, for one KV head. Grid (NUM_KV_HEADS, num_parts)."""
+    """Attend to one part of a tile's keys, for one KV head. Grid (NUM_KV_HEADS, num_parts)."""
     kv_head = tl.program_id(0)
     part = parts + tl.program_id(1) * 5
     request = tl.load(part)
@@ -142,7 +145,7 @@ def varlen_attention(
     q = tl.load(query + token[:, None] * query_stride + places, mask=in_tile, other=0.0)
 
     positions = num_earlier + new
-    diagonal = start  # mask all keys, because each row has a different window
+    diagonal = start  # each row has another window, so all tiles need masks
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(num_earlier + first_new + 1, end)
         diagonal += tl.maximum(seen_by_all - start, 0) // TILE * TILE
@@ -152,7 +155,7 @@ def varlen_attention(
     table_row = block_table + request.to(tl.int64) * table_stride
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    # Count positions relative to start, which begins a block: this saves registers.
+    # Positions are relative to start, the beginning of a block, because this saves registers.
     table_row += start // BLOCK_SIZE
     positions -= start
     diagonal -= start
@@ -196,7 +199,7 @@ def merge_tiles(
     D: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a program
 ):
-    """Merge the parts of some rows of a tile. Grid (NUM_KV_HEADS, num_merges, M / ROWS)."""
+    """Merge the parts of a tile, for some rows. Grid (NUM_KV_HEADS, num_merges, M / ROWS)."""
     kv_head = tl.program_id(0)
     merge = merges + tl.program_id(1) * 4
     request = tl.load(merge)
@@ -237,7 +240,7 @@ def merge_tiles(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A ``TilePlan`` on the device."""
+    """The arrays of a ``TilePlan``, on the device."""
 
     parts: Tensor  # [num_parts, 5] int32
     merges: Tensor  # [num_merges, 4] int32
@@ -251,21 +254,21 @@ def plan_step(
     sliding_window: int | None,
     device: torch.device,
 ) -> Tiles:
-    """Plan this step's tiles of :class:`BoundTiles`, for all layers with one window."""
+    """Plan a step's tiles for all layers with this window, and copy the plan to the device."""
     cut = _cut(shape, element_size, device)
     plan = plan_tiles(
         metadata.query_lens, metadata.seq_lens_host, sliding_window=sliding_window, **cut
     )
     parts, merges = torch.from_numpy(plan.parts), torch.from_numpy(plan.merges)
     if device.type == "cuda":
-        # Torch reuses pinned memory only after this copy.
+        # torch does not reuse pinned memory before it is copied
         parts = parts.pin_memory().to(device, non_blocking=True)
         merges = merges.pin_memory().to(device, non_blocking=True)
     return Tiles(parts, merges, plan.num_slots)
 
 
 def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str, int]:
-    """Return the options of `plan_tiles` for a shape on a device."""
+    """Return the arguments of `plan_tiles` that depend on shape and device."""
     return {
         "tokens_per_tile": varlen_rows(shape, element_size) // shape.group,
         "keys_per_step": varlen_tile(shape, element_size, shared_kib(device)).tokens,
@@ -275,17 +278,18 @@ def _cut(shape: PagedShape, element_size: int, device: torch.device) -> dict[str
 
 
 class CapturedTiles:
-    """Tiles at fixed addresses, for all steps up to ``num_tokens`` and ``num_requests``.
+    """Tiles at fixed addresses, for a captured CUDA graph.
 
-    Every request is in tiles, even with one new token. Parts that a step does not need get
-    positions after every request's end.
+    The graph can compute all steps of up to ``num_tokens`` tokens and ``num_requests`` requests.
+    Requests with one new token are in tiles, too. Parts that a step does not need get positions
+    beyond the end of every request, so that they compute nothing.
 
     Args:
-        num_tokens: tokens of the captured step.
+        num_tokens: number of tokens of the captured step.
         num_requests: maximum number of requests of a step.
-        shape: shape of the layers.
+        shape: sizes of the layers' heads and cache.
         element_size: bytes per number of a query.
-        sliding_window: window of the layers.
+        sliding_window: sliding window of the layers; None: no window.
         device: device of the cache.
 
     Attributes:
@@ -305,10 +309,10 @@ class CapturedTiles:
         self._sliding_window = sliding_window
         parts_of_work = self._cut["tokens_per_tile"], self._cut["num_programs"]
         capacity = most_parts(num_tokens, num_requests, *parts_of_work)
-        capacity = -(-capacity // 4) * 4  # so that the merges' address is a multiple of 16 bytes
+        capacity = -(-capacity // 4) * 4  # so that merges begin at a multiple of 16 bytes
         parts = np.tile(np.array([0, _NO_TOKEN, 0, 0, -1], dtype=np.int32), (capacity, 1))
-        # A divided tile has two parts or more. Unused entries have one part, to avoid a division by
-        # 0.
+        # At most half as many merges as parts, because a split tile has two parts or more. Unused
+        # entries have one part, to avoid a division by 0.
         merges = np.tile(np.array([0, _NO_TOKEN, 0, 1], dtype=np.int32), (capacity // 2, 1))
         self._num_in_parts = parts.size
         self._idle = np.concatenate((parts.reshape(-1), merges.reshape(-1)))
@@ -320,7 +324,12 @@ class CapturedTiles:
         )
 
     def fill(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Launch the copy of a step's tiles to the device."""
+        """Plan a step's tiles, and start their copy to the device.
+
+        Args:
+            query_lens: number of new tokens of each request.
+            seq_lens: number of all tokens of each request, including its new tokens.
+        """
         plan = plan_tiles(
             query_lens, seq_lens, sliding_window=self._sliding_window, least_new=1, **self._cut
         )
@@ -330,16 +339,16 @@ class CapturedTiles:
         merges[: plan.merges.size] = plan.merges.reshape(-1)
         host = torch.from_numpy(packed)
         if self._memory.is_cuda:
-            host = host.pin_memory()  # torch reuses pinned memory only after its copy
+            host = host.pin_memory()  # torch does not reuse it before it is copied
         self._memory.copy_(host, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundTiles:
-    """One step's launches for all layers with the same options.
+    """A step's launches for prompt chunks, in all layers with equal options.
 
     Attributes:
-        attend, merge: launches; ``merge`` is None if no tile is split.
+        attend, merge: the bound kernels; ``merge`` is None if no tile is split.
     """
 
     attend: Launch
@@ -350,12 +359,12 @@ class BoundTiles:
     part_lse: Tensor
 
     def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
-        """Compute attention for the tokens in ``tiles``.
+        """Compute attention for the tokens in the tiles.
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
-            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: cache of one layer, see ``PagedShape.of``.
+            query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+            kv_cache: cache of one layer, with gaps between blocks only.
             sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step, tiles = self.metadata, self.tiles
@@ -376,16 +385,16 @@ def bind_tiles(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> BoundTiles:
-    """Bind a step's launches to these tensors' shapes; layers with equal shapes share them.
+    """Bind a step's launches to the shapes of these tensors; layers of equal shapes share them.
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: cache of one layer, see ``PagedShape.of``.
+        query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+        kv_cache: cache of one layer, with gaps between blocks only.
         metadata: lengths and blocks of the step's requests.
-        tiles: tiles of :func:`plan_step` for this step and window.
+        tiles: the tiles that :func:`plan_step` made for this step and window.
         scale: factor of the dot products.
         sliding_window: number of newest keys that a query attends to; None: all.
-        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
+        soft_cap: scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     num_rows = varlen_rows(shape, query.element_size())
@@ -414,7 +423,11 @@ def bind_tiles(
 def _launchers(
     shape: PagedShape, element_size: int, shared: int, has_window: bool, has_soft_cap: bool
 ) -> tuple[Launcher, Launcher]:
-    """Return the launchers of `varlen_attention` and `merge_tiles`; ``shared`` is in KiB."""
+    """Return the launchers of `varlen_attention` and `merge_tiles`.
+
+    Args:
+        shared: shared memory of a program, in KiB.
+    """
     tile = varlen_tile(shape, element_size, shared)
     return (
         Launcher(

@@ -1,1 +1,1 @@
-"""The transport over NIXL, with one-sided writes."""
+"""The transport over NIXL: the sender writes to the receiver's memory directly (one-sided)."""

@@ -1,8 +1,8 @@
-"""NixlAgent: the only module that imports nixl. Each failure is raised as a TransferError.
+"""NixlAgent: wraps NIXL's agent, and raises NIXL's failures as TransferError.
 
-NIXL has these properties: writes cannot be cancelled, its progress thread uses a whole core, thread
-safety is off by default, errors are exceptions, and a bad address crashes the receiver. So one
-thread makes all calls, and addresses come only from tables made here.
+Only this module imports nixl. NIXL's writes cannot be cancelled, its progress thread uses a whole
+core, thread safety is off by default, and a bad address crashes the receiver. So one thread makes
+all calls, and addresses come only from tables that are made here.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 
-# Maximum number of released peers that NIXL keeps. A peer whose process has ended costs some
-# kilobytes. Dropping a living peer leaves a TCP connection open on both sides.
+# Maximum number of released peers that NIXL keeps. A kept peer whose process has ended costs some
+# kilobytes of memory. Dropping a living peer leaves a TCP connection open on both sides.
 MAX_RELEASED = 256
-# Longest silence of a reused connection in seconds. After a network failure, the connection may be
-# dead without an error.
+# A reused connection counts as failed after this many seconds without a message. After a network
+# failure, the connection may be dead without an error.
 ANSWER_TIMEOUT_S = 2.0
 
 
 def _import_nixl() -> Any:
     # UCX reads these variables once, at its start; values that an operator has set are kept. UCX
-    # listens without authentication on each device that it may use, so the default is loopback
-    # only.
+    # listens without authentication on each network device that it may use, so the default is the
+    # loopback device only.
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -45,7 +45,7 @@ def _import_nixl() -> Any:
 
 
 def _words(error: Exception) -> str:
-    """Return NIXL's error with UCX's reason, if any; NIXL's error codes do not tell the reason."""
+    """Return NIXL's error as text; if UCX is the cause, say where UCX's reason is logged."""
     if "BACKEND" not in str(error):
         return str(error)
     return f"{error} (UCX's lines in this node's log say why; UCX_LOG_LEVEL=info: more of them)"
@@ -55,13 +55,13 @@ class NixlAgent:
     """The NIXL agent of this process, with the memory that it has registered.
 
     NIXL does not close the connection of a peer that it is told to forget. So a released peer is
-    kept, and found again by name and metadata. A name belongs to one process start, so NIXL's data
-    about the peer stays valid. Nothing is written to a released peer, because its tables are
-    released.
+    kept, and used again if a peer with the same name and metadata is added. A name belongs to one
+    start of the peer's process, so NIXL's data about the peer stays valid. Nothing can be written
+    to a released peer, because the tables of its memory are released.
 
     Args:
-        name: name of the agent; new at each process start, because a reused name damages peers'
-            tables.
+        name: name of the agent; new at each start of the process, because a reused name damages the
+            tables of its peers.
         layouts: layouts of the memory ranges to register.
         memory_kind: "DRAM" or "VRAM".
     """
@@ -92,7 +92,7 @@ class NixlAgent:
             # Names of released peers, oldest first
             self._released: OrderedDict[str, None] = OrderedDict()
             self._failed: set[str] = set()  # names of peers whose connection failed
-            # Peers that were added again after a release and have sent nothing since: name -> when
+            # Peers that were released and added again, and have sent nothing since: name -> when
             # added.
             self._resumed: dict[str, float] = {}
         except self._errors as error:
@@ -112,11 +112,11 @@ class NixlAgent:
         """Add a peer, or reuse a released peer.
 
         Args:
-            name: name that the metadata must contain. NIXL must not read metadata with another
-                name: it would replace another peer's metadata.
+            name: name that the metadata must contain. Metadata with another peer's name would
+                replace NIXL's data about that peer.
 
         Raises:
-            TransferError: the metadata is another peer's, or NIXL refuses it.
+            TransferError: the metadata contains another name, or NIXL refuses the metadata.
         """
         if self._peers.get(name) == metadata and name not in self._failed:
             if name in self._released:
@@ -137,9 +137,9 @@ class NixlAgent:
         self._peers[name] = metadata
 
     def release_peer(self, name: str, tables: Iterable[Any]) -> None:
-        """Release a peer's tables, but keep the peer until newer released peers displace it.
+        """Release a peer's tables; NIXL keeps the peer until ``MAX_RELEASED`` newer ones are kept.
 
-        Posted writes may still reach the peer. A peer whose connection failed is forgotten.
+        Posted writes may still reach the peer. A peer whose connection has failed is not kept.
         """
         for table in tables:
             self.release(table)
@@ -158,11 +158,11 @@ class NixlAgent:
         self._resumed.pop(name, None)
         self._failed.discard(name)
         if self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # fails for a dead peer, which is harmless
+            with contextlib.suppress(*self._errors):  # harmless: fails for a dead peer
                 self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:
-        """Make a table of memory ranges; writes refer to its ranges by index.
+        """Make a table of memory ranges; `post_write` refers to its ranges by index.
 
         Args:
             name: the peer that owns the memory; empty: this process.
@@ -186,7 +186,7 @@ class NixlAgent:
         remote_table: Any,
         remote: npt.NDArray[np.int32],
     ) -> Any:
-        """Post a one-sided write of ranges ``local[i]`` to ``remote[i]``; return a handle.
+        """Post a one-sided write of the ranges ``local[i]`` to ``remote[i]``; return a handle.
 
         Args:
             name: the peer whose memory the remote table covers.
@@ -194,8 +194,8 @@ class NixlAgent:
         Raises:
             TransferError: NIXL refuses the write.
 
-        Consecutive ranges that are adjacent on both sides are merged. On one host, this call itself
-        copies the bytes (without the GIL).
+        NIXL merges consecutive ranges that are adjacent in both memories. If the peer is on the
+        same host, this call itself copies the bytes (without the GIL).
         """
         try:
             handle = self._agent.make_prepped_xfer(
@@ -233,9 +233,9 @@ class NixlAgent:
             raise TransferError(f"NIXL message failed: {_words(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return arrived messages, each with its agent's name; also drive NIXL's progress.
+        """Return arrived messages with their agents' names. Also lets NIXL make progress.
 
-        Any process that reaches this agent's port may connect under any name.
+        The names are not proved: any process that reaches this agent's port can use any name.
         """
         try:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
@@ -247,10 +247,10 @@ class NixlAgent:
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
 
     def _note_first_message(self, name: str) -> None:
-        """Trust a reused connection if its peer sends a message soon; otherwise, replace it.
+        """Keep a reused connection if its peer sends a message soon; otherwise, replace it.
 
-        A peer whose message comes late got no answer over the old connection, and has replaced its
-        own.
+        A peer whose first message comes late got no answer over the old connection, and has already
+        replaced the connection on its side.
         """
         if time.monotonic() - self._resumed[name] < ANSWER_TIMEOUT_S / 2:
             del self._resumed[name]
@@ -258,7 +258,7 @@ class NixlAgent:
             self._resumed[name] = -math.inf
 
     def close(self, tables: Iterable[Any]) -> None:
-        """Destroy the agent and its own tables; posted writes stop."""
+        """Destroy the agent and the tables of its own memory; posted writes stop."""
         for table in tables:
             table.release()
         del self._agent

@@ -42,18 +42,18 @@ from kvconnector.transports.write_parts import post_all
 logger = logging.getLogger(__name__)
 
 
-# Maximum number of ranges in all tables of one peer's memory. A range takes some dozens of bytes.
-# The limit keeps a peer that claims many blocks and ranges from filling this node's memory.
+# Maximum number of ranges in all tables of one peer's memory. A range takes some dozens of bytes of
+# this node's memory, which a peer that claims many blocks could otherwise fill.
 MAX_RANGES = 2**26
 MAX_RANGES_OF_A_TABLE = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Prepared ranges in local and remote memory: ``num_ranges`` for each block of a rank.
+    """NIXL's tables of local and remote memory ranges, with ``num_ranges`` ranges per block.
 
     Attributes:
-        name: agent that owns the remote ranges.
+        name: name of the agent that owns the remote ranges.
     """
 
     name: str
@@ -67,8 +67,8 @@ class _Peer:
     """A peer that this node writes to.
 
     Attributes:
-        slices: slices of this node's blocks that the peer's ranks receive.
-        ranks: the peer's ranks that NIXL knows; each is added when first needed.
+        slices: which slices of blocks each of this node's ranks writes to each rank of the peer.
+        ranks: the peer's ranks that NIXL knows; a rank is added when it is first needed.
         tables: tables of blocks, by the peer's rank, kind of block, and layers.
         scratch_tables: tables of self-tests, by the peer's rank.
     """
@@ -80,7 +80,7 @@ class _Peer:
     scratch_tables: dict[int, _Table] = field(default_factory=dict)
 
     def name_of(self, rank: int) -> str:
-        """Return the agent name of one of the peer's ranks."""
+        """Return the name of the NIXL agent of one of the peer's ranks."""
         return agent_name(self.info.engine_id, rank, self.info.manifest.leader)
 
 
@@ -98,9 +98,9 @@ class NixlTransport:
     """Copies blocks with NIXL; a `KVTransport`.
 
     Args:
-        engine_id: the node's engine id, which must be new at every process start: engine id and
-            rank together name the agent.
-        memory: the KV memory; registered once, and must not move.
+        engine_id: the node's engine id. It must be new at each start of the process, because the
+            agent's name is made from engine id and rank.
+        memory: this rank's KV memory; registered once, and must not move.
     """
 
     def __init__(
@@ -116,10 +116,11 @@ class NixlTransport:
             [layout, scratch],
             "VRAM" if kv_cache.is_cuda else "DRAM",
         )
-        self._kv_cache = kv_cache  # keeps the memory allocated while a peer may write to it
+        # This reference keeps the memory allocated while a peer may write to it
+        self._kv_cache = kv_cache
         self._peers: dict[str, _Peer] = {}
-        # Prepared tables of this node's memory, by ranges per block or row. A table is made when
-        # first needed; there are few tables.
+        # Tables of this node's memory, by the ranges of each block or row. A table is made when
+        # first needed.
         self._tables: dict[Ranges, Any] = {}
         self._scratch_tables: dict[Ranges, Any] = {}
         self.peer_info = PeerInfo(
@@ -188,7 +189,7 @@ class NixlTransport:
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
         if layers == (0, self._manifest.layers_per_unit):
-            layers = None  # sorted, so that equal ranges have the same table
+            layers = None  # a range of all layers uses the table of None
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []
@@ -237,7 +238,7 @@ class NixlTransport:
     def _post(
         self, table: _Table, local: npt.NDArray[np.int32], remote: npt.NDArray[np.int32]
     ) -> _NixlWrite:
-        """Post one write of all ranges of these blocks."""
+        """Post one write of all ranges of the blocks ``local`` to the blocks ``remote``."""
         if table.num_ranges > 1:
             within = np.arange(table.num_ranges, dtype=np.int32)
             local, remote = (
@@ -248,7 +249,7 @@ class NixlTransport:
         return _NixlWrite(self._agent, table.name, handle)
 
     def _prepare(self, peer: _Peer, rank: int, copies: Sequence[RankCopy]) -> _Table:
-        """Prepare tables of the ranges of blocks for one of a peer's ranks."""
+        """Prepare tables for writes of this rank's slices to one of a peer's ranks."""
         _check_size(peer, len(copies))
         self._learn(peer, rank)
         memory = peer.info.ranks[rank]
@@ -279,7 +280,7 @@ class NixlTransport:
         return _Table(name, self._scratch_tables[part], remote, 1)
 
     def _learn(self, peer: _Peer, rank: int) -> None:
-        """Add one of a peer's ranks to NIXL."""
+        """Add one of a peer's ranks to NIXL's peers."""
         if rank not in peer.ranks:
             self._agent.add_peer(peer.name_of(rank), peer.info.ranks[rank].agent_metadata)
             peer.ranks.add(rank)
@@ -291,10 +292,10 @@ class NixlTransport:
         return peer
 
     def _path(self, peer: _Peer) -> str:
-        """Return the path to a peer that UCX's own rules choose; NIXL does not tell the path.
+        """Return the data path to a peer by UCX's rules, because NIXL does not tell the path.
 
-        From a GPU, UCX has more paths than these rules cover; the bandwidth of a self-test may show
-        which path it is.
+        From a GPU, UCX has more paths than these rules cover; a self-test's bandwidth may later
+        correct the name (`judge_path`).
         """
         if self._kv_cache.is_cuda:
             return UNKNOWN_GPU_PATH
@@ -323,7 +324,7 @@ class _IoVec(ctypes.Structure):
 
 
 def _may_access(process: ProcessPlace, address: int) -> bool:
-    """Return whether the kernel lets this process read another process's memory; reads one byte.
+    """Return whether the kernel lets this process read another's memory; tries one byte.
 
     UCX's cma path needs this access, which containers and hardened kernels may forbid.
     """

@@ -1,1 +1,1 @@
-"""The transport over TLS 1.3 and TCP, for untrusted networks."""
+"""The transport over TLS 1.3 and TCP, for networks that are not trusted."""

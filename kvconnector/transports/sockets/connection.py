@@ -1,6 +1,7 @@
-"""Connection: one TLS connection that never blocks; it sends a queue and reads frames.
+"""Connection: one TLS connection that never blocks; it sends queued bytes and reads frames.
 
-The owner tells a connection when it can read or write. Refuses to know: peers, blocks.
+The owner polls the sockets, and sets ``is_ready`` when a connection can read or write. Refuses to
+know: peers, blocks.
 """
 
 from __future__ import annotations
@@ -13,29 +14,30 @@ from collections.abc import Callable
 from baton.api.errors import TransferError
 from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
 
-# bytes per encrypting call; the call releases the GIL, and other threads run between calls
+# bytes per call that encrypts; other threads can run during and between the calls
 PIECE_BYTES = 2**18
-# Maximum number of bytes that one connection reads, and sends, before another connection's turn.
+# Maximum number of bytes that one connection sends, and that it reads, per turn; then other
+# connections have their turn.
 ROUND_BYTES = 4 * 2**20
 
 
 class Connection:
-    """An open TCP connection with TLS; `progress` does the TLS handshake.
+    """A TLS connection over an open TCP connection; `progress` does the TLS handshake.
 
     Args:
-        raw: connected socket; non-blocking; the connection closes it.
+        raw: the connected, non-blocking socket; this object closes it.
         context: TLS context of the connection.
-        is_server: whether the connection was accepted; false: this node dialled.
-        reader: receives the bytes.
-        on_frame: called for each frame; may raise FrameError.
-        now: time at which the connection was made.
+        is_server: whether the peer dialled; false: this node dialled.
+        reader: assembles frames from the received bytes.
+        on_frame: called for each received frame; may raise FrameError.
+        now: the present time.
 
     Attributes:
         is_secure: whether the TLS handshake is done, which proves the other end's identity.
-        is_ready: whether the owner has seen bytes to read, or room to write.
+        is_ready: set by the owner if there are bytes to read or room to write.
         problem: why the connection has ended; empty while the connection is open.
         made_at: time at which the connection was made.
-        sent_bytes: bytes encrypted with this connection's keys.
+        sent_bytes: number of bytes that were encrypted with this connection's keys.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Connection:
 
     @property
     def queued_bytes(self) -> int:
-        """Return the number of bytes that the kernel has not accepted yet."""
+        """Return the number of queued bytes that the kernel has not accepted yet."""
         return self._queued_bytes
 
     @property
@@ -89,17 +91,17 @@ class Connection:
 
     @property
     def has_more(self) -> bool:
-        """Return whether more can be read or sent without waiting for the peer."""
+        """Return whether the connection can read or send more without waiting for the peer."""
         waits_for_peer = self._wants_write or self.problem
         return self._has_more or (bool(self._queue) and self.is_secure and not waits_for_peer)
 
     def post(self, *parts: memoryview | bytes) -> None:
-        """Queue bytes without a copy; their memory must not change until they are sent."""
+        """Queue bytes without copying them; their memory must not change until they are sent."""
         self._queue += cut_parts(parts, PIECE_BYTES)
         self._queued_bytes += sum(map(len, parts))
 
     def progress(self) -> None:
-        """Read and send as much as possible without waiting, for one turn."""
+        """Send and read as much as one turn allows, without waiting."""
         if self._socket is None or self.problem or not (self.is_ready or self.has_more):
             return
         self.is_ready = self._has_more = self._wants_write = False
@@ -117,7 +119,7 @@ class Connection:
             self.close(describe(error))
 
     def flush(self) -> None:
-        """Send as much as possible without waiting."""
+        """Send as much as one turn allows, without waiting."""
         if self.is_secure and not self.problem and not self._wants_write:
             try:
                 self._send(self.socket)
@@ -129,7 +131,7 @@ class Connection:
         try:
             while self._queue and num_sent < ROUND_BYTES:
                 # After "want write", TLS must be given the same bytes again, so the piece stays
-                # first.
+                # first in the queue.
                 sent = sock.send(self._queue[0])
                 num_sent += sent
                 self._queued_bytes -= sent
@@ -164,16 +166,17 @@ class Connection:
             self._wants_write = True
 
     def end_sending(self) -> None:
-        """Tell the other end that no more bytes follow; bytes sent before still arrive."""
+        """Tell the other end that no more bytes follow; earlier bytes still arrive."""
         if not self.problem:
             try:
-                # SSLSocket's own method would drop the keys, but the other end may still send.
+                # `SSLSocket.shutdown` would drop the TLS keys, which bytes of the other end still
+                # need.
                 socket.socket.shutdown(self.socket, socket.SHUT_WR)
             except (OSError, ValueError) as error:
                 self.close(describe(error))
 
     def close(self, problem: str) -> None:
-        """Close the connection; repeated calls are harmless."""
+        """Close the connection for the reason ``problem``; repeated calls are harmless."""
         if not self.problem:
             self.problem = problem
         if self._socket is not None:
@@ -183,7 +186,7 @@ class Connection:
 
 
 def describe(error: Exception) -> str:
-    """Return a description of an error for a log."""
+    """Return a text that describes an error in logs."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

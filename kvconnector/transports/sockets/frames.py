@@ -1,4 +1,4 @@
-"""Frames: the wire format of a KV connection. Refuses to know: sockets, peers' memory.
+"""Frames: the wire format of a KV connection over TLS. Refuses to know: sockets, memory.
 
     kind (1) | bytes of head (4) | bytes of payload (8) | head | payload          big-endian
 
@@ -27,9 +27,11 @@ from baton.api.errors import TransferError
 from kvconnector.blocks import LayerRange
 
 HEADER = struct.Struct(">BIQ")
-MAX_HEAD_BYTES = 2**20  # enough for the grant of a prompt of a million tokens
+# Maximum number of bytes of a head; enough to grant the blocks of a million tokens
+MAX_HEAD_BYTES = 2**20
 MAX_HELLO_BYTES = 2**10  # maximum number of bytes of a head before HELLO is accepted
-MAX_PAYLOAD_BYTES = 2**28  # more than any write: 8 MiB, or one block
+# Maximum number of bytes of a payload; any write is smaller (8 MiB, or one block)
+MAX_PAYLOAD_BYTES = 2**28
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -39,7 +41,7 @@ class FrameError(TransferError):
 
 
 class Kind(IntEnum):
-    """Kinds of frames."""
+    """The kinds of frames; the module's docstring explains them."""
 
     HELLO = 1
     MESSAGE = 2
@@ -55,14 +57,14 @@ WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.PROBE})
 
 
 class HelloHead(msgspec.Struct, frozen=True, array_like=True):
-    """The engine ids of the dialling process, and of the process that it wants to reach."""
+    """The head of HELLO: the dialler's engine id, and the engine id that it wants to reach."""
 
     engine_id: str
     peer_id: str
 
 
 class WriteHead(msgspec.Struct, frozen=True, array_like=True):
-    """The head of a write: its transfer, and the listener's blocks in the order of their bytes."""
+    """The head of WRITE: the transfer, and the listener's blocks in the order of their bytes."""
 
     request_id: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -71,13 +73,13 @@ class WriteHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProbeHead(msgspec.Struct, frozen=True, array_like=True):
-    """The head of a probe: a slot of the listener's scratch memory."""
+    """The head of PROBE: a slot of the listener's scratch memory."""
 
     slot: _Index
 
 
 class DoneHead(msgspec.Struct, frozen=True, array_like=True):
-    """The number of writes and probes on this connection that are over."""
+    """The head of DONE: how many writes and probes on this connection are over."""
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     is_taken: bool
@@ -98,21 +100,21 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Sink(Protocol):
-    """The memory that receives a frame's payload."""
+    """The destination of a frame's payload."""
 
     def buffer(self) -> memoryview:
-        """Return the memory for the payload's next bytes; not empty while bytes are missing."""
+        """Return the memory for the payload's next bytes; not empty until all have arrived."""
 
     def advance(self, num_bytes: int) -> None:
-        """Note that this many bytes have been written to the buffer."""
+        """Record that the caller has written ``num_bytes`` bytes to the start of `buffer`."""
 
     def finish_payload(self) -> bool:
-        """Finish a payload that has arrived completely; return whether it was accepted."""
+        """Finish a payload after its last byte; return whether its bytes were kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A complete frame; ``head`` is decoded unless the frame is a message."""
+    """A complete frame; ``head`` is the decoded head, or the bytes of a message."""
 
     kind: Kind
     head: Head | bytes
@@ -120,21 +122,21 @@ class Frame:
 
 
 def encode_frame(kind: Kind, head: Head | bytes = b"", payload_bytes: int = 0) -> bytes:
-    """Encode a frame without its payload."""
+    """Encode a frame's header and head; the payload's bytes are sent separately."""
     encoded = head if isinstance(head, bytes) else _encoder.encode(head)
     return HEADER.pack(kind, len(encoded), payload_bytes) + encoded
 
 
 class FrameReader:
-    """Assembles frames from bytes in pieces of any size; payloads go to sinks without a copy.
+    """Assembles frames from pieces of any size; payloads are read directly into sinks.
 
     Args:
         kinds: kinds of frames that the other end may send.
-        open_sink: called with each head that has a payload, and with the payload's size; may raise
-            FrameError.
+        open_sink: returns the destination of a payload, by the frame's head and the payload's size;
+            may raise FrameError.
 
     Attributes:
-        max_head_bytes: longest accepted head.
+        max_head_bytes: maximum number of bytes of an accepted head.
     """
 
     def __init__(
@@ -163,13 +165,13 @@ class FrameReader:
         return self._kind is not None or self._num_filled > 0
 
     def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; never empty."""
+        """Return the memory to which the next received bytes must be written; never empty."""
         if self._sink is not None:
             return self._sink.buffer()
         return self._part[self._num_filled :]
 
     def advance(self, num_bytes: int) -> Frame | None:
-        """Note that ``num_bytes`` bytes of `buffer` have arrived.
+        """Record that the caller has written ``num_bytes`` bytes to the start of `buffer`.
 
         Return a frame once it is complete.
 
@@ -229,9 +231,9 @@ def _decode_head(kind: Kind, encoded: bytes) -> Head | bytes:
 
 
 def cut_parts(parts: Sequence[memoryview | bytes], max_bytes: int) -> list[memoryview | bytes]:
-    """Divide bytes into pieces of at most ``max_bytes``: cut large parts, join small parts.
+    """Divide bytes into pieces of at most ``max_bytes``: cut long parts, and join short parts.
 
-    Each piece is encrypted by one call. Long pieces fill the call's TLS records.
+    One call encrypts one piece. Joined parts share TLS records, so fewer records are sent.
     """
     pieces: list[memoryview | bytes] = []
     small: list[memoryview | bytes] = []

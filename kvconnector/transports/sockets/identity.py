@@ -1,9 +1,9 @@
 """Identity: proves a node's identity on KV connections, and checks peers' proofs.
 
-Without certificate files, a node makes its own key and certificate at start. Peers get the
-certificate with the node's peer info, through the router, and do not accept any other certificate.
-Nothing has to be set up. With files, both ends verify the chain to the CA, and compare the
-certificate's name with the name in the peer info.
+Without certificate files, a node makes its own key and certificate at its start. Peers get this
+certificate in the node's peer info, through the router, and accept no other certificate, so the
+operator has nothing to set up. With files, both ends verify the other's certificate chain up to the
+CA, and compare the certificate's name with the name in the peer info.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 MAX_CERTIFICATE_BYTES = 4096  # maximum number of bytes of a certificate; Baton's own have about 400
 MAX_FORGOTTEN = 64
-# A lifetime longer than any process; peers forget the certificate when the process ends
+# Longer than any process lives; peers forget the certificate when the process ends
 _VALID_DAYS = 36500
 
 
 class Identity(Protocol):
-    """A process's proof of identity, and its checks of peers' proofs."""
+    """Proves this process's identity to peers, and checks the identities that peers prove."""
 
     @property
     def own(self) -> bytes:
-        """Return the bytes by which peers recognize this process."""
+        """Return this process's identity, by which peers recognize it; part of the peer info."""
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
         """Return the TLS context for the next connection."""
@@ -48,16 +48,16 @@ class Identity(Protocol):
         """Stop accepting a peer's identity."""
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
-        """Return the identity that a connection's other end has proved."""
+        """Return the identity that the peer on this connection has proved."""
 
 
 def identity_of(files: CertificateFiles | None) -> Identity:
-    """Make the identity from certificate files, or without files, from a new key."""
+    """Make the identity from certificate files; without files, from a new key."""
     return PinnedIdentity() if files is None else NamedIdentity(files)
 
 
 class PinnedIdentity:
-    """Proves identity by this process's own certificate; peers know the whole certificate."""
+    """Proves identity by a certificate that this process makes; peers know the certificate."""
 
     def __init__(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -102,9 +102,9 @@ class PinnedIdentity:
         self._known.add(identity)
 
     def forget(self, identity: bytes) -> None:
-        # A context cannot forget a certificate. A departed peer's certificate is harmless, because
-        # the peer is removed from the table. But contexts would grow as nodes come and go, so they
-        # are sometimes made again.
+        # A TLS context cannot forget a certificate. A departed peer's certificate is harmless,
+        # because the peer is removed from the table of peers. But the contexts would grow as nodes
+        # come and go, so they are made again now and then.
         self._known.discard(identity)
         self._num_forgotten += 1
         if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
@@ -130,7 +130,7 @@ class PinnedIdentity:
 
 
 class NamedIdentity:
-    """Proves identity by a certificate that a CA signed; peers check the certificate's name."""
+    """Proves identity by a certificate that a CA has signed; peers check the name in it."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -148,7 +148,7 @@ class NamedIdentity:
             raise ConfigError("tls_cert: must name the node, by a URI or a DNS name")
         self.own = found[0].encode()
         self._certificates = certificates
-        # Load the files now: later, no file descriptor may be left.
+        # Load the files now: later, the process may have run out of file descriptors.
         self._contexts = _signed_contexts(certificates)
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
@@ -169,7 +169,7 @@ class NamedIdentity:
             )
 
     def forget(self, identity: bytes) -> None:
-        pass  # certificates without a name
+        pass  # a certificate that contains no name
 
     def shown(self, connection: ssl.SSLSocket) -> bytes:
         certificate = connection.getpeercert() or {}
@@ -193,16 +193,18 @@ def _signed_contexts(certificates: Certificates) -> dict[bool, ssl.SSLContext]:
 def _context(*, is_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Peers are checked against the router's peer info, not by host name.
+    # A peer's certificate is compared with its peer info, which the router passed on, and not with
+    # a host name.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if is_server:
-        context.num_tickets = 0  # TLS sessions are not resumed: each connection proves its identity
+        # No resumed TLS sessions: on each connection, both ends prove their identities
+        context.num_tickets = 0
     return context
 
 
 def _load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    # The standard library accepts only paths.
+    # `ssl` accepts certificates only as file paths.
     with tempfile.NamedTemporaryFile(prefix="baton-kv-") as file:  # mode 0600
         file.write(chain + b"\n" + key)
         file.flush()

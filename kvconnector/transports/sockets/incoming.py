@@ -1,9 +1,9 @@
-"""Incoming: connections that peers dialled. Unknown diallers cost little.
+"""Incoming: the connections that peers dialled. Connections of unknown diallers cost little.
 
     accepted -> secure -> HELLO accepted -> messages and blocks of this peer
 
 HELLO is accepted if it names an engine id, and the dialler shows the certificate in this engine
-id's peer info. From then on, every frame on the connection is from this peer.
+id's peer info. From then on, every frame on the connection counts as sent by this peer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from kvconnector.transports.sockets.identity import Identity
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 3.0
-# Maximum number of connections without a valid HELLO; a new one replaces the oldest
+# Maximum number of connections whose HELLO is not accepted yet; a new one replaces the oldest
 MAX_STRANGERS = 32
-MAX_ACCEPTS = 8  # maximum number of accepted connections per round
-# Maximum number of connections per peer: a peer that dials again may not know that its older one
-# has ended.
+MAX_ACCEPTS = 8  # maximum number of connections that are accepted per round
+# Maximum number of connections per peer. It is more than one because a peer that dials again may
+# not have closed its older connection.
 MAX_PER_PEER = 4
-MAX_QUEUED_BYTES = 2**20  # maximum number of bytes queued for a peer that does not read
+# A connection is closed if more bytes are queued for a peer that does not read
+MAX_QUEUED_BYTES = 2**20
 _LOG_INTERVAL_S = 1.0
 
 
@@ -61,14 +62,14 @@ class Incoming:
         own_id: engine id of this process.
         at: host and port to listen on; port 0: any free port.
         identity: this node's identity.
-        shown_by: returns the certificate that an engine id must show; None: the engine id is
-            unknown.
-        open_sink: returns the destination of a peer's payload.
-        on_message: receives each message with its peer.
+        shown_by: returns the identity that the peer with this engine id must prove; None: the
+            engine id is unknown.
+        open_sink: returns the destination of a payload from a peer.
+        on_message: called with each message and the engine id of its sender.
         clock: returns monotonic seconds.
 
     Attributes:
-        is_ready: whether the owner has seen a new connection.
+        is_ready: set by the owner if a new connection waits to be accepted.
 
     Raises:
         ConfigError: the node cannot listen on the address.
@@ -109,11 +110,11 @@ class Incoming:
         return str(host), int(port)
 
     def connections(self) -> list[Connection]:
-        """Return the connections to watch; `progress` handles their events."""
+        """Return the connections to poll; `progress` then reads and writes."""
         return [incoming.connection for incoming in self._incoming]
 
     def progress(self) -> None:
-        """Accept, read and send as much as possible without waiting."""
+        """Accept connections; read and send as much as one turn allows, without waiting."""
         if self.is_ready:
             self.is_ready = False
             self._accept()
@@ -134,7 +135,7 @@ class Incoming:
         for _ in range(MAX_ACCEPTS):
             try:
                 raw, _ = self.listener.accept()
-            # No connection waits, the dialler has gone, or no file descriptor is left
+            # No connection waits, its dialler has closed it, or no file descriptor is left
             except OSError:
                 return
             raw.setblocking(False)
@@ -178,7 +179,7 @@ class Incoming:
     def _believe(self, incoming: _Incoming, hello: HelloHead) -> None:
         if incoming.peer_id:
             raise FrameError("a second HELLO")
-        # The peer has the peer info of an earlier process at this address
+        # The dialler wants to reach an earlier process at this address
         if hello.peer_id != self._own_id:
             raise FrameError("it looks for another engine than this")
         shown = self._shown_by(hello.engine_id)
@@ -195,7 +196,7 @@ class Incoming:
         incoming.connection.flush()
 
     def _tell(self, incoming: _Incoming, *, is_taken: bool = True) -> None:
-        """Tell the peer how many writes are over, if the number has changed."""
+        """Send DONE to the peer if the number of writes that are over has changed."""
         if incoming.num_told < incoming.num_writes and not incoming.connection.problem:
             incoming.num_told = incoming.num_writes
             done = DoneHead(incoming.num_writes, is_taken)
@@ -203,7 +204,7 @@ class Incoming:
             incoming.connection.flush()
 
     def _check(self, incoming: _Incoming) -> None:
-        """End a connection that may not continue; log the reason if it is a fault."""
+        """Close a connection that must not continue; log why a connection has ended."""
         connection = incoming.connection
         if not incoming.peer_id and self._clock() - connection.made_at >= HELLO_TIMEOUT_S:
             connection.close("it has not said who it is")
@@ -215,7 +216,7 @@ class Incoming:
             self._log(incoming)
 
     def _log(self, incoming: _Incoming) -> None:
-        """Log at most one line per second, because any dialler can cause lines."""
+        """Log why a connection has ended. Unknown diallers cause at most one line per second."""
         connection = incoming.connection
         if incoming.peer_id:
             logger.info("KV connection of %s ended: %s", incoming.peer_id, connection.problem)

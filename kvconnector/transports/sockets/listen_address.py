@@ -1,4 +1,4 @@
-"""The address on which a node listens for KV, and which its peers dial. Imports no torch."""
+"""Parses the address on which a node listens for KV. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from baton.api.errors import ConfigError
 
 
 def parse_listen_address(listen: str) -> tuple[str, int]:
-    """Split ``host:port`` into host and port as sockets expect them; raise ConfigError."""
+    """Split ``host:port`` into the host and the port for a socket; raise ConfigError."""
     host, port = split_address("kv_listen", listen)
     if host in ("0.0.0.0", "[::]"):
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Memory access for sockets: reads blocks' bytes from a cache, and writes bytes into a cache.
+"""Memory access for sockets: reads the bytes of blocks, and writes bytes into blocks.
 
 Host memory is read and written in place. GPU memory is copied through pinned host memory, with one
-staging copy per write. Arriving bytes are written only while their transfer may write. Each piece
-is checked, because a grant can end in the middle of a payload.
+staging buffer per write. Arriving bytes are written only while their transfer has a grant. This is
+checked for each piece of a payload, because a grant can end in the middle of the payload.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MayWrite = Callable[[], bool]
 
 
 class BlockMemory(Protocol):
-    """Access to blocks as bytes. The caller checks ids and layers."""
+    """Reads and writes blocks as bytes. The caller has checked block ids and layers."""
 
     def num_bytes(self, num_blocks: int, layers: LayerRange | None) -> int:
         """Return the size of ``num_blocks`` blocks, or of some of their layers, in bytes."""
 
     def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
-        """Return the blocks' bytes in order; valid until the blocks change."""
+        """Return the bytes of the blocks, in this order; valid until the blocks change."""
 
     def sink(
         self, block_ids: Sequence[int], layers: LayerRange | None, may_write: MayWrite
     ) -> Sink:
-        """Return a sink that writes the blocks' bytes in order and drops bytes without a grant."""
+        """Return a sink that writes bytes into the blocks, and drops them once they may not."""
 
 
 def memory_of(blocks: torch.Tensor) -> BlockMemory:
@@ -40,7 +40,7 @@ def memory_of(blocks: torch.Tensor) -> BlockMemory:
 
 
 class _Spans:
-    """A payload's destination: ranges of one buffer, filled in order; bytes may be dropped."""
+    """A payload's destination: ranges of memory, filled in order while this is allowed."""
 
     def __init__(self, spans: list[memoryview], may_write: MayWrite) -> None:
         self._spans = spans[::-1]
@@ -50,7 +50,7 @@ class _Spans:
 
     def buffer(self) -> memoryview:
         if self._is_taken and not self._may_write():
-            self._is_taken = False  # checked once more at the end of a payload
+            self._is_taken = False  # `_Staged` checks once more at the end of the payload
             self._nowhere = memoryview(bytearray(_DISCARD_BYTES))
         if self._is_taken:
             return self._spans[-1]
@@ -116,7 +116,7 @@ class HostMemory:
 
 
 class StagedMemory:
-    """Reads and writes blocks on any device through a copy in host memory (pinned for a GPU)."""
+    """Reads and writes blocks on any device through a buffer in host memory (pinned for a GPU)."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         num_blocks, self._num_layers = blocks.shape[:2]
@@ -130,7 +130,8 @@ class StagedMemory:
     def read(self, block_ids: Sequence[int], layers: LayerRange | None) -> list[memoryview]:
         staged = self._stage(len(block_ids), layers)
         with torch.inference_mode():
-            staged.copy_(self._blocks[list(block_ids), _part(layers)])  # waits for the device
+            # Waits until the copy is complete
+            staged.copy_(self._blocks[list(block_ids), _part(layers)])
         return [_view(staged)]
 
     def sink(
@@ -141,7 +142,7 @@ class StagedMemory:
         def store() -> None:
             with torch.inference_mode():
                 self._blocks[list(block_ids), _part(layers)] = staged.to(self._blocks.device)
-            if self._blocks.is_cuda:  # finish the copy before it is reported
+            if self._blocks.is_cuda:  # the copy must be complete before it is reported
                 torch.cuda.current_stream(self._blocks.device).synchronize()
 
         return _Staged([_view(staged)], may_write, store)
@@ -153,7 +154,7 @@ class StagedMemory:
 
 
 class _Staged(_Spans):
-    """A payload's destination in host memory; the bytes are then copied to the device."""
+    """A payload's destination in host memory; the complete payload is copied to the device."""
 
     def __init__(
         self, spans: list[memoryview], may_write: MayWrite, store: Callable[[], None]
@@ -173,5 +174,5 @@ def _part(layers: LayerRange | None) -> slice:
 
 
 def _view(host: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory."""
+    """Return the memory of a tensor on the host as bytes."""
     return host.view(-1).view(torch.uint8).numpy().data

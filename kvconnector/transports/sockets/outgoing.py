@@ -1,10 +1,11 @@
-"""Outgoing: the connection to one peer with its writes; dialled when there is something to send.
+"""Outgoing: the connection to one peer, dialled when there is something to send to the peer.
 
-    dialling -> secure -> welcome -> failed          for good: the owner makes another
+    dialling -> secure -> welcome -> failed          for good: the owner makes a new `Outgoing`
         `---------`----> waits a little, dials again
 
-Before WELCOME, the peer may not know this node: nodes learn of each other at different times. So
-the node dials again, keeps messages, and logs the reason only if dialling keeps failing.
+Before WELCOME, the peer may not know this node yet, because nodes learn of each other at different
+times. So this node dials again, keeps its messages, and reports the reason only if dialling keeps
+failing.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ from kvconnector.transports.sockets.frames import (
 )
 from kvconnector.transports.sockets.identity import Identity
 
-DIAL_TIMEOUT_S = 5.0  # maximum number of seconds from dialling until WELCOME
+DIAL_TIMEOUT_S = 5.0  # seconds after which a dialled connection without a WELCOME has failed
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
-REPORT_S = 1.0  # seconds without a WELCOME after which the reason is logged
-# Maximum number of bytes of queued messages; the sender limits queued blocks
+REPORT_S = 1.0  # seconds of failed dialling after which `send` raises the reason
+# Maximum number of bytes of queued messages; the sender itself limits the queued blocks
 MAX_QUEUED_BYTES = 8 * 2**20
-# Below the limit of 2^24 full records per TLS 1.3 key (RFC 8446, 5.5).
+# Bytes after which new keys are needed: below the limit of 2^24 full records per TLS 1.3 key (RFC
+# 8446, 5.5).
 RENEW_BYTES = 2**37
 
 
 @dataclass(slots=True)
 class PostedWrite:
-    """A write whose bytes are queued on a connection."""
+    """A write of blocks or of a probe, posted on the connection to a peer."""
 
     out: Outgoing
     is_over: bool = False
@@ -62,16 +64,17 @@ class PostedWrite:
 
 
 class Outgoing:
-    """The connection to one peer, and all bytes that are sent over it.
+    """The connection to one peer, and the bytes that wait for the connection.
 
     Args:
         own_id: engine id of this process.
         peer_id: engine id of the peer.
-        at: the peer's address.
-        shown: certificate that the peer must show.
+        at: the peer's host and port.
+        shown: the identity that the peer must prove.
         identity: this node's identity.
         clock: returns monotonic seconds.
-        renew_bytes: bytes after which an idle connection is replaced, to get new keys.
+        renew_bytes: number of sent bytes after which the connection is replaced when it is idle, to
+            get new TLS keys.
 
     Attributes:
         problem: why the connection has failed for good; empty: it has not.
@@ -93,25 +96,26 @@ class Outgoing:
         self._clock = clock
         self._renew_bytes = renew_bytes
         self.problem = ""
-        self._raw: socket.socket | None = None  # a TCP connection that is being opened
+        self._raw: socket.socket | None = None  # a TCP connection that is being dialled
         self._connection: Connection | None = None
-        # A replaced connection, which sends nothing more; its last bytes may still arrive.
+        # A replaced connection, over which nothing more is sent; its last bytes may still be under
+        # way.
         self._ended: Connection | None = None
         self._is_welcome = False
-        # whether the peer ever accepted this node; if so, the next failure is final
+        # whether the peer has ever sent WELCOME; if so, the next failure is final
         self._was_welcome = False
         self._dialled_at = self._failing_since = 0.0
         self._retry_at = 0.0
         self._back_off_s = FIRST_BACK_OFF_S
         self._last_failure = ""
-        self._waiting: list[memoryview | bytes] = []  # bytes queued until there is a connection
-        self._num_done = 0  # finished writes on this connection
+        self._waiting: list[memoryview | bytes] = []  # bytes to send after the next WELCOME
+        self._num_done = 0  # writes on this connection that are over
         self._writes: deque[PostedWrite] = deque()
 
     # ------------------------------------------------------------------ for the owner
 
     def send(self, payload: bytes) -> None:
-        """Send a message, or keep it until the connection is ready; raise TransferError."""
+        """Send a message, or keep it until WELCOME; raise TransferError if this is impossible."""
         self._check()
         if len(payload) > MAX_HEAD_BYTES:
             raise TransferError(f"a message has {len(payload)} bytes, more than {MAX_HEAD_BYTES}")
@@ -132,7 +136,7 @@ class Outgoing:
         self.progress()
 
     def write(self, kind: Kind, head: Head, parts: Sequence[memoryview]) -> PostedWrite:
-        """Post a write of blocks, or a probe; raise TransferError if the connection has failed."""
+        """Post a write of blocks, or a probe; raise TransferError if there is no connection."""
         self._check()
         if not self._was_welcome:
             raise TransferError(f"there is no connection to {self._peer_id}")
@@ -147,21 +151,21 @@ class Outgoing:
         return posted
 
     def connections(self) -> list[Connection]:
-        """Return the connections to watch; `progress` handles their events."""
+        """Return the connections to poll; `progress` then reads and writes."""
         return [c for c in (self._connection, self._ended) if c is not None]
 
     @property
     def dialling(self) -> socket.socket | None:
-        """Return the socket to watch until it becomes writable; `progress` handles this event."""
+        """Return the dialled socket, to poll until it is writable; None: none is being dialled."""
         return self._raw
 
     @property
     def is_active(self) -> bool:
-        """Return whether any bytes are on their way to the peer."""
+        """Return whether a write is not over, or bytes wait for the connection."""
         return bool(self._writes or self._waiting)
 
     def progress(self) -> None:
-        """Dial, read and send as much as possible without waiting."""
+        """Dial if necessary; read and send as much as one turn allows, without waiting."""
         if self.problem:
             return
         if self._ended is not None:
@@ -187,7 +191,7 @@ class Outgoing:
 
     @property
     def _max_queued_bytes(self) -> int:
-        # Only messages count; a write's queued blocks do not.
+        # The limit is for messages, so it does not apply while a write's blocks are queued.
         return MAX_QUEUED_BYTES if not self._writes else 2**62
 
     def _check(self) -> None:
@@ -201,7 +205,8 @@ class Outgoing:
             self._failing_since = self._dialled_at
         try:
             raw = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # no file descriptor is left: only this peer waits
+        # No file descriptor is left; other peers' connections are not affected
+        except OSError as error:
             self._retry(str(error.strerror).lower())
             return
         raw.setblocking(False)
@@ -255,7 +260,7 @@ class Outgoing:
             self._retry(connection.problem)
 
     def _retry(self, failure: str) -> None:
-        """Dial again after a pause; the peer may not know this node yet."""
+        """Plan to dial again after a pause, because the peer may not know this node yet."""
         if self._was_welcome:
             self._fail(f"{self._peer_id} at {self._name}: {failure}")
             return
@@ -270,7 +275,7 @@ class Outgoing:
         if self._raw is not None:
             self._raw.close()
         self._raw = self._connection = self._ended = None
-        self._writes.clear()  # writes read their results from this object
+        self._writes.clear()  # unfinished writes look up `problem` here
         self._waiting.clear()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:
@@ -296,7 +301,7 @@ class Outgoing:
             write.is_over = True
 
     def _renew(self) -> None:
-        """Reconnect to get new keys, if the connection has sent enough bytes and is idle."""
+        """Replace the connection to get new keys, if it has sent enough bytes and is idle."""
         connection = self._connection
         assert connection is not None
         if connection.sent_bytes < self._renew_bytes or self._writes or connection.queued_bytes:

@@ -1,8 +1,8 @@
 """TlsTransport: sends writes over TLS 1.3; the receiving process copies them into its memory.
 
-Peers cannot access memory. A write names its transfer. The bytes of the write are copied into the
-cache only while this transfer has a grant for this peer and these blocks. Late, replayed or forged
-writes match no grant, and are dropped.
+Peers have no access to this process's memory. A write names its transfer. The bytes of the write
+are copied into the KV cache only while this node grants these blocks to this peer for this
+transfer. Late, replayed or forged writes match no grant, and are dropped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvconnector.transports.sockets.memory import Discard, memory_of
 from kvconnector.transports.sockets.outgoing import Outgoing, PostedWrite
 
 PATH = "tls/tcp"
-ROUND_S = 0.001  # seconds by which a round is extended while a payload's bytes arrive
+ROUND_S = 0.001  # a round takes up to this many seconds longer while blocks' bytes are on their way
 
 
 class _Where(msgspec.Struct, frozen=True):
-    """The address of a peer, and the certificate that the peer must show."""
+    """The address of a peer, and the identity that the peer must prove."""
 
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=2**16)]
@@ -49,7 +49,7 @@ class TlsTransport:
     Args:
         engine_id: this node's engine id.
         memory: the KV memory that peers write to.
-        options: the address to listen on, and the certificate to show.
+        options: the address to listen on, and the certificate that proves this node's identity.
         clock: returns monotonic seconds.
 
     Raises:
@@ -90,7 +90,7 @@ class TlsTransport:
             pid=os.getpid(),
             manifest=memory.manifest,
             num_blocks=layout.num_blocks,
-            # no peer writes by address
+            # addresses are left out, because no peer writes by address
             ranks=(RankMemory(agent_metadata=msgspec.msgpack.encode(where)),),
             scratch_bytes=self.scratch.memory.nbytes,
         )
@@ -114,8 +114,8 @@ class TlsTransport:
         return PATH
 
     def disconnect(self, engine_id: str) -> None:
-        # The peer's connections and grants are kept if the peer is added again at once; otherwise,
-        # they are dropped soon.
+        # Connections that the peer has dialled, and its grants, are kept if the peer is added again
+        # at once; otherwise, the next round drops them.
         known = self._peers.pop(engine_id, None)
         if known is not None:
             shown = known[1].identity
@@ -182,8 +182,8 @@ class TlsTransport:
     # ------------------------------------------------------------------ in
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return arrived messages; drive all progress, longer while blocks' bytes arrive."""
-        # Not the injected clock, because this code waits for sockets.
+        """Return arrived messages. Also send and read, longer while blocks are under way."""
+        # `time.monotonic` and not the injected clock, because this code waits for real sockets.
         until = time.monotonic() + ROUND_S
         self._look(0.0)
         self._progress()
@@ -205,13 +205,13 @@ class TlsTransport:
         return [c for c in out + self._incoming.connections() if not c.problem]
 
     def _is_amid(self) -> bool:
-        """Return whether to wait briefly for more bytes of a payload."""
+        """Return whether blocks' bytes are under way to or from a peer."""
         if any(outgoing.is_active for outgoing in self._outgoing.values()):
             return True
         return any(c.has_more or c.reader.is_amid for c in self._incoming.connections())
 
     def _look(self, seconds: float) -> None:
-        """Find out which connections are ready; wait up to ``seconds`` until one is."""
+        """Set ``is_ready`` of all connections that are ready; wait up to ``seconds`` for one."""
         poller = select.poll()
         poller.register(self._incoming.listener, select.POLLIN)
         for outgoing in self._outgoing.values():
@@ -233,7 +233,10 @@ class TlsTransport:
         self._inbox.append((engine_id, payload))
 
     def _open_sink(self, engine_id: str, head: Head, payload_bytes: int) -> Sink:
-        """Return a payload's destination; without a grant, bytes are dropped. Raises FrameError."""
+        """Return a payload's destination; without a grant, its bytes are dropped.
+
+        Raises FrameError for a head that no peer of this version sends.
+        """
         if isinstance(head, ProbeHead):
             if head.slot >= NUM_SLOTS or payload_bytes != self._probes.num_bytes(1, None):
                 raise FrameError("a probe of another size or slot")
@@ -268,7 +271,7 @@ class TlsTransport:
 
 
 def _read_where(peer: PeerInfo) -> _Where:
-    """Decode a peer's address; raise TransferError if another connector wrote the address."""
+    """Decode a peer's address and identity; raise TransferError if they are not decodable."""
     try:
         where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
         # Host names are refused, because looking up a name may take long

@@ -1,1 +1,1 @@
-"""Parts of config.json that several families share."""
+"""Readers of config.json fields and GGUF metadata that several families share."""

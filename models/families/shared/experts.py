@@ -1,4 +1,4 @@
-"""Reads experts from fields that several families share."""
+"""Reads specs of experts and MLPs from config.json fields that several families share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from models.fields import MAX_PARTS, Fields
 from models.model_fields import ModelFields
 from models.recipe import ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
 
-# Our names -> names in checkpoints with the fields of `routed_experts`.
+# Baton's names -> names in the checkpoints of models that `routed_experts` reads.
 ROUTED_NAMES = {
     ".mlp.shared_expert.": ".mlp.shared_experts.",
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
@@ -14,7 +14,7 @@ ROUTED_NAMES = {
 
 
 def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
-    """Check the experts; raises ModelLoadError if their numbers are inconsistent."""
+    """Return ``experts``; raises ModelLoadError if numbers of experts and groups do not fit."""
     if experts.top_k > experts.num_experts:
         problem = f"{experts.top_k}, but there are {experts.num_experts} experts"
         raise fields.wrong("num_experts_per_tok", problem)
@@ -28,19 +28,19 @@ def checked(fields: Fields, experts: ExpertsSpec) -> ExpertsSpec:
 
 
 def expect(fields: Fields, name: str, supported: str) -> None:
-    """Raise ModelLoadError unless a field is absent or has this value."""
+    """Raise ModelLoadError unless the field is absent or has the value ``supported``."""
     found = fields.text(name, supported)
     if found != supported:
         raise fields.wrong(name, f"{found!r} is not supported; supported: {supported}")
 
 
 def routed_experts(fields: Fields, *, scoring: str, group_best: int) -> ExpertsSpec:
-    """Read experts that are routed in groups, beside shared ones (DeepSeek-AI, arXiv:2405.04434).
+    """Read experts in groups, and shared experts (DeepSeek-AI, arXiv:2405.04434).
 
     Args:
         fields: fields of config.json.
-        scoring: how scores are computed; sigmoid scores have a bias.
-        group_best: a group's score is the sum of this many best scores.
+        scoring: function of the router's logits; for ``sigmoid``, checkpoints also have a bias.
+        group_best: a group's score is the sum of the scores of this many best experts in it.
     """
     inner_size = fields.integer("moe_intermediate_size")
     return ExpertsSpec(
@@ -59,7 +59,7 @@ def routed_experts(fields: Fields, *, scoring: str, group_best: int) -> ExpertsS
 
 
 def without_auxiliary_loss(fields: Fields) -> ExpertsSpec:
-    """Read experts balanced without a loss, ``noaux_tc`` (DeepSeek-AI, arXiv:2412.19437)."""
+    """Read experts that were balanced by a bias, not by a loss (DeepSeek-AI, arXiv:2412.19437)."""
     expect(fields, "scoring_func", "sigmoid")
     expect(fields, "topk_method", "noaux_tc")
     return checked(fields, routed_experts(fields, scoring="sigmoid", group_best=2))
@@ -68,7 +68,7 @@ def without_auxiliary_loss(fields: Fields) -> ExpertsSpec:
 def layers_behind_dense_ones(
     model: ModelFields, mixer: MixerSpec, experts: ExpertsSpec
 ) -> tuple[LayerSpec, ...]:
-    """Return layers: the first ``first_k_dense_replace`` with MLPs, the rest with experts."""
+    """Return the layers: the first ``first_k_dense_replace`` have MLPs, the others experts."""
     fields = model.fields
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.wrong("moe_layer_freq", "only 1 is supported")
@@ -78,5 +78,5 @@ def layers_behind_dense_ones(
 
 
 def dense_mlp(model: ModelFields) -> MlpSpec:
-    """Return the MLP of layers without experts."""
+    """Return the spec of the MLP in layers without experts."""
     return MlpSpec(inner_size=model.intermediate_size, bias=model.mlp_bias)

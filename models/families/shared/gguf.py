@@ -1,4 +1,4 @@
-"""Parts of GGUF files that several families share: keys, tensor names, converters' changes."""
+"""Metadata keys, tensor names and converters' changes in GGUF files of several families."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from baton.checkpoint.gguf.architecture import Change, Keys, Names
 from models.model_fields import FULL, SLIDING
 
-# Order of rows: GGUF keeps the original Llama order, in which RoPE rotates adjacent rows of a head.
-# Hugging Face stores each head's first rows of all pairs, then the second rows.
+# RoPE rotates pairs of rows. GGUF keeps Llama's original order, in which the two rows of a pair are
+# adjacent. Hugging Face stores, for each head, the first rows of all pairs, then the second rows.
 PAIRS = {"attn_q": (Change.QUERY_HALVES,), "attn_k": (Change.KEY_HALVES,)}
 EXPERTS = ("ffn_up_exps.weight", "ffn_gate_up_exps.weight")
-# Names of shared experts and of score biases in the checkpoints of `routed_experts`.
+# GGUF name -> checkpoint name of shared experts and score biases, for models with `routed_experts`.
 ROUTED_EXPERTS: Names = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
@@ -31,15 +31,15 @@ MAMBA2_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def window(keys: Keys) -> Mapping[str, Any]:
-    """Return the sliding window; None if the file has no window or 0."""
+    """Return the field ``sliding_window``: None if the file has no window, or a window of 0."""
     return {"sliding_window": keys.integer("attention.sliding_window", 0, minimum=0) or None}
 
 
 def layer_types(keys: Keys, interval: int) -> list[str]:
-    """Return each layer's kind: sliding window or full attention.
+    """Return each layer's type: attention in a sliding window, or full attention.
 
     Args:
-        keys: the file's metadata.
+        keys: metadata of the GGUF file.
         interval: without a pattern in the file, every ``interval``-th layer has full attention.
 
     Raises:
@@ -56,19 +56,23 @@ def layer_types(keys: Keys, interval: int) -> list[str]:
 
 
 def kinds(keys: Keys, recurrent: str, names: tuple[str, str]) -> list[str]:
-    """Return each layer's kind.
+    """Return the name of each layer's kind: recurrent or other.
 
     Args:
-        keys: the file's metadata.
-        recurrent: a tensor that only recurrent layers have.
-        names: kind of recurrent layers, kind of all others.
+        keys: metadata of the GGUF file.
+        recurrent: name of a tensor that only recurrent layers have.
+        names: name of the kind of recurrent layers, and of all other layers.
     """
     with_state = set(keys.layers_with(recurrent))
     return [names[layer not in with_state] for layer in range(keys.num_layers())]
 
 
 def state_heads(keys: Keys) -> tuple[int, int]:
-    """Return the number and size of a state's heads; raises ModelLoadError."""
+    """Return the number of heads of a recurrent state, and the size of a head.
+
+    Raises:
+        ModelLoadError: the heads do not divide the inner size.
+    """
     num_heads, inner_size = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
     if inner_size % num_heads:
         problem = f"{num_heads} heads do not divide ssm.inner_size {inner_size}"
@@ -77,14 +81,14 @@ def state_heads(keys: Keys) -> tuple[int, int]:
 
 
 def expert_size(keys: Keys) -> int:
-    """Return an expert's inner size, which old files have only in tensor shapes."""
+    """Return an expert's intermediate size; in old files, only tensor shapes tell this size."""
     if keys.get("expert_feed_forward_length") is not None:
         return keys.integer("expert_feed_forward_length")
     return keys.rows("ffn_up_exps.weight")
 
 
 def routed_experts(keys: Keys) -> Mapping[str, Any]:
-    """Return the expert fields of models with grouped and shared experts."""
+    """Return the config.json fields that `shared.experts.routed_experts` reads."""
     return {
         "n_routed_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
@@ -99,7 +103,7 @@ def routed_experts(keys: Keys) -> Mapping[str, Any]:
 
 
 def mamba2(keys: Keys) -> Mapping[str, Any]:
-    """Return the ``mamba_...`` fields of a model with Mamba 2 layers."""
+    """Return the config.json fields ``mamba_...`` of a model with Mamba 2 layers."""
     hidden_size, inner_size = keys.integer("embedding_length"), keys.integer("ssm.inner_size")
     if inner_size % hidden_size:
         problem = f"must be a multiple of embedding_length {hidden_size}, got {inner_size}"
@@ -119,7 +123,7 @@ def mamba2(keys: Keys) -> Mapping[str, Any]:
 
 
 def mamba2_names(name: str) -> Names:
-    """Return the names of Mamba 2's mixer tensors, with this prefix."""
+    """Return the checkpoint names of Mamba 2's tensors, by GGUF name, in a mixer ``name``."""
     return {
         "ssm_in": f"{name}.in_proj",
         "ssm_conv1d": f"{name}.conv1d",

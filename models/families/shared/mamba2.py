@@ -1,4 +1,4 @@
-"""Reads Mamba 2's mixers from the fields ``mamba_...``; defaults follow ``transformers``."""
+"""Reads Mamba 2's mixers from config.json fields ``mamba_...``, with defaults of transformers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from models.recipe import Mamba2Spec
 
 
 def read_mamba2(fields: Fields, hidden_size: int) -> Mamba2Spec:
-    """Read the fields ``mamba_...``.
+    """Read Mamba 2's mixer from the fields ``mamba_...``.
 
     Raises:
-        ModelLoadError: sizes do not fit, or a limit is not supported.
+        ModelLoadError: sizes do not fit together, or there is a limit on time steps.
     """
     refuse_time_step_limit(fields)
     num_heads = fields.integer("mamba_n_heads", 128)
@@ -39,7 +39,10 @@ def read_mamba2(fields: Fields, hidden_size: int) -> Mamba2Spec:
 
 
 def refuse_time_step_limit(fields: Fields) -> None:
-    """Refuse a time step limit: transformers applies it to prompts, not to later tokens."""
+    """Raise ModelLoadError for a time step limit.
+
+    transformers applies the limit to prompts, but not to generated tokens.
+    """
     if not fields.has("time_step_limit"):
         return
     found = fields.get("time_step_limit")

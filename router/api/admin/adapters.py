@@ -30,8 +30,8 @@ from router.names.table import NameTable
 
 logger = logging.getLogger(__name__)
 
-# A request looks up its name before it is counted as open. This many seconds after a change of
-# names, each request that looked up the old entry is counted, or loads the adapter again.
+# A request looks up its name before it is counted as open. An unload therefore waits this many
+# seconds after the change of names: then each request that looked up the old entry is counted.
 GRACE_S = 1.0
 # Seconds that an operator's call to unload an adapter waits for the adapter's requests to end
 WAIT_S = 10.0

@@ -30,7 +30,7 @@ from router.api.http.schema import (
 )
 from router.intake.texts import check_num_messages
 
-# Field of the chat request -> the client's field, whose name errors show.
+# Field of the chat request -> the client's field; errors show the name of the client's field.
 FIELD_NAMES = {
     "prompt": "messages",
     "chat": "messages",

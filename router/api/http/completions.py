@@ -188,7 +188,7 @@ async def _echoes(
     given: Sequence[str | list[int]],
     body: CompletionRequest,
 ) -> list[_Echo]:
-    """Return the prompt that each output repeats; raises InvalidRequestError if too long."""
+    """Return the prompt that each output repeats; raises InvalidRequestError for long prompts."""
     echoes: list[_Echo] = []
     n = body.n or 1
     skips_special = body.skip_special_tokens is not False

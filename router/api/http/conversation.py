@@ -347,7 +347,7 @@ def _grammar_of_calls(grammar: str) -> StructuredOutput:
 
 
 def open_formats(request: ChatRequest, grammars: Grammars) -> list[str]:
-    """Name the custom tools whose formats the model is told, but no grammar enforces."""
+    """Name the custom tools whose formats are described to the model, but not enforced."""
     names = (tool.function.name for tool in offered_tools(request))
     return [f"tools.{name}.format" for name in names if name in grammars]
 

@@ -49,7 +49,8 @@ class Response(msgspec.Struct, kw_only=True):
 
     Attributes:
         object: kind of response, such as ``"chat.completion.chunk"``.
-        prompt_token_ids, prompt_logprobs: of a chat's prompt, if the request asks for them.
+        prompt_token_ids, prompt_logprobs: tokens of a chat's prompt and their logprobs, if the
+            request asks for them.
         usage: unset in chunks unless the stream asks for it.
     """
 

@@ -39,7 +39,7 @@ _ELSEWHERE = {
     "mcp_approval_response", "tool_search_call", "tool_search_output", "compaction",
     "ghost_snapshot",
 }  # fmt: skip
-# Field of the chat request -> the client's field, whose name errors show.
+# Field of the chat request -> the client's field; errors show the name of the client's field.
 FIELD_NAMES = {
     "messages": "input",
     "prompt": "input",

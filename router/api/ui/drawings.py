@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 240.0, 40.0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stage of a request, as a piece of its time line; times are seconds since its arrival.
+    """One stage of a request, as a piece of its time line; times are seconds from its arrival.
 
     Attributes:
         kind: style class of the stage, which sets its colour.

@@ -244,7 +244,7 @@ def first_conversation(request: web.Request, model: str) -> FirstConversation:
 
 
 def _pairs(nodes: list[admin_pb2.NodeDescription]) -> list[tuple[str, admin_pb2.PeerDescription]]:
-    """List each pair of a prefill and a decode node once, with the prefill node's report on it."""
+    """List each pair of a prefill and a decode node once, as the prefill node describes it."""
     encoders = {node.node_name for node in nodes if node.role == 3}
     prefills = (node for node in nodes if node.role == 1)
     return [

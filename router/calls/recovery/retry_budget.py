@@ -154,7 +154,7 @@ class CallRetries:
         # One function per failed attempt, which returns whether the attempt lost a node.
         self._failures: list[Callable[[], bool]] = []
         self._failing_since = 0.0
-        # Function of the last failed attempt; None: it was preempted
+        # The last failed attempt's function; None: the attempt was preempted
         self._latest: Callable[[], bool] | None = None
 
     @property

@@ -67,7 +67,7 @@ class Suspicion:
         """Note that an attempt ended because its nodes were lost.
 
         Args:
-            num_nodes: number of joined nodes that are left.
+            num_nodes: number of joined prefill and decode nodes that are left.
         """
         suspects, now = self._suspects, self._suspects.clock()
         tried_on, num_tokens = self._tried_on, attempt.start_index + attempt.num_tokens
@@ -155,8 +155,8 @@ class Suspicion:
     def note_progress(self, attempt: Attempt) -> None:
         """Note that an attempt yielded tokens.
 
-        The first token clears the call for computing prompts; after `PROVEN_TOKENS` tokens, the
-        call is cleared altogether.
+        The first token proves that computing the call's prompt kills no node. After
+        `PROVEN_TOKENS` tokens, the call is no longer blamed for any loss.
         """
         if attempt.num_tokens > PROVEN_TOKENS:
             self._clear(*Work)
@@ -206,7 +206,7 @@ class Suspicion:
                 self._clear(work)
 
     def _clear(self, *works: Work) -> None:
-        """Clear the call of the losses during these kinds of work."""
+        """Stop blaming the call for nodes that were lost during these kinds of work."""
         for work in works:
             self._suspects.forget_losses(self._fingerprint, self._blamed.pop(work, ()))
             if self._work is work:

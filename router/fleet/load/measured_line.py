@@ -60,9 +60,9 @@ class MeasuredLine:
 
     Args:
         profile: times that the node measured at its start, sorted by units.
-        shared: line of all nodes, which gets all of this node's measurements but the first. It is
-            the prior of a node without a profile; a node with a profile starts at its
-            ``fleet_level``.
+        shared: line of all nodes, which gets all of this node's measurements but the first. For a
+            node without a profile, this line is the prior; a node with a profile starts at this
+            line's ``fleet_level``.
         default: two points of the prior for a line without profile and ``shared``.
         num_kept: number of latest measurements that are kept.
         shared_units: numbers of units at which this line takes points from ``shared``.

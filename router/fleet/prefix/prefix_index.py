@@ -66,8 +66,8 @@ class PrefixIndex:
     """Indexes the prefix caches of one base model's nodes, on the router's event loop.
 
     Args:
-        max_blocks: maximum number of (node, block) entries. Further blocks are left out; prompts
-            that were sent to their nodes count as cached there.
+        max_blocks: maximum number of (node, block) entries. Further blocks are left out; then
+            prompts that were sent to the blocks' nodes count as cached there.
         max_placed_blocks: maximum number of blocks whose placement is remembered.
         placement_lifetime_s: longest time that a placement is remembered.
         sweep_blocks: number of entries of removed nodes that are dropped at a time; dropping more
@@ -98,7 +98,8 @@ class PrefixIndex:
         self._places: list[_Holder | None] = []  # nodes by bit; None: the bit is free
         # Removed nodes whose blocks must still be dropped, oldest first
         self._leaving: deque[_Holder] = deque()
-        # Removed nodes whose bits only the placement memory still has, oldest first.
+        # Removed nodes without entries here; the placement memory may still have their bits. Oldest
+        # first.
         self._fading: deque[_Holder] = deque()
         self._exact = 0  # bits of nodes that have sent a snapshot and no gap since
         self._inexact = 0  # bits of nodes for which prompts sent to them count as cached

@@ -133,7 +133,7 @@ def _names(functions: Sequence[Function]) -> str:
 def _arguments(function: Function, index: int) -> dict[str, Any]:
     """Return the JSON Schema of a function's arguments.
 
-    An id makes references in the schema resolve within it.
+    The schema gets an id, so that its references resolve within the schema itself.
     """
     parameters = {**function.parameters, "type": "object"}
     schema = json.loads(enforceable_schema(json.dumps(parameters)))

@@ -36,7 +36,7 @@ class OwnPrompts:
         self._memory = memory or PlacementMemory(MAX_BLOCKS, LIFETIME_S)
 
     def num_tokens(self, call: Call) -> int | None:
-        """Return how many tokens at the prompt's start its tenant has sent in earlier prompts.
+        """Return how many tokens at a prompt's start the call's tenant has sent in earlier prompts.
 
         Returns None if the tenant shares no cache.
         """

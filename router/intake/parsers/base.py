@@ -61,7 +61,7 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a parser may need to know about the request whose output it reads.
+    """Facts about a request that the parser of its output may need.
 
     Attributes:
         tools: JSON Schema of each offered function's parameters, by name.

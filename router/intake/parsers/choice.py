@@ -25,7 +25,7 @@ Row = TypeVar("Row", Family, Thoughts)
 
 @dataclass(frozen=True, slots=True)
 class AskedThinking:
-    """What a request asks for about thinking before the answer.
+    """Request's choice about thinking before the answer.
 
     Attributes:
         is_off: whether the model must not think.

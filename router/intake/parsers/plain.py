@@ -1,4 +1,4 @@
-"""Simple parsers: the whole output as text, as one call, or as calls or text; only one call."""
+"""Simple parsers: of a text, of one call, of calls or a text; and a filter for the first call."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ from kvconnector.protocol.messages import (
     SelfTestResult,
 )
 from kvconnector.protocol.seals import peek
+from prefill_node.jobs import Jobs
 from prefill_node.node import PrefillNode
 from prefill_node.options import PushMode
 from prefill_node.spans import PrefillTraces
@@ -475,9 +476,8 @@ def make_prefill_node(
     digests = BlockDigests(engine.kv_memory) if kv_digests else None
     sender = RecordingSender(transport, lambda: None, _never, clock, digests)
     transport.channels = sender.loop.channels
-    return PrefillNode(
-        engine, sender, emit, push_mode, clock=clock, traces=PrefillTraces(spans, clock)
-    )
+    jobs = Jobs(clock, PrefillTraces(spans, clock))
+    return PrefillNode(engine, sender, emit, push_mode, clock=clock, jobs=jobs)
 
 
 def make_decode_node(

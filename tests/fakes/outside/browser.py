@@ -23,9 +23,11 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class OpenedPage:
-    """Attributes:
-    dom: the document after loading, as HTML.
-    complaints: lines of the browser's console.
+    """A page that a browser opened from the disk.
+
+    Attributes:
+        dom: the document after loading, as HTML.
+        complaints: lines of the browser's console.
     """
 
     dom: str
@@ -52,13 +54,15 @@ def open_page(path: Path, profile: Path) -> OpenedPage:
 
 @dataclass(frozen=True, slots=True)
 class SeenPage:
-    """Attributes:
-    overflowing: elements that reach beyond the right edge, by tag and text; none should.
-    pictures: file contents of the pictures that the browser chose.
-    picture: a PNG of the whole page.
-    complaints: what the browser's console has to say against it.
-    text: that is seen.
-    found: what ``script`` gave.
+    """A page as a browser shows it.
+
+    Attributes:
+        overflowing: elements that reach beyond the right edge, by tag and text; none should.
+        pictures: addresses of the pictures that the browser chose.
+        picture: a PNG of the whole page.
+        complaints: errors and warnings in the browser's console.
+        text: the visible text.
+        found: the value that ``script`` returned.
     """
 
     overflowing: list[str]

@@ -17,7 +17,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar, load_grammar_tokenizer, make_grammar
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from tests.fuzz.answer_writers.base import Written
 
 _MAX_CACHED = 128

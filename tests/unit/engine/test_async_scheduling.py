@@ -71,12 +71,12 @@ def test_a_step_in_flight_gives_each_request_one_token_more() -> None:
     scheduler, runner = make_scheduler(long_prefill_token_threshold=3), FakeRunner()
     scheduler.add_request(make_request("a", 5, 10))
     first = scheduler.schedule()
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     assert shares(first) == {"a": 3}
     second = scheduler.schedule()  # the rest of the prompt
     assert shares(second) == {"a": 2}
     scheduler.update(first, runner.execute(first))
-    scheduler.begin_step(second)
+    scheduler.in_flight.begin_step(second)
     third = scheduler.schedule()  # a token that nobody knows yet
     assert shares(third) == {"a": 1}
     result = scheduler.update(second, runner.execute(second))
@@ -88,7 +88,7 @@ def test_nothing_is_scheduled_behind_the_last_token() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", 5, max_tokens=1))
     first = scheduler.schedule()
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     assert not scheduler.schedule().scheduled
     assert scheduler.has_work
     result = scheduler.update(first, FakeRunner().execute(first))
@@ -100,7 +100,7 @@ def test_who_ends_meanwhile_is_not_computed_again() -> None:
     scheduler, runner = make_scheduler(), FakeRunner(lambda request: EOS)
     scheduler.add_request(make_request("a", 5))
     first = scheduler.schedule()
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     second = scheduler.schedule()
     assert shares(second) == {"a": 1}
     scheduler.update(first, runner.execute(first))
@@ -113,7 +113,7 @@ def test_blocks_of_an_aborted_request_are_free_when_the_step_has_ended() -> None
     pool = scheduler.kv_cache_manager.block_pool
     scheduler.add_request(make_request("a", 5))
     first = scheduler.schedule()
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     output = FakeRunner().execute(first)
     scheduler.abort("a")
     assert pool.num_free == 2
@@ -129,10 +129,10 @@ def test_who_ends_holds_its_blocks_until_the_step_behind_has_written_into_them()
     scheduler.add_request(make_request("a", 4))
     first = scheduler.schedule()
     output = runner.execute(first)
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     second = scheduler.schedule()
     assert second.may_run_ahead
-    scheduler.begin_step(second)
+    scheduler.in_flight.begin_step(second)
     assert scheduler.update(first, output).outputs[0].finish_reason is FinishReason.STOP
     assert pool.num_free == 2  # the surplus step writes token 5, into the second block
     assert scheduler.has_work
@@ -155,7 +155,7 @@ def test_a_step_waits_for_tokens_that_the_host_must_know(
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", 5, params=params))
     first = scheduler.schedule()
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     assert scheduler.schedule().may_run_ahead is ahead
 
 
@@ -165,11 +165,11 @@ def test_nobody_is_preempted_while_a_step_runs() -> None:
         scheduler.add_request(make_request(name, 7, 6))  # two blocks; token 2 needs a third
     first = scheduler.schedule()
     assert shares(first) == {"a": 7, "b": 7}
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     second = scheduler.schedule()  # position 7 still has room
     assert shares(second) == {"a": 1, "b": 1}
     scheduler.update(first, runner.execute(first))
-    scheduler.begin_step(second)
+    scheduler.in_flight.begin_step(second)
     assert not scheduler.schedule().scheduled  # position 8 has not
     assert scheduler.num_preemptions == 0
     scheduler.update(second, runner.execute(second))

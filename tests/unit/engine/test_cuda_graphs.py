@@ -13,6 +13,7 @@ from baton.engine_config import EngineConfig
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 from engine.core.step_plan import StepPlan, StepPlanner
+from engine.core.steps_in_flight import add_in_flight
 from engine.sampling import device_sampling
 from engine.sampling.device_sampling import (
     PARAMETER_TYPES,
@@ -227,7 +228,7 @@ def test_a_token_that_the_step_in_flight_samples_is_read_on_the_device() -> None
     before = stage(batch, a, b)
     inputs.upload(before)
     rows = inputs.section("rows", 2).tolist()
-    a.add_in_flight(1)
+    add_in_flight(a, 1)
     staged = stage(batch, b, a)  # b's token is known: it is not in flight
     assert staged.staging != before.staging
     inputs.last_tokens[rows[0]] = 77
@@ -278,7 +279,7 @@ def test_an_eager_step_names_the_tokens_it_does_not_know() -> None:
     batch = make_batch(make_inputs())
     a, b = decoding("a", 5, 20), decoding("b", 4, 30)
     batch.fill(plan(a))
-    a.add_in_flight(1)
+    add_in_flight(a, 1)
     prepared = batch.fill(plan(b, a))
     assert prepared.model.input_ids.tolist() == [13, 0]
     assert prepared.pending_tokens is not None

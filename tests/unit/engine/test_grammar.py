@@ -20,7 +20,7 @@ from baton.api.structured_output import StructuredOutput
 from baton.api.thinking import Thinking
 from baton.text.tokenizer import Tokenizer
 from engine import LLM
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.crash_dump import describe
 from engine.sampling.grammar_compiler import MAX_CACHED, GrammarCompiler

@@ -15,7 +15,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.text.grammars import compile_grammar
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -128,7 +128,7 @@ def test_a_prompts_middle_needs_no_mask_in_a_step_that_was_scheduled_ahead() -> 
         scheduler.add_request(request)
     first = scheduler.schedule()
     scheduler.plan(first)
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     ahead = scheduler.schedule()
     assert shares(ahead) == {"decoding": 1, "dear": 64}
     slow = hold(decoding)

@@ -21,7 +21,7 @@ class Pipeline:
     """Steps of a scheduler in flight, as `Engine.execute` keeps them."""
 
     def __init__(self, scheduler: Scheduler, num_stages: int) -> None:
-        scheduler.num_stages = num_stages
+        scheduler.in_flight.num_stages = num_stages
         self.scheduler, self._num_stages = scheduler, num_stages
         self._in_flight = deque[SchedulerOutput]()
 
@@ -30,7 +30,7 @@ class Pipeline:
         scheduled = self.scheduler.schedule()
         self.scheduler.check()
         if scheduled.scheduled:
-            self.scheduler.begin_step(scheduled)
+            self.scheduler.in_flight.begin_step(scheduled)
             self._in_flight.append(scheduled)
         if self._in_flight and (
             not scheduled.scheduled or len(self._in_flight) == self._num_stages

@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.engine_config import EngineConfig
 from engine.sampling.step_sampler import LaunchedStep, StepSampler
 from engine.worker.cuda_graphs import Replays, reason_against_graphs
+from engine.worker.extras.rank_tokens import RankTokens
 from engine.worker.graph_capture import drop_unless_on_all_ranks
 from engine.worker.inputs.prepared_step import ReplayStep
 from engine.worker.model_runner import ModelRunner
@@ -59,8 +60,8 @@ class Runner(ModelRunner):
 
     def __init__(self, rank: int, sent: list[Tensor], *, sends_tokens: bool) -> None:
         group = Wire(rank, sent)
-        self._ranks, self._sends_tokens = Ranks(group, group), sends_tokens
-        self._rows_to_receive = None
+        self.group = group
+        self._tokens = RankTokens(Ranks(group, group), are_sent=sends_tokens)
         self._device = CPU
         self.extras: Any = SimpleNamespace(draft=lambda launched, hidden, hooks: launched)
         last_tokens = torch.zeros(2, dtype=torch.int64)
@@ -72,7 +73,7 @@ class Runner(ModelRunner):
         self.decode_graphs: Any = SimpleNamespace(graphs=self.graphs)
 
     def _sample_on_host(self, *arguments: Any) -> tuple[LaunchedStep, Tensor]:
-        assert self._ranks.leads, "only the leader has the grammars' masks"
+        assert self._tokens.leads, "only the leader has the grammars' masks"
         launched = self._launched_step(arguments[0], None, {}, 0.0)
         return launched, torch.tensor(DRAWN)
 
@@ -89,8 +90,8 @@ def two_ranks(*, sends_tokens: bool) -> tuple[Runner, Runner]:
 
 def test_a_replay_reads_the_tokens_that_the_leader_sampled_in_an_eager_step() -> None:
     leader, other = two_ranks(sends_tokens=True)
-    leader._ranks.everyone.send(torch.tensor([5]), 1)
-    other._rows_to_receive = torch.tensor([1])
+    leader._tokens.send(torch.tensor([5]))
+    other._tokens.expect(torch.tensor([1]), other._input_batch.last_tokens)
     other.launch(step(needs_host=False))
     assert other.graphs.read == [0, 5]
 
@@ -110,7 +111,7 @@ def test_tokens_sampled_within_the_graph_are_not_sent() -> None:
     for rank in (leader, other):
         rank.launch(step(needs_host=False))
         assert rank.graphs.corrected is None
-    assert not leader._ranks.everyone.sent  # type: ignore[attr-defined]
+    assert not leader.group.sent
 
 
 def test_stages_capture_no_steps() -> None:

@@ -11,7 +11,7 @@ from baton.api.errors import InvalidRequestError
 from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
-from engine.core.grammar import GrammarState
+from engine.core.grammars.grammar import GrammarState
 from engine.core.request import Request, RequestStatus
 from engine.core.scheduler import Scheduler
 from engine.sampling.grammar_compiler import GrammarCompiler

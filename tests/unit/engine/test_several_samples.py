@@ -257,11 +257,11 @@ def test_nothing_is_scheduled_behind_drafts_before_they_are_known() -> None:
     scheduler, runner = make_scheduler(), FakeRunner(count, propose_right)
     scheduler.add_request(make_request("a", 5, 20))
     first = scheduler.schedule()
-    scheduler.begin_step(first)
+    scheduler.in_flight.begin_step(first)
     second = scheduler.schedule()
     assert shares(second) == {"a": 1}  # nobody knows that drafts will come
     output = runner.execute(first)
-    scheduler.begin_step(second)
+    scheduler.in_flight.begin_step(second)
     scheduler.update(first, output)
     assert not scheduler.schedule().scheduled  # for they are behind another token
     token_id = count(scheduler.requests["a"])
@@ -270,7 +270,7 @@ def test_nothing_is_scheduled_behind_drafts_before_they_are_known() -> None:
     third = scheduler.schedule()
     assert shares(third) == {"a": 3}
     assert third.scheduled[0].draft_token_ids == (17, 0)
-    scheduler.begin_step(third)
+    scheduler.in_flight.begin_step(third)
     assert not scheduler.schedule().scheduled
     assert scheduler.has_work
     [result] = scheduler.update(third, ModelRunnerOutput({"a": (17, 18)})).outputs

@@ -1,1 +1,1 @@
-"""Kernels whose result for a token does not depend on the batch."""
+"""Batch-invariant kernels: a token's result does not depend on the rest of the batch."""

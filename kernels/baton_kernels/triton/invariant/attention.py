@@ -1,16 +1,16 @@
-"""Paged attention whose results for a query have the same bits in every batch.
+"""Batch-invariant paged attention: a query's result has equal bits in every batch.
 
-The number of keys that a query sees alone decides how these keys are cut into parts. Each part is
-computed tile by tile, and parts are merged in order. So the result does not depend on whether a
+Only the number of keys that a query sees decides how these keys are cut into parts. Each part is
+computed tile by tile, and the parts are merged in order. So the result does not depend on whether a
 token is a decode, on its place in a prompt chunk, or on other requests in the step::
 
-    keys that are seen    0 .. 511 | 512 .. 1,023 | ...      a query at most 8,192 tokens on
-                          0 .. 1,023 | 1,024 .. 2,047 | ...  at most 16,384; so at most 16 parts
+    parts of the keys    0 .. 511 | 512 .. 1,023 | ...        if a query sees at most 8,192 keys
+                         0 .. 1,023 | 1,024 .. 2,047 | ...    if at most 16,384; at most 16 parts
 
-Each part of a decode has a program, and the last program to finish merges all parts. A tile of a
-prompt's queries has one program, which merges parts as it computes them. Both kernels use one
-function with tiles of one size, compiled without fused multiply-adds, because a compiler's choice
-to fuse depends on the surrounding code.
+In a decode, each part has its own GPU program, and the last program to finish merges all parts. In
+a prompt, one program computes all parts for a tile of queries, and merges each part as it is done.
+Both kernels use the same function with tiles of the same size. They are compiled without fused
+multiply-adds, because the compiler decides by the surrounding code whether to fuse.
 
 Refuses to know: how the host cuts a step into tiles.
 """
@@ -41,13 +41,13 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.launch import Launch, Launcher
 from baton_kernels.triton.varlen_attention import attend_tile
 
-LEAST_PART = 512  # fewest keys of a part; a multiple of every tile size
+LEAST_PART = 512  # fewest keys of a part; all tile sizes divide it
 MOST_PARTS = 16  # maximum number of parts of one query
 _NO_WINDOW = 2**31 - 1
 
-# Tiles by padded head size, for 16-bit numbers. A matrix product on 9.0 has at least 64 rows. All
-# GPUs use the same tiles, because other tiles give other bits; so all tiles must fit the 99 KiB of
-# 8.6.
+# Tiles by padded head size, for 16-bit numbers. Other tiles would give other bits, so all GPUs use
+# these: with at least 64 rows, as matrix products have on capability 9.0, and small enough for the
+# 99 KiB of shared memory on 8.6.
 _ROWS = 64
 _TILES = {
     16: TileSize(64, 4, 5),
@@ -60,7 +60,7 @@ _ROWS_FLOAT32, _TILE_FLOAT32 = 16, TileSize(16, 4, 1)
 
 
 def part_keys(num_keys: int) -> int:
-    """Return the number of keys per part for ``num_keys`` keys; see ``parts_of``."""
+    """Return how many keys a part has if a query sees ``num_keys`` keys; as in ``parts_of``."""
     size = LEAST_PART
     while size * MOST_PARTS < num_keys:
         size *= 2
@@ -69,9 +69,10 @@ def part_keys(num_keys: int) -> int:
 
 @triton.jit
 def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Split the keys before ``end`` that queries from ``position`` see into parts.
+    """Split into parts the keys that queries from ``position`` on see before ``end``.
 
-    Returns ``(first key, keys per part, first part, parts)``; the first key begins a tile.
+    Returns the first key (the start of a tile), the number of keys per part, the index of the first
+    part that has such keys, and the number of parts from there on.
     """
     first_seen = tl.maximum(position - window + 1, 0) // TILE * TILE
     size = tl.full((), LEAST, tl.int32)
@@ -83,10 +84,10 @@ def parts_of(position, end, window, TILE: tl.constexpr, LEAST: tl.constexpr, MOS
 
 @triton.jit
 def weigh(highest, total, acc, lse, values):
-    """Add one part to the weighted sums.
+    """Add the result of one part to the weighted sums over parts.
 
     Args:
-        highest: ``[M]``, the highest log2 of a sum of weights so far; -inf before the first.
+        highest: ``[M]``, the highest ``lse`` so far; -inf before the first part.
         total: ``[M]``, the sum of the parts' weights relative to ``highest``.
         acc: ``[M, D]``, the sum of weighted values relative to ``highest``.
         lse: ``[M]``, log2 of the part's sum of weights; -inf if a row does not see any key of the
@@ -104,7 +105,7 @@ def weigh(highest, total, acc, lse, values):
 
 @triton.jit
 def finished(highest, total, acc, sinks, heads, present):
-    """Divide the sums of all parts by their weights: ``[M, D]``."""
+    """Divide the weighted sums of all parts by the sums of weights, with sinks: ``[M, D]``."""
     if sinks is not None:
         total += sink_weights(sinks, heads, present, highest)
     return acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -132,7 +133,7 @@ def attend_part(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Attend to the keys ``[start, end)``; return ``(lse, values)`` for `weigh`."""
+    """Attend to the keys of one part, ``[start, end)``; return its ``(lse, values)``."""
     keys = kv_cache + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     highest = tl.full([q.shape[0]], -float("inf"), tl.float32)
@@ -163,7 +164,7 @@ def merge_parts(
     D: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Combine one decode's parts for one KV head, by their weights."""
+    """Merge the results of a decode's parts for one KV head, in order."""
     group, dims = tl.arange(0, HEADS), tl.arange(0, D)
     present, heads = group < GROUP, kv_head * GROUP + group
     in_group = present[:, None] & (dims < HEAD_DIM)[None, :]
@@ -173,7 +174,7 @@ def merge_parts(
     acc = tl.zeros([HEADS, D], tl.float32)
     for slot in range(first_slot, first_slot + num_parts):
         first_head = tl.cast(slot, tl.int64) * (NUM_KV_HEADS * GROUP)
-        # Other processors wrote these values, so this processor's cache may be stale.
+        # Other multiprocessors wrote these values, so this multiprocessor's cache may be stale.
         lse = tl.load(part_lse + first_head + heads, mask=present, other=0.0, cache_modifier=".cg")
         part_at = part_out + first_head * HEAD_DIM + places
         values = tl.load(part_at, mask=in_group, other=0.0, cache_modifier=".cg")
@@ -216,9 +217,9 @@ def invariant_decodes(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
 ):
-    """Attend over one part of a decode's keys. Grid (NUM_KV_HEADS, num_requests, MOST).
+    """Attend to one part of a decode's keys. Grid (NUM_KV_HEADS, num_requests, MOST).
 
-    The program that finishes a request's last part combines all parts.
+    The program that finishes a request's last part merges all parts.
     """
     kv_head, request, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)
@@ -248,12 +249,12 @@ def invariant_decodes(
     slot = request * MOST + number
     tl.store(part_out + slot.to(tl.int64) * token_size + places, values, mask=in_tile)
     tl.store(part_lse + slot * (NUM_KV_HEADS * GROUP) + heads, lse, mask=present)
-    # One thread counts. The barrier orders this program's stores before the release; the acquire
-    # orders other parts' stores before the last part's loads.
+    # One thread counts finished parts. The barrier orders this program's stores before the release;
+    # the acquire orders other parts' stores before the last part's loads.
     tl.debug_barrier()
     counter = arrived + request * NUM_KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-        tl.store(counter, 0)  # ready for the next launch
+        tl.store(counter, 0)  # zero again, for the next launch
         merge_parts(
             out + token * token_size, part_out, part_lse, sinks, request * MOST, num_parts,
             kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, D, HEADS,
@@ -262,7 +263,7 @@ def invariant_decodes(
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def invariant_prompts(
-    out,  # arguments up to sinks: see invariant_decodes
+    out,  # arguments up to sinks: as in invariant_decodes
     query,
     kv_cache,
     block_table,
@@ -289,7 +290,7 @@ def invariant_prompts(
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Attend from a tile's queries to all parts of their keys. Grid (NUM_KV_HEADS, num_tiles)."""
+    """Attend for a tile of queries to all parts of their keys. Grid (NUM_KV_HEADS, num_tiles)."""
     kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * 3
     request, first_new, end_new = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     rows, dims = tl.arange(0, M), tl.arange(0, D)
@@ -326,7 +327,7 @@ def invariant_prompts(
 
 @dataclass(frozen=True, slots=True)
 class PartBuffers:
-    """Buffers through which parts of decodes exchange results; later steps reuse them."""
+    """Buffers in which parts of decodes leave results for the merge; later steps reuse them."""
 
     part_out: Tensor  # [num_requests, MOST_PARTS, num_heads, head_dim] float32
     part_lse: Tensor  # [num_requests, MOST_PARTS, num_heads] float32
@@ -334,7 +335,7 @@ class PartBuffers:
 
     @classmethod
     def allocate(cls, num_requests: int, shape: PagedShape, device: torch.device) -> PartBuffers:
-        """Allocate for steps of up to ``num_requests`` requests."""
+        """Allocate buffers for steps of up to ``num_requests`` requests."""
         parts = num_requests, MOST_PARTS, shape.num_kv_heads * shape.group
         return cls(
             torch.empty(*parts, shape.head_dim, device=device),
@@ -346,15 +347,16 @@ class PartBuffers:
 def cut_prompts(
     query_lens: Sequence[int], seq_lens: Sequence[int], tokens_per_tile: int
 ) -> list[tuple[int, int, int]]:
-    """Cut requests with several new tokens into tiles whose queries have equally large parts.
+    """Cut requests with several new tokens into tiles; all queries of a tile have equal parts.
 
     Args:
-        query_lens: new tokens of each request.
-        seq_lens: all tokens of each request, the new ones included.
+        query_lens: number of new tokens of each request.
+        seq_lens: number of all tokens of each request, including its new tokens.
         tokens_per_tile: maximum number of tokens of a tile.
 
     Returns:
-        ``(request, first new token, end)`` of each tile; tiles that see the most keys come first.
+        For each tile, its request, the first new token, and the one after the last. Tiles that see
+        the most keys come first, because they take longest.
     """
     tiles: list[tuple[int, int, int]] = []
     for request, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -369,24 +371,24 @@ def cut_prompts(
 
 
 def tiles_of_step(metadata: AttentionMetadata, shape: PagedShape, element_size: int) -> Tensor:
-    """Return the step's tiles, ``[num_tiles, 3]`` int32, on its device."""
+    """Return the tiles of a step's prompts, ``[num_tiles, 3]`` int32, on the step's device."""
     tokens_per_tile = _rows(shape, element_size) // shape.group
     tiles = cut_prompts(metadata.query_lens, metadata.seq_lens_host, tokens_per_tile)
     on_host = torch.from_numpy(np.array(tiles, dtype=np.int32).reshape(-1, 3))
     device = metadata.seq_lens.device
     if device.type == "cuda":
-        on_host = on_host.pin_memory()  # torch reuses pinned memory only after its copy
+        on_host = on_host.pin_memory()  # torch does not reuse this memory before it is copied
     return on_host.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundInvariant:
-    """One step's launch for all layers with the same options.
+    """The launch for a step's decodes, or for its prompts, in all layers with equal options.
 
     Attributes:
-        attend: launch for the step's decodes or for its tiles.
+        attend: the bound kernel: `invariant_decodes` or `invariant_prompts`.
         metadata: lengths and blocks of the step's requests.
-        work: the kernel's tensors between cache and sinks; see ``bind_invariant``.
+        work: the kernel's tensors after ``sinks``: buffers of decodes, or tiles of prompts.
     """
 
     attend: Launch
@@ -394,12 +396,12 @@ class BoundInvariant:
     work: tuple[Tensor, ...]
 
     def launch(self, out: Tensor, query: Tensor, kv_cache: Tensor, sinks: Tensor | None) -> None:
-        """Attend for the step's decodes or tiles.
+        """Compute attention for the step's decodes or prompts.
 
         Args:
             out: ``[num_tokens, num_heads, head_dim]``, contiguous; other rows are not written.
-            query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-            kv_cache: cache of one layer, see ``PagedShape.of``.
+            query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+            kv_cache: cache of one layer, with gaps between blocks only.
             sinks: ``[num_heads]`` float32, an additional score per head; None: no sinks.
         """
         step = self.metadata
@@ -418,16 +420,17 @@ def bind_invariant(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> BoundInvariant:
-    """Bind a step's launch to these tensors' shapes; layers with equal shapes share it.
+    """Bind a step's launch to the shapes of these tensors; layers of equal shapes share it.
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``, see ``PagedShape.of``.
-        kv_cache: cache of one layer, see ``PagedShape.of``.
+        query: ``[num_tokens, num_heads, head_dim]``, with gaps between tokens only.
+        kv_cache: cache of one layer, with gaps between blocks only.
         metadata: lengths and blocks of the step's requests.
-        work: buffers, to bind the requests with one new token; or tiles, to bind all others.
+        work: buffers, to bind the launch for requests with one new token; or tiles, to bind the
+            launch for all other requests.
         scale: factor of the dot products.
-        sliding_window: maximum number of keys that a query sees, the newest; None: all.
-        soft_cap: cap of the scores, see ``baton_kernels.reference.paged_attention``; None: no cap.
+        sliding_window: number of newest keys that a query attends to; None: all.
+        soft_cap: scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; None: no cap.
     """
     shape = PagedShape.of(query, kv_cache)
     is_decode = isinstance(work, PartBuffers)
@@ -449,7 +452,7 @@ def bind_invariant(
 def _launcher(
     shape: PagedShape, element_size: int, has_window: bool, has_soft_cap: bool, *, is_decode: bool
 ) -> Launcher:
-    """Return the launcher of a step's decodes or prompts."""
+    """Return the launcher of `invariant_decodes` or `invariant_prompts`."""
     tile = _tile(shape, element_size)
     return Launcher(
         invariant_decodes if is_decode else invariant_prompts,

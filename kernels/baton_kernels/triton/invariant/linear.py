@@ -1,11 +1,11 @@
-"""Linear layers whose result for a token does not depend on the number of tokens.
+"""Batch-invariant linear layers: a token's result does not depend on the number of tokens.
 
-A row's inputs are summed in parts, whose number depends only on the weight's shape; parts are added
-in order. With few tokens, each part has a program, and the last program to finish adds all parts;
-with many tokens, a program computes all parts of its tile. Both ways use matrix products of the
-same size, 64 tokens by 64 rows of the weight.
+A row's inputs are summed in parts. The number of parts depends only on the weight's shape, and the
+parts are added in order. With few tokens, each part has its own GPU program, and the last program
+to finish adds all parts; with many tokens, one program computes all parts of a tile. Both ways use
+matrix products of the same size, 64 tokens by 64 rows of the weight.
 
-Refuses to know: layers, weights of few bits.
+Refuses to know: layers, quantized weights.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
 FEW_TOKENS = 64
-_WANTED_PROGRAMS = 256  # programs per layer that fill the GPU with few tokens
-_LEAST_STEPS = 4  # fewest steps over the inputs per part
+_WANTED_PROGRAMS = 256  # number of programs that fill the GPU when there are few tokens
+_LEAST_STEPS = 4  # fewest steps over the inputs in a part
 
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """Tile sizes of a product.
+    """Tile sizes of a matrix product.
 
     Attributes:
-        tokens: tokens of a tile.
-        rows: rows of the weight in a tile.
-        depth: inputs of a step.
-        num_warps: warps of a program.
-        num_stages: steps in flight.
+        tokens: number of tokens in a tile.
+        rows: number of the weight's rows in a tile.
+        depth: number of inputs that a step multiplies.
+        num_warps: number of warps of a program.
+        num_stages: number of steps whose inputs are being loaded at once.
     """
 
     tokens: int
@@ -47,7 +47,7 @@ class LinearTile:
 
 _FEW = LinearTile(FEW_TOKENS, 128, 64, 4, 4)
 _MANY = LinearTile(2 * FEW_TOKENS, 128, 64, 8, 3)
-# Matrix units would round float32.
+# In float32, matrix units are not used, because they would round the inputs.
 _FLOAT32 = LinearTile(FEW_TOKENS, 64, 32, 4, 2)
 
 
@@ -78,7 +78,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Te
 
 
 def steps_of_part(out_features: int, num_steps: int, tile: LinearTile) -> int:
-    """Return the number of steps per part of a row; the last part may have fewer."""
+    """Return the number of steps over the inputs in each part; the last part may have fewer."""
     wanted = _WANTED_PROGRAMS // -(-out_features // tile.rows)
     parts = max(1, min(wanted, num_steps // _LEAST_STEPS))
     return -(-num_steps // parts)
@@ -98,18 +98,18 @@ def _launcher(tile: LinearTile, is_even: bool) -> Launcher:
     )  # fmt: skip
 
 
-# Not specialized, because a new number must not cause a compilation while serving.
+# Not specialized: another number of tokens must not recompile the kernel while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, arrived_ptr, num_tokens, x_stride,
     weight_stride, in_features, out_features, part_steps,
     IS_EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply some tokens by some rows of the weight, over one part of the inputs or all parts."""
+    """Multiply a tile of tokens by a tile of rows, over one part of the inputs or all parts."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
-    # Places beyond the last token or row load the last one; their results are not stored.
+    # Out-of-range tokens and rows load the last token or row; their results are not stored.
     x_at = x_ptr + tl.minimum(token, num_tokens - 1)[:, None].to(tl.int64) * x_stride
     x_at += depth[None, :]
     weight_at = weight_ptr + tl.minimum(row, out_features - 1)[None, :].to(tl.int64) * weight_stride
@@ -140,16 +140,17 @@ def linear_kernel(
     if sum_ptr is not None:
         size = tl.cast(num_tokens, tl.int64) * out_features
         tl.store(sum_ptr + tl.program_id(2) * size + place, total, mask=exists)
-        # One thread counts. The barrier orders this program's stores before the release; the
-        # acquire orders other parts' stores before the last part's loads.
+        # One thread counts finished parts. The barrier orders this program's stores before the
+        # release; the acquire orders other parts' stores before the last part's loads.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
         is_last = is_last == tl.num_programs(2) - 1
         if is_last:
-            tl.store(arrived_ptr + tl.program_id(1), 0)  # ready for the next launch
+            tl.store(arrived_ptr + tl.program_id(1), 0)  # zero again, for the next launch
             total = tl.zeros_like(total)
             for part in range(tl.num_programs(2)):
-                # Other processors wrote these values, so this processor's cache may be stale.
+                # Other multiprocessors wrote these values, so this multiprocessor's cache may be
+                # stale.
                 part_at = sum_ptr + part * size + place
                 total += tl.load(part_at, mask=exists, other=0.0, cache_modifier=".cg")
     if is_last:

@@ -1,1 +1,1 @@
-"""Triton kernels over a cache of one vector per token (multi-head latent attention)."""
+"""Triton kernels of multi-head latent attention, whose cache has one vector per token."""

@@ -1,12 +1,12 @@
-"""Attention over latents: a token's vector is key and value of every query head.
+"""Attention over latents (MLA): a token's vector is the key and the value of all query heads.
 
     a latent      | rank: key and value | rotary: key |
     rows of a tile  token 0: heads 0..GROUP | token 1: heads 0..GROUP | ...
 
 Prompts and decodes use the absorbed form (DeepSeek-AI, arXiv:2405.04434): a tile of latents is
-loaded once and multiplied twice. Requests that compute one token are split over programs and
-merged, as in `decode_attention`; for other requests, a program computes a tile of tokens. Refuses
-to know: layers, how latents come into the cache.
+loaded once, and multiplied twice, as keys and as values. If a request computes one token, its keys
+are split over programs and the results merged, as in `decode_attention`; otherwise, a program
+computes a tile of the request's tokens. Refuses to know: layers, how latents come into the cache.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from baton_kernels.triton.decode_attention import (
 )
 from baton_kernels.triton.launch import Launcher
 
-_MOST_HEADS = 16  # maximum number of heads of a tile: tl.dot has at least 16 rows
+_MOST_HEADS = 16  # maximum number of heads in a tile; tl.dot has at least 16 rows
 _MIN_PART_TOKENS = 128
 _NO_WINDOW = 2**31 - 1
-_PROMPT_ROWS = 32  # rows of a prompt's tile; half for float32, which needs more registers
+_PROMPT_ROWS = 32  # rows of a prompt's tile; half as many for float32, for lack of registers
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The shapes that a kernel is compiled for."""
+    """The sizes for which a kernel is compiled."""
 
     num_heads: int
     rank: int
@@ -54,12 +54,12 @@ class LatentShape:
 
     @property
     def group(self) -> int:
-        """Number of heads in a tile; divides the number of all heads."""
+        """Number of heads in a tile, which divides the number of all heads."""
         return next(n for n in range(_MOST_HEADS, 0, -1) if self.num_heads % n == 0)
 
     @property
     def num_groups(self) -> int:
-        """Number of tiles that cover all heads."""
+        """Number of groups into which the heads are divided, one per tile."""
         return self.num_heads // self.group
 
     @property
@@ -75,22 +75,22 @@ class LatentShape:
 
     @property
     def tile_keys(self) -> int:
-        """Latents loaded at once: 36 KiB with DeepSeek's sizes."""
+        """Number of latents loaded at once: 36 KiB with DeepSeek's sizes."""
         return 32 if self.element_size < 4 else 16
 
     @property
     def num_warps(self) -> int:
-        """Warps of a program: sums of 16 heads of rank 512 fill 32 registers of 8 warps."""
+        """Number of warps; with 8, sums of 16 heads of rank 512 take 32 registers per thread."""
         return 8 if self.rank > 128 else 4
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages; the block table takes two. float32 has no room for two tiles."""
+        """Number of pipeline stages; two load block tables. float32 has no room for two tiles."""
         return 4 if self.element_size < 4 else 2
 
     @property
     def as_paged(self) -> PagedShape:
-        """Return the shape for dividing decodes: a group of heads counts as a KV head."""
+        """Return the shape by which decodes are divided; a group of heads counts as a KV head."""
         return PagedShape(self.num_groups, self.group, self.rank, self.block_size)
 
 
@@ -115,7 +115,7 @@ def attend(
     TILE: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Add the latents [start, end) to ``(highest, total, acc)``, see `fold`."""
+    """Attend to the latents [start, end); return the softmax's ``(highest, total, acc)``."""
     ranks, turns = tl.arange(0, R), tl.arange(0, P)
     highest = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -127,7 +127,7 @@ def attend(
         block_ids = tl.load(table_row + tokens // BLOCK_SIZE, mask=there, other=0)
         places = block_ids.to(tl.int64) * block_stride + tokens % BLOCK_SIZE * token_stride
         rows = cache + places[:, None]
-        # Load zeros after the last token, where memory may contain NaN.
+        # Tokens from the end on become zeros, because their memory may contain NaN.
         latents = tl.load(
             rows + ranks[None, :], mask=there[:, None] & (ranks < RANK)[None, :], other=0.0
         )
@@ -175,8 +175,8 @@ def latent_decodes(
 ):
     """Attend for requests that compute one token. Grid (num_groups, num_slots).
 
-    A program computes one group of heads over one part of a request's tokens. The program that
-    finishes last merges the parts.
+    A program computes one group of heads over one part of a request's latents. The program that
+    finishes a request's last part merges all parts.
     """
     group, slot = tl.program_id(0), tl.program_id(1)
     rows, ranks, turns = tl.arange(0, M), tl.arange(0, R), tl.arange(0, P)
@@ -215,7 +215,7 @@ def latent_decodes(
     else:
         tl.store(part_out + slot.to(tl.int64) * NUM_HEADS * RANK + places, result, mask=in_tile)
         tl.store(part_lse + slot * NUM_HEADS + heads, highest + tl.log2(total), mask=in_group)
-        # As in decode_attention: the last part must see all other parts' stores.
+        # As in decode_attention: the last part must see what all other parts stored.
         tl.debug_barrier()
         counter = arrived + request * (NUM_HEADS // GROUP) + group
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
@@ -291,12 +291,12 @@ def latent_prompts(
 
 
 def allocate(num_requests: int, shape: LatentShape, device: torch.device) -> DecodeBuffers:
-    """Allocate for steps of up to ``num_requests`` requests."""
+    """Allocate buffers for steps of up to ``num_requests`` requests."""
     return DecodeBuffers.allocate(num_requests, shape.as_paged, device)
 
 
 def launch_plan(buffers: DecodeBuffers, metadata: AttentionMetadata, shape: LatentShape) -> None:
-    """Divide a step's decodes among programs, see `plan_decodes`."""
+    """Launch `plan_decodes`, which divides a step's decodes among programs."""
     spare = spare_slots(shape.as_paged, metadata.seq_lens.device)
     num_slots = metadata.num_requests + spare
     launch = _plan_launcher(
@@ -335,7 +335,7 @@ def launch_decodes(
 
 
 def list_tiles(metadata: AttentionMetadata, shape: LatentShape) -> Tensor:
-    """List the tiles of requests that compute several tokens, on the step's device."""
+    """Divide requests that compute several tokens into tiles; copy the list to the device."""
     tiles: list[list[int]] = []
     row = 0
     lengths = zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
@@ -357,7 +357,7 @@ def launch_prompts(
     shape: LatentShape,
     scale: float,
 ) -> None:
-    """Attend for the tiles of a step's prompts."""
+    """Attend for the prompts of a step, whose tiles `list_tiles` made."""
     table = metadata.block_table
     _prompt_launcher(shape)(
         (shape.num_groups, len(tiles)),
@@ -411,7 +411,7 @@ def _prompt_constants(shape: LatentShape) -> dict[str, int]:
 
 
 def _aot_cases(num_heads: int, dtype: str) -> list[AotCase]:
-    """Return DeepSeek V2's and V3's cases for ranks with this many heads."""
+    """Return the cases to compile for DeepSeek V2 and V3, on ranks with ``num_heads`` heads."""
     shape = LatentShape(num_heads, 512, 64, 16, 4 if dtype == "fp32" else 2)
     pointers = {
         **dict.fromkeys(("out", "query", "cache"), f"*{dtype}"),

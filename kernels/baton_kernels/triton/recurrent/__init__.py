@@ -1,4 +1,4 @@
-"""Kernels of token mixers with a state; one module per op of `baton_kernels.recurrent`.
+"""Triton kernels of the ops in `baton_kernels.recurrent`, for mixers with a recurrent state.
 
 Refuses to know: models, which request a slot belongs to.
 """

@@ -1,7 +1,8 @@
 """Short causal convolutions per channel, which read and write each request's state.
 
-A program computes some channels of a request. Several programs share a long request's tiles; only
-the first program reads and writes states. Refuses to know: models, which request a slot belongs to.
+A program computes some channels of a request. If a request is long, several programs share its
+tiles of tokens; only the first program reads and writes states. Refuses to know: models, which
+request a slot belongs to.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from baton_kernels.state_metadata import StateMetadata
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-CHANNELS = 128  # channels of a program
-TILE_TOKENS = 8  # prompt tokens of a tile, computed at once
+CHANNELS = 128  # channels that a program computes
+TILE_TOKENS = 8  # tokens of a tile, which a program computes at once
 LARGEST_SHARE = 32  # maximum number of programs that share one request's tokens
 
 
@@ -78,7 +79,7 @@ def _launcher(kernel_size: int, has_silu: bool, tile: int) -> Launcher:
 def load_inputs(
     x_ptr, in_gate_ptr, x_stride, in_gate_stride, token, channel, mask, dtype: tl.constexpr
 ):  # fmt: skip
-    """Return the convolution's inputs, float32 ``[tokens, CHANNELS]``; 0 where masked."""
+    """Load inputs, times their gate if any: float32 ``[tokens, CHANNELS]``; 0 where masked."""
     inputs = tl.load(x_ptr + token[:, None] * x_stride + channel[None, :], mask=mask, other=0.0)
     inputs = inputs.to(tl.float32)
     if in_gate_ptr is not None:
@@ -97,7 +98,7 @@ def causal_conv_kernel(
     KERNEL: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of one request; programs of a request take its token tiles in turn."""
+    """Convolve some channels of one request; the request's programs take its tiles in turn."""
     dtype = out_ptr.dtype.element_ty
     first_segment = tl.load(request_start_ptr + tl.program_id(0))
     end_segment = tl.load(request_start_ptr + tl.program_id(0) + 1)
@@ -134,14 +135,14 @@ def causal_conv_kernel(
         store_results(out_ptr, out_gate_ptr, out_gate_stride, token, channel, num_channels,
                       total.to(dtype).to(tl.float32), exists, SILU)  # fmt: skip
     if tl.program_id(2) == 0:
-        tl.debug_barrier()  # other threads may still read the slot that is written next
+        tl.debug_barrier()  # wait until all threads have read the slot, which is written next
         for segment in range(first_segment, end_segment):
             at = (tl.load(segment_start_ptr + segment + 1) - (KERNEL - 1) + kept).to(tl.int64)
             is_new = (at >= begin)[:, None] & is_kept
             newest = load_inputs(
                 x_ptr, in_gate_ptr, x_stride, in_gate_stride, at, channel, is_new, dtype
             )
-            # A request with few tokens keeps a part of its earlier state.
+            # With fewer new tokens than the state holds, a part of the earlier state is kept.
             same = (at - begin + KERNEL - 1)[:, None] == kept[None, :]  # [KEPT, KEPT]
             newest += tl.sum(tl.where(same[:, :, None], initial[None, :, :], 0.0), axis=1)
             write = tl.load(write_ptr + segment)

@@ -1,4 +1,4 @@
-"""RMS norm of groups of a row, with a gate before or after. Refuses to know: models."""
+"""RMS norm over groups of a row, with a gate before or after. Refuses to know: models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 
-TILE_ELEMENTS = 2048  # elements of a program's tile; wider groups get more threads
+TILE_ELEMENTS = 2048  # elements that a program holds; larger groups get more threads
 
 
 def gated_rms_norm(
@@ -42,7 +42,7 @@ def gated_rms_norm(
 
 @functools.cache
 def _launcher(group_size: int, norm_before_gate: bool) -> tuple[int, Launcher]:
-    """Return the number of groups per program, and the launcher."""
+    """Return the number of groups that a program computes, and the launcher."""
     block = triton.next_power_of_2(group_size)
     num_tile_groups = max(1, TILE_ELEMENTS // block)
     return num_tile_groups, Launcher(
@@ -63,7 +63,7 @@ def gated_rms_norm_kernel(
     x_ptr, gate_ptr, weight_ptr, out_ptr, num_groups, x_stride, gate_stride, size, group_size,
     weight_size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS groups per program; groups of all rows are numbered consecutively."""
+    """Normalize ROWS groups per program; the groups of all rows are numbered from 0 on."""
     dtype = out_ptr.dtype.element_ty
     group = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     groups_per_row = size // group_size

@@ -1,7 +1,8 @@
 """Linear recurrences, token by token: Mamba 2's state space and the gated delta rule.
 
 A program keeps some columns of one head's state in registers while it computes a request's tokens.
-Columns are independent. Refuses to know: models, which request a slot belongs to.
+Different columns of a state do not depend on each other. Refuses to know: models, which request a
+slot belongs to.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _recurrence(
     states: Tensor,
     metadata: StateMetadata,
 ) -> Tensor:
-    """Compute the delta rule, or the selective scan if ``beta`` is None."""
+    """Compute the gated delta rule, or the selective scan if ``beta`` is None."""
     num_tokens, num_heads, value_dim = value.shape
     num_key_heads, key_dim = key.shape[1:]
     by_token = [one for one in (query, key, value, rate, beta) if one is not None]
@@ -94,7 +95,7 @@ def _recurrence(
 
 @functools.cache
 def _launcher(key_dim: int, value_dim: int, is_delta: bool) -> tuple[int, Launcher]:
-    """Return the number of columns per program, and the launcher."""
+    """Return the number of a state's columns that a program computes, and the launcher."""
     rows, columns = _tile(key_dim, value_dim)
     return columns, Launcher(
         recurrence_kernel, DELTA=is_delta, ROWS=rows, COLUMNS=columns, num_warps=4
@@ -142,7 +143,7 @@ def recurrence_kernel(
             value = tl.load(value_ptr + token * value_stride + value_at, mask=in_value, other=0.0)
             query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
             rate = tl.load(rate_ptr + token * rate_stride + head).to(tl.float32) + rate_bias
-            # softplus; for small x, 1 + x rounds to 1 and its log to 0, so x replaces log(1 + x).
+            # softplus(z) is log(1 + x) with x = exp(z); if 1 + x rounds to 1, x itself is closer.
             grown = tl.exp(tl.minimum(rate, 20.0))
             more = 1 + grown
             log = tl.where(more == 1, grown, tl.log(more) * grown / (more - 1 + (more == 1)))

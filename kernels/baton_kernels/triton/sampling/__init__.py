@@ -1,1 +1,1 @@
-"""Kernels that draw tokens: logits stay on the GPU, token ids leave it."""
+"""Kernels that draw tokens on the GPU, so that only token ids are copied to the host."""

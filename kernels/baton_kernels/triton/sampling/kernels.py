@@ -1,10 +1,9 @@
-"""The three kernels of `sampling`, over one row of logits and its noise.
+"""The three kernels of `sample_tokens`; a program works on one row of logits or a part of it.
 
-Floats are compared as `ordered` keys (unsigned integers in the same order), so that a filter's
-limit can be found exactly, bit by bit. Sums run in an order that depends only on the vocabulary, so
-a row's token does not depend on other rows. The noise equals that of Baton's Gumbel-max sampler:
-the same hash of key and token id. Refuses to know: the number of rows, which model computed the
-logits.
+Floats are compared as `ordered` keys (unsigned integers in the same order), so that the limit of a
+filter, such as top-k, can be found exactly, bit by bit. The order of sums depends only on the
+vocabulary's size, so a row's token does not depend on other rows. The noise equals that of Baton's
+Gumbel-max sampler in torch, which uses the same hash of key and token id. Refuses to know: models.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# `lowbias32` of https://github.com/skeeto/hash-prospector; the key is mixed in before and between.
+# Constants of the hash `lowbias32` (https://github.com/skeeto/hash-prospector), into which `mixed`
+# also mixes a key.
 SPREAD = tl.constexpr(0x9E3779B9)
 FIRST_MULTIPLIER = tl.constexpr(0x7FEB352D)
 SECOND_MULTIPLIER = tl.constexpr(0x846CA68B)
@@ -20,23 +20,23 @@ ALL_BITS = tl.constexpr(0xFFFFFFFF)
 SHARE = tl.constexpr(2.0**-32)
 EXPONENT_BIAS = tl.constexpr(127)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Number of leading bits of a key that are searched: the found limit is too low by at most 2**-11
-# (relative).
+# How many leading bits of a bound on logits are searched; the bound found is then at most 2**-11
+# (relative) too low.
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
-NO_NUMBERS = tl.constexpr(-1)  # returned in place of a token if the row has NaN or plus infinity
+NO_NUMBERS = tl.constexpr(-1)  # in place of a token, if a logit is NaN or plus infinity
 
 
 @triton.jit
 def ordered(x):
-    """Convert float32 to uint32 keys with the same order; both zeros have the same key."""
+    """Convert float32 to uint32 keys that have the same order; 0 and -0 get one key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -(2**31))).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def mixed(key0, key1, token_ids):
-    """Hash token ids with a key of random words."""
+    """Hash each token id with a key of two random words."""
     hashes = token_ids.to(tl.uint32) * SPREAD + key0
     hashes = (hashes ^ (hashes >> 16)) * FIRST_MULTIPLIER ^ key1
     hashes = (hashes ^ (hashes >> 15)) * SECOND_MULTIPLIER
@@ -45,9 +45,9 @@ def mixed(key0, key1, token_ids):
 
 @triton.jit
 def gumbel(hashes):
-    """Return the noise ``-log(-log(1 - share))``, with a share in (0, 1) from a token's hash."""
+    """Return Gumbel noise ``-log(-log(1 - share))``; a token's hash gives the share in (0, 1)."""
     share = (hashes.to(tl.float32) + 0.5) * SHARE
-    # 1 - share is exact by the complement; its logarithm near 1 is not, so use a series.
+    # The complement gives 1 - share exactly. Near 1, its logarithm is inexact, so a series is used.
     rest = ((hashes ^ ALL_BITS).to(tl.float32) + 0.5) * SHARE
     series = 1 / 3 + share * (1 / 4 + share * (1 / 5 + share * (1 / 6)))
     series = share * (1 + share * (1 / 2 + share * series))
@@ -56,12 +56,11 @@ def gumbel(hashes):
 
 @triton.jit
 def gumbel_bound(hashes):
-    """Return an upper bound of `gumbel`, up to rounding; at most 0.09 too high for hashes from 100
-    to 2**27.
+    """Return an upper bound of `gumbel`, without computing logarithms.
 
-    The noise is at most ``-log(share)``. A float's bits, read as an integer, are its binary
-    logarithm or up to 0.09 less (Mitchell, "Computer Multiplication and Division Using Binary
-    Logarithms").
+    The bound is at most 0.09 too high for hashes from 100 to 2**27. The noise is at most
+    ``-log(share)``. A float's bits, read as an integer, are its binary logarithm or up to 0.09 less
+    (Mitchell, "Computer Multiplication and Division Using Binary Logarithms").
     """
     bits = hashes.to(tl.float32).to(tl.int32, bitcast=True)
     return (bits.to(tl.float32) * -(2.0**-23) + (EXPONENT_BIAS + 32)) * LOG_2
@@ -69,30 +68,31 @@ def gumbel_bound(hashes):
 
 @triton.jit
 def weigh(x, best, temperature):
-    """Return each logit's weight relative to the best logit, which may be infinite."""
+    """Return each token's probability relative to that of the best logit, which may be infinite."""
     inverse = 1 / temperature
     return tl.where(x == best, 1.0, tl.exp((x - best) * inverse))
 
 
 @triton.jit
 def key_of_min_p(min_p, best, temperature):
-    """Return the key of the least logit that min-p keeps; 0 if min-p is off."""
+    """Return the key of the lowest logit that min-p keeps; 0 if min-p is off."""
     least = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     return tl.where(min_p > 0, ordered(least), 0)
 
 
 @triton.jit
 def first_best(scores, token_ids):
-    """Return the best score and the lowest-index token with this score."""
+    """Return the best score, and the lowest token id with this score."""
     best = tl.max(scores, axis=0)
     return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN), axis=0)
 
 
 @triton.jit
 def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
-    """Return the largest key whose weight and the weights of larger keys sum to ``target`` or more.
+    """Return the largest key such that its weight and those of larger keys reach ``target``.
 
-    Returns 0 if all weights together sum to less.
+    Returns 0 if all weights together are less than ``target``. Only the first
+    ``NUM_BITS`` bits of the key are searched; the others are 0.
     """
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2**31, tl.uint32)
@@ -103,7 +103,7 @@ def largest_key(keys, weights, target, NUM_BITS: tl.constexpr):
     return found
 
 
-# ------------------------------------------------------------------ every token once
+# ------------------------------------------------------------------ first kernel: every token
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def partials_kernel(
     tokens_ptr, logits_stride, vocab_size, num_parts, num_groups,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Find a part's best logit, total weight and best score, and each group's best logit.
+    """Find the best logit, total weight and best score of a part, and each group's best logit.
 
     | group | group | ... | group |   one part: BLOCK tokens; a group: GROUP tokens
     """
@@ -142,7 +142,10 @@ def partials_kernel(
 
 @triton.jit
 def best_score(x, token_ids, temperature, key0, key1):
-    """Return the best score and its token; compute logarithms only if bounds do not decide."""
+    """Return the best score (logit plus noise) and its token.
+
+    The noise of all tokens is computed only if upper bounds of the noise do not decide.
+    """
     hashes = mixed(key0, key1, token_ids)
     bounds = x + temperature * gumbel_bound(hashes)
     _, token = first_best(bounds, token_ids)
@@ -155,7 +158,8 @@ def best_score(x, token_ids, temperature, key0, key1):
     return score, token
 
 
-# ------------------------------------------------------------------ the few best tokens
+# ------------------------------------------------------------------ second kernel: the few best
+# tokens
 
 
 @triton.jit
@@ -166,11 +170,11 @@ def choose_kernel(
     PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     MOST: tl.constexpr, DEFAULT_K: tl.constexpr,
 ):  # fmt: skip
-    """Choose a row's token if no filter applies, or if all kept tokens are among its MOST best.
+    """Choose a row's token if no filter applies, or if filters keep at most the MOST best tokens.
 
     The k-th largest of the groups' best logits is a lower bound of the k-th largest logit, so only
-    groups that reach it are read. Without top-k, k is DEFAULT_K, and the tokens found may be too
-    few.
+    groups that reach it are read. Without top-k, k is DEFAULT_K, and filters may keep more tokens
+    than were read; the row is then left to `search_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
@@ -186,7 +190,7 @@ def choose_kernel(
     best = tl.max(bests, axis=0)
     total = tl.sum(totals * weigh(bests, best, tl.where(temperature > 0, temperature, 1.0)), axis=0)
     _, token = first_best(scores, tokens)
-    # One NaN logit makes the total NaN.
+    # The total weight is NaN if any logit is NaN.
     is_number = (total == total) & (best < float("inf"))
     token = tl.where(token < vocab_size, token, 0)
     token = tl.where(is_number, token, NO_NUMBERS)
@@ -221,9 +225,10 @@ def gather_candidates(
     logits_ptr, maxima_ptr, groups_ptr, candidates_ptr, wanted, vocab_size, num_groups,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Collect in rising order the tokens above a bound that ``wanted`` groups reach.
+    """Collect, in order of ids, all tokens whose logits reach a bound.
 
-    Returns the bound's key and the number of tokens; a number above MOST means too many.
+    The bound is chosen so that at least ``wanted`` groups have a logit that reaches it. Returns the
+    bound's key, and the number of tokens; a number above MOST means that there are too many.
     """
     group = tl.arange(0, GROUPS)
     exists = group < num_groups
@@ -233,7 +238,7 @@ def gather_candidates(
     reached = exists & (keys >= bound)
     num_reached = tl.sum(reached.to(tl.int32), axis=0)
     tl.store(groups_ptr + tl.cumsum(reached.to(tl.int32), axis=0) - 1, group, mask=reached)
-    tl.debug_barrier()  # other threads of this program read the candidates
+    tl.debug_barrier()  # other threads of this program will read the groups
     count = tl.where(num_reached > MOST, MOST + 1, 0)
     for start in range(0, tl.where(num_reached > MOST, 0, num_reached), TILE):
         place = start + tl.arange(0, TILE)
@@ -256,11 +261,12 @@ def draw_candidate(
     logits_ptr, candidates_ptr, count, keys_ptr, best, total, temperature, top_k, top_p,
     least_by_min_p, bound, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token among candidates; return it, and whether the candidates include all kept tokens.
+    """Draw a token among the candidates that the filters keep.
 
     Top-p keeps a token if the more probable tokens weigh less than top-p times the weight that
     top-k keeps. Equally probable tokens are kept or dropped together, but only top-k tokens count
-    in the sum of weights.
+    in the sum of weights. Returns the token, and whether the candidates include all tokens that the
+    filters keep.
     """
     slot = tl.arange(0, MOST)
     exists = slot < count
@@ -285,7 +291,8 @@ def draw_candidate(
     return token, least >= bound
 
 
-# ------------------------------------------------------------------ any number of tokens
+# ------------------------------------------------------------------ third kernel: any number of
+# tokens
 
 
 @triton.jit
@@ -295,9 +302,10 @@ def search_kernel(
 ):  # fmt: skip
     """Choose the token of a row that `choose_kernel` left open, in several passes over its logits.
 
-    The set of top-p's tokens is never computed. The token with the best score wins if the more
-    probable tokens weigh less than top-p. Otherwise this token and all less probable ones are
-    dropped, and the search repeats. The first try succeeds with probability top-p.
+    The set of tokens that top-p keeps is never computed. Instead, the token with the best score
+    wins if the more probable tokens weigh less than top-p. Otherwise, this token and all less
+    probable tokens are dropped, and the search repeats. The first try succeeds with probability
+    top-p.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(undecided_ptr + row) != 0:
@@ -320,7 +328,7 @@ def search_kernel(
             least = tl.maximum(least, by_top_k)
         key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-        token = tl.load(out_ptr + row).to(tl.int32)  # logit of the token with the best score
+        token = tl.load(out_ptr + row).to(tl.int32)  # the token with the best score of all
         key = ordered(tl.load(logits_ptr + token).to(tl.float32))
         if key < least:
             token = draw_above(logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK)
@@ -336,7 +344,7 @@ def search_kernel(
 
 @triton.jit
 def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexpr):
-    """Return the number and weight of the tokens whose key is at least ``least``."""
+    """Return the number and the total weight of the tokens whose key is at least ``least``."""
     counts = tl.zeros((BLOCK,), tl.int32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):
@@ -353,7 +361,7 @@ def measure(logits_ptr, vocab_size, least, best, temperature, BLOCK: tl.constexp
 def draw_above(
     logits_ptr, vocab_size, least, temperature, key0, key1, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Draw a token among keys of at least ``least``; at least one such key must exist."""
+    """Draw a token among those whose key is at least ``least``, of which there must be one."""
     best_scores = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_tokens = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, vocab_size, BLOCK):

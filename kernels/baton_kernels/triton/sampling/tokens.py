@@ -1,15 +1,15 @@
 """Sample one token per row without a sort: top-k, top-p, min-p and seeded Gumbel-max noise.
 
-There are always three launches, and the host does not read any result, so a CUDA graph can hold the
-launches.
+There are always three launches, and the host reads no result in between, so a CUDA graph can hold
+the launches.
 
     partials   reads every token: best score, total weight, best logit of each group of tokens
-    choose     completes rows without filters; for others, reads the few groups that matter
-    search     completes rows with many kept tokens (a flat distribution) in passes over the row
+    choose     decides rows without filters; for other rows, reads the groups with the best logits
+    search     decides rows where filters keep many tokens, in several passes over the row
 
-Rejects candidates like FlashInfer's sampling kernels (https://flashinfer.ai, "Sorting-Free GPU
-Kernels for LLM Sampling"), but with fixed noise per token, not new random numbers per round.
-Refuses to know: penalties, grammars, requests.
+As in FlashInfer's sampling kernels (https://flashinfer.ai, "Sorting-Free GPU Kernels for LLM
+Sampling"), tokens are drawn and rejected until one is kept by the filters. But each token has fixed
+noise, instead of new random numbers per round. Refuses to know: penalties, grammars, requests.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel, search_kernel
 
-# Tokens of a part (one program's), and of a group (whose logits are read or skipped together).
+# Number of tokens in a part and in a group: one program of the first kernel reads a part, and the
+# second kernel reads or skips the logits of a group together.
 PART, GROUP = 2048, 64
-# Maximum number of candidates that `choose` can hold, and the k that `choose` uses for top-p
-# without top-k.
+# Maximum number of candidates that the second kernel can hold, and its k for rows without top-k.
 MOST, DEFAULT_K = 1024, 256
-TILE = 16  # groups of logits read at once
+TILE = 16  # groups whose logits are read at once
 SEARCH_BLOCK = 4096  # 8192 would spill registers for bfloat16
 
 
@@ -41,10 +41,11 @@ def sample_tokens(
     min_p: Tensor,
     keys: Tensor,
 ) -> Tensor:
-    """Sample one token per row: among kept tokens, the best ``logit + temperature * G(key, id)``.
+    """Sample one token per row: the best ``logit + temperature * noise(key, id)`` of kept tokens.
 
     Top-k, then top-p of the remaining tokens, and min-p decide which tokens are kept; equally
-    probable tokens are kept or dropped together. Equals `engine.sampling.sampler` in float32.
+    probable tokens are kept or dropped together. The tokens equal those of
+    `engine.sampling.sampler` in float32.
 
     Args:
         logits: ``[num_rows, vocab_size]``, contiguous rows; other dtypes are read as float32.
@@ -52,7 +53,8 @@ def sample_tokens(
         top_k: ``[num_rows]`` int32; 0: off.
         top_p: ``[num_rows]`` float32; 1: off.
         min_p: ``[num_rows]`` float32; 0: off.
-        keys: ``[num_rows, 2]`` int32, the bits of the random words for seed and position.
+        keys: ``[num_rows, 2]`` int32, the bits of two random words that depend on seed and
+            position.
 
     Returns:
         ``[num_rows]`` int64; 0 if every logit is minus infinity, -1 if a logit is NaN or plus
@@ -117,7 +119,7 @@ _PARTIALS = {
 }  # fmt: skip
 _SIZES = {"logits_stride": "i32:16", "vocab_size": "i32:16"}
 _COUNTS = {"num_parts": "i32", "num_groups": "i32"}
-# For Qwen3's vocabulary, 151,936 tokens.
+# Constants for Qwen3's vocabulary of 151,936 tokens.
 AOT_CASES = (
     AotCase(
         "sampling partials bf16",

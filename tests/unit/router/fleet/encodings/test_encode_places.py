@@ -8,8 +8,16 @@ import hashlib
 import pytest
 
 from baton.api.images import ImageSpan, PromptImage
-from baton.link.words import NodeRole, PeerReport, PeerUpdate, StepTime
-from router.fleet.encode_places import BARRED_S, EncodePlan, encode_seconds
+from baton.link.words import (
+    CancelCommand,
+    EncodeCommand,
+    NodeRole,
+    PeerReport,
+    PeerUpdate,
+    StepTime,
+)
+from router.fleet.encodings.encode_places import BARRED_S, EncodePlan, encode_seconds
+from router.fleet.encodings.encode_work import EncodeWork
 from router.fleet.node_pool import NodePool
 from tests.fakes.router.nodes import PREFILL_RECEIPT, HandNode, make_pool, make_registration
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -45,10 +53,13 @@ class Fleet:
             )
         return HandNode(self.pool, registered)
 
-    def plan(self, *images: PromptImage, prefill: int = 0, cached: int = 0) -> EncodePlan | None:
+    def work(self, *images: PromptImage, prefill: int = 0, cached: int = 0) -> EncodeWork:
         self._epoch += 1
         node = self.p[prefill].node
-        return self.pool.plan_encodings(images, node, cached, self._epoch)
+        return self.pool.plan_encodings("call", self._epoch, images, node, cached)
+
+    def plan(self, *images: PromptImage, prefill: int = 0, cached: int = 0) -> EncodePlan | None:
+        return self.work(*images, prefill=prefill, cached=cached).plan
 
     def where(self, *images: PromptImage, prefill: int = 0, cached: int = 0) -> list[str]:
         plan = self.plan(*images, prefill=prefill, cached=cached)
@@ -109,6 +120,18 @@ def test_a_node_whose_encodings_do_not_come_gets_none_for_a_while(fleet: Fleet) 
     assert fleet.where(image("bird"), prefill=1) == ["e0"]
 
 
+def test_only_the_node_whose_encoding_was_lost_gets_none_for_a_while(fleet: Fleet) -> None:
+    images = [image("cat"), image("dog", 64)]
+    plan = fleet.plan(*images)
+    assert plan is not None
+    assert [name[:2] for name in plan.engine_ids] == ["e0", "e1"]
+    lost = dataclasses.replace(PREFILL_RECEIPT, num_encodings_lost=1, lost_images=(1, 99))
+    fleet.pool.encode_places.note_computed(plan, images, lost)
+    others = [image(str(number), 64 * number) for number in range(2)]
+    assert fleet.where(*others, prefill=1) == ["e0", "e0"]
+    assert fleet.where(image("cat"), prefill=1) == ["e0"], "the encoding of e0 is kept"
+
+
 def test_an_image_that_no_encode_node_can_keep_stays_on_the_prefill_node(fleet: Fleet) -> None:
     assert fleet.where(image("wall", num_tokens=2000)) == [""]
 
@@ -120,6 +143,38 @@ def test_without_encode_nodes_there_is_no_plan(fleet: Fleet) -> None:
     assert fleet.plan(image("dog")) is None
     gone = [one.engine_id for one in fleet.p[0].of(PeerUpdate) if one.removed]
     assert gone == ["e0-0", "e1-0"]
+
+
+def test_an_attempt_commands_each_encode_node_and_cancels_once(fleet: Fleet) -> None:
+    cat, dog = image("cat"), image("dog", 64)
+    work = fleet.work(cat, dog)
+    work.send_commands(5.0)
+    for encoder, own in zip(fleet.e, (cat, dog), strict=True):
+        (command,) = encoder.of(EncodeCommand)
+        assert (command.request_id, command.epoch, command.timeout_s) == ("call", 1, 5.0)
+        assert (command.prefill_engine_id, command.images) == ("p0-0", (own,))
+    for _ in range(2):
+        work.end()
+    assert all(encoder.of(CancelCommand) == [CancelCommand("call", 1)] for encoder in fleet.e)
+
+
+@pytest.mark.parametrize("num_lost", [0, 1])
+def test_what_waits_on_encode_nodes_is_cancelled_if_the_prompt_did_without(
+    fleet: Fleet, num_lost: int
+) -> None:
+    work = fleet.work(image("cat"))
+    work.note_computed(dataclasses.replace(PREFILL_RECEIPT, num_encodings_lost=num_lost))
+    assert len(fleet.e[0].of(CancelCommand)) == num_lost
+    work.end()
+    assert len(fleet.e[0].of(CancelCommand)) == num_lost
+
+
+def test_an_attempt_without_encode_nodes_asks_nothing(fleet: Fleet) -> None:
+    work = fleet.pool.plan_encodings("call", 1, [image("cat")], None, 0)
+    work.send_commands(5.0)
+    work.end()
+    assert (work.plan, work.engine_ids) == (None, ())
+    assert not any(encoder.of(EncodeCommand) for encoder in fleet.e)
 
 
 def test_times_are_estimated_from_the_measured_ones() -> None:

@@ -1,7 +1,7 @@
 """GrammarSteps: lets requests with grammars sample once their masks are ready.
 
-A mask has the tokens that a grammar allows next. A mask follows from the output's last token, so it
-is computed between two steps; a request whose mask is late is left out of a step.
+A mask says which tokens a grammar allows next. The mask depends on the output's last token, so it
+is computed between two steps; a request whose mask is not ready is left out of the next step.
 
 Refuses to know: how masks are computed, which requests have room in a step.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.api.errors import InvalidRequestError
-from engine.core.grammar import MaskMaker, MasksAtOnce, allowed_bits
+from engine.core.grammars.grammar import MaskMaker, MasksAtOnce, allowed_bits
 from engine.core.outputs import ScheduledRequest
 from engine.core.request import Request
 from engine.core.step_plan import StepHooks, StepPlan
@@ -25,7 +25,7 @@ class GrammarSteps:
         masks: computes masks between steps; None: compute each mask at once.
 
     Attributes:
-        masks: the argument, or its default.
+        masks: the argument ``masks``, or a `MasksAtOnce`.
         awaits_masks: whether the latest step is empty because the masks of all running requests
             were missing; other threads compute these masks, without waking the engine.
     """
@@ -37,12 +37,12 @@ class GrammarSteps:
     # ------------------------------------------------------------------ requests
 
     def begin_mask(self, request: Request) -> None:
-        """Begin the mask of a request's next token, unless it is ready."""
+        """Begin to compute the mask of a request's next token, unless the mask is ready."""
         if request.grammar is not None and not request.grammar.has_mask:
             self.masks.begin_mask(request.grammar)
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> InvalidRequestError | None:
-        """Advance a request's grammar by tokens of the output, and begin the next token's mask.
+        """Advance a request's grammar by new output tokens, and begin to compute the next mask.
 
         Returns an error if the grammar refuses a token.
         """
@@ -63,10 +63,10 @@ class GrammarSteps:
     # ------------------------------------------------------------------ a step
 
     def begin_step(self, *, may_wait: bool) -> None:
-        """Begin to schedule a step.
+        """Wait for missing masks if allowed; call before a step's requests are chosen.
 
         Args:
-            may_wait: whether to wait some milliseconds for missing masks.
+            may_wait: whether the engine may wait some milliseconds for the masks begun so far.
         """
         self.awaits_masks = False
         if may_wait:
@@ -76,12 +76,12 @@ class GrammarSteps:
         """Return whether a request may compute these tokens now; False if it needs a mask first."""
         grammar = request.grammar
         if grammar is None or grammar.has_mask or request.num_tokens_pending:
-            return True  # with a step in flight, `lacks_mask` checks once more
+            return True  # `lacks_mask` checks again after the step in flight
         end = request.num_computed_tokens + request.num_tokens_in_flight + num_tokens
         return end < request.num_tokens
 
     def lacks_mask(self, item: ScheduledRequest) -> bool:
-        """Return whether a part of a step samples a token whose mask is not ready."""
+        """Return whether a request in a step would sample a token whose mask is not ready."""
         if self.may_run(item.request, item.num_scheduled_tokens):
             return False
         request = item.request
@@ -89,7 +89,7 @@ class GrammarSteps:
         return True
 
     def wait_for_any(self) -> None:
-        """Wait some milliseconds for a mask, because no running request has one."""
+        """Wait some milliseconds for any mask, as the masks of all running requests are missing."""
         self.awaits_masks = True
         self.masks.wait_for_any()
 
@@ -99,7 +99,7 @@ class GrammarSteps:
         scheduled: Sequence[ScheduledRequest],
         after_layer: Callable[[int], None] | None,
     ) -> StepHooks:
-        """Return the hooks of a planned step, which give the worker the masks."""
+        """Return the hooks of a planned step, through which the worker gets grammar masks."""
         if not plan.constrained:
             return StepHooks(after_layer)
         items = {item.request.request_id: item for item in scheduled}

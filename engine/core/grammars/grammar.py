@@ -22,33 +22,37 @@ from baton.text.thoughts.state import NO_LIMIT, Phase, ThoughtState
 
 _STUCK = "structured_output: no token is left that the grammar, the bans and the limits allow"
 
-# Longest mean processor time of a grammar's masks, in seconds; the request of a slower grammar
+# Longest mean processor time of a grammar's masks, in seconds; a request with a slower grammar
 # fails, because all requests share the processors. Masks take 0.01 to a few milliseconds, but some
 # grammars slow down as the output grows. Time spent waiting for a busy processor does not count.
 _MAX_MEAN_S = 0.005
-# Additional processor time, in seconds, for work done once, such as the first masks.
+# Processor time, in seconds, that a grammar may take beyond the mean, for work done once, such as
+# the first masks.
 _MAX_EXTRA_S = 0.2
 
 
 class GrammarState:
     """One request's progress through its thought (reasoning text) and its grammar.
 
-    One thread at a time may use a state: the engine's thread, or a thread that computes its mask.
+    Only one thread at a time may use a state: the engine's thread, or a thread that computes the
+    state's mask.
 
     Args:
-        matcher: matcher for this state alone, at the grammar's beginning; None: there is only
-            a thought.
-        params: the request's parameters: banned tokens, and the marks of its thought.
-        vocab_size: size of the logits; ids beyond the tokenizer's are never allowed.
+        matcher: the grammar library's matcher, at the grammar's beginning, which no other state
+            uses; None: only a thought constrains the output.
+        params: the request's sampling parameters, which have the banned tokens and the marks of the
+            thought.
+        vocab_size: number of logits; ids that the tokenizer lacks are never allowed.
         end_token_ids: tokens that end an output. In a thought before a grammar, an end token is
             replaced by the thought's closing mark.
 
     Attributes:
-        problem: why no token can follow; empty while one can.
+        problem: why no token can follow; empty while a token can follow.
         num_accepted: output tokens that the grammar has accepted.
         has_mask: whether the mask of the next token is computed, so that a token can be sampled.
         mask_s: processor time that the latest mask took; 0 before the first.
-        thought: progress of the thought; None: the grammar begins at once.
+        thought: progress through the thought; None: there is no thought, so the grammar begins at
+            once.
     """
 
     def __init__(
@@ -68,15 +72,15 @@ class GrammarState:
         self._matcher = matcher
         self._permitted = _permitted_bits(params, vocab_size)
         self._end_token_ids = end_token_ids.difference(params.stop_token_ids)
-        # Mask of the next token, then masks after each token given to `look_ahead`. None: any token
-        # is allowed.
+        # The mask of the next token, then the masks after each draft given to `look_ahead`; None in
+        # place of a mask: any token is allowed.
         self._masks: list[NDArray[np.uint8] | None] = []
         self._spent_s = 0.0
         self._num_masks = 0
 
     @property
     def num_free(self) -> int:
-        """Return how many of the next tokens need no mask, whatever these tokens will be."""
+        """Return how many of the next output tokens need no mask, whichever tokens are sampled."""
         if self.problem or self.thought is None:
             return NO_LIMIT if self._matcher is None and not self.problem else 0
         return self.thought.num_free
@@ -85,36 +89,36 @@ class GrammarState:
         """Return whether a step needs grammar masks for the tokens that it samples.
 
         Args:
-            num_pending: number of tokens that the step in flight samples first.
-            num_ahead: number of tokens ahead that need masks; at most what `look_ahead` returned.
+            num_pending: number of tokens that the step in flight will sample before this step.
+            num_ahead: number of drafts in the step, at most as many as `look_ahead` returned.
         """
         if num_ahead:
             return any(mask is not None for mask in self._masks[: 1 + num_ahead])
         return self.num_free <= num_pending
 
     def corrected(self, token_id: int) -> int:
-        """Return the token; replace an end token within a thought by the thought's closing mark."""
+        """Return the token, or the closing mark if an end token comes before the thought's end."""
         if token_id in self._end_token_ids and self._must_go_on:
             assert self.thought is not None
             return self.thought.closing_token_id
         return token_id
 
     def compute_mask(self) -> None:
-        """Compute which tokens may come next, unless already done; releases the GIL."""
+        """Compute the mask of the next token, unless it is computed already; releases the GIL."""
         if not self.has_mask:
             self._masks = [self._next_bits()]
             self.has_mask = True
 
     def fail(self, problem: str) -> None:
-        """Fail for a reason outside the grammar library; allow no further token."""
+        """Allow no further token, for a reason that does not come from the grammar library."""
         self.problem = f"structured_output: {one_line(problem)}"
         self._masks, self.has_mask = [np.full_like(self._permitted, 0xFF)], True
 
     def look_ahead(self, token_ids: Sequence[int], limit_s: float) -> int:
-        """Compute masks after each of these possible next tokens; return how many tokens got a
-        mask.
+        """Compute the mask after each of these drafts; return after how many drafts masks are
+        known.
 
-        Stops at a token that the grammar forbids, or after ``limit_s`` seconds of processor time.
+        Stops at a draft that the grammar forbids, or after ``limit_s`` seconds of processor time.
         """
         self.compute_mask()
         del self._masks[1:]
@@ -137,7 +141,7 @@ class GrammarState:
         if num_consumed:
             assert self._matcher is not None
             self._matcher.rollback(num_consumed)
-        if num_ahead and self.problem == _STUCK:  # stuck after a draft, which may still be rejected
+        if num_ahead and self.problem == _STUCK:  # a draft is stuck, but may still be rejected
             self.problem = ""
         return num_ahead
 
@@ -148,7 +152,7 @@ class GrammarState:
         allowed, all bits are set, `problem` says why, and `accept` refuses every token.
 
         Args:
-            num_ahead: number of tokens ahead to return masks for; at most what `look_ahead`
+            num_ahead: number of drafts after which to return masks, at most as many as `look_ahead`
                 returned.
         """
         self.compute_mask()
@@ -156,10 +160,10 @@ class GrammarState:
         return [self._permitted if mask is None else mask for mask in masks]
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token of the output; return False if the grammar forbids the token."""
+        """Advance by an output token; return False if grammar or thought forbid the token."""
         if self.problem:
             return False
-        thought = self.thought  # without a grammar, as for most requests
+        thought = self.thought  # most requests have only a thought and no grammar
         if thought is not None and not self._may_come(token_id):
             self.problem = f"structured_output: token {token_id} is no part of the thought's form"
         elif (thought is None or not thought.accept(token_id)) and self._matcher is not None:
@@ -170,12 +174,12 @@ class GrammarState:
         self.has_mask = False
         self.num_accepted += 1
         if thought is not None and self.num_free:
-            self.compute_mask()  # no mask to compute: any token is allowed
+            self.compute_mask()  # costs nothing here: any token is allowed
         return not self.problem
 
     @property
     def is_terminated(self) -> bool:
-        """Return whether the output is complete and no token can follow."""
+        """Return whether the grammar is complete, so that no token can follow."""
         if self.problem or self._matcher is None:
             return False
         is_over = self.thought is None or self.thought.phase is Phase.OVER
@@ -183,7 +187,7 @@ class GrammarState:
 
     @property
     def _must_go_on(self) -> bool:
-        """Return whether the output is within a thought, and an answer must follow the thought."""
+        """Return whether the output is within a thought that an answer must follow."""
         thought = self.thought
         return self._matcher is not None and thought is not None and thought.phase is Phase.OPEN
 
@@ -198,9 +202,9 @@ class GrammarState:
         return token_id in thought.choices
 
     def _is_of_answer(self, token_id: int) -> bool:
-        """Advance the thought by a token.
+        """Advance the thought, if any, by an output token.
 
-        Return True if the token is part of the answer instead.
+        Return True if the token is not part of the thought, but of the answer.
         """
         return self.thought is None or not self.thought.accept(token_id)
 
@@ -225,7 +229,7 @@ class GrammarState:
         return np.full_like(bits, 0xFF) if self.problem else bits
 
     def _beginning_bits(self, thought: ThoughtState) -> NDArray[np.uint8]:
-        """Return the mask of the tokens that do not end a thought; without any, of all tokens."""
+        """Return the mask of a thought's first token, which must not end the thought."""
         bits = self._permitted.copy()
         for token_id in (thought.closing_token_id, *self._end_token_ids):
             if token_id < 8 * len(bits):
@@ -233,7 +237,7 @@ class GrammarState:
         return bits if bits.any() else self._permitted
 
     def _add_grammar_bits(self, matcher: LLMatcher, bits: NDArray[np.uint8]) -> None:
-        """Add the tokens that the grammar allows next to the mask."""
+        """Set the bits of the tokens that the grammar allows next in the mask ``bits``."""
         self._num_masks += 1
         if self._spent_s > self._num_masks * _MAX_MEAN_S + _MAX_EXTRA_S:
             self._fail_for_time()
@@ -258,7 +262,7 @@ class GrammarState:
 
 
 class MaskMaker(Protocol):
-    """Computes grammars' masks between steps, and limits how long a step waits for them.
+    """Computes grammars' masks between steps, and limits how long a step waits for its masks.
 
     Only the engine's thread calls these methods.
     """
@@ -267,13 +271,13 @@ class MaskMaker(Protocol):
         """Prepare for the first mask; raises RuntimeError if the system allows no threads."""
 
     def begin_mask(self, grammar: GrammarState) -> None:
-        """Begin to compute a grammar's mask; leave the grammar alone until `has_mask` is True."""
+        """Begin to compute a mask; callers must not use the state until `has_mask` is True."""
 
     def wait(self) -> None:
-        """Wait a few milliseconds at most for all masks begun since the last call."""
+        """Wait, a few milliseconds at most, for all masks that were begun since the last call."""
 
     def wait_for_any(self) -> None:
-        """Wait a few milliseconds at most until any pending mask is ready."""
+        """Wait, a few milliseconds at most, until some mask that is being computed is ready."""
 
 
 class MasksAtOnce:
@@ -283,7 +287,7 @@ class MasksAtOnce:
         """Return at once: no thread is needed."""
 
     def begin_mask(self, grammar: GrammarState) -> None:
-        """Compute the mask now."""
+        """Compute the mask at once, in this thread."""
         grammar.compute_mask()
 
     def wait(self) -> None:
@@ -296,10 +300,10 @@ class MasksAtOnce:
 def allowed_bits(
     grammars: Mapping[str, tuple[GrammarState, int]],
 ) -> dict[str, list[NDArray[np.uint8]]]:
-    """Return the masks of a step's grammars; see `GrammarState.allowed_bits`.
+    """Return the masks of each request of a step: of its next token and after each of its drafts.
 
     Args:
-        grammars: grammar states by request id, each with the number of its drafts in the step.
+        grammars: by request id, the grammar state and the request's number of drafts in the step.
     """
     return {
         request_id: grammar.allowed_bits(num_ahead)
@@ -308,7 +312,7 @@ def allowed_bits(
 
 
 def _permitted_bits(params: SamplingParams, vocab_size: int) -> NDArray[np.uint8]:
-    """Return one bit per token: set unless the request itself bans the token."""
+    """Return a mask with one bit per token, set unless the request's parameters ban the token."""
     permitted = np.ones(vocab_size, dtype=np.bool_)
     if params.allowed_token_ids is not None:
         permitted[:] = False

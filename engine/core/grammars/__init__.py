@@ -1,0 +1,1 @@
+"""What the scheduler knows of grammars: a state per request, and masks between steps."""

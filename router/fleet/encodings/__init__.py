@@ -1,0 +1,1 @@
+"""Which nodes encode the images of prompts, and what attempts ask of encode nodes."""
