@@ -44,3 +44,9 @@ class PrefillOptions(NodeOptions):
         help="With --encode-nodes: how long a prompt waits for an encoding before this node "
         "encodes the image, seconds.",
     )
+    fetch_timeout_s: float = option(
+        2.0,
+        above=0,
+        help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
+        "computes the prompt, seconds.",
+    )

@@ -73,6 +73,9 @@ class PrefillTrace:
             if self.receipt.num_encodings_received or self.receipt.num_encodings_lost:
                 counts["baton.encodings_received"] = self.receipt.num_encodings_received
                 counts["baton.encodings_lost"] = self.receipt.num_encodings_lost
+            if self.receipt.num_fetched_tokens or self.receipt.num_fetches_lost:
+                counts["baton.fetched_tokens"] = self.receipt.num_fetched_tokens
+                counts["baton.fetches_lost"] = self.receipt.num_fetches_lost
         parent, request_id, begin_s = self.parent, self.request_id, self.received_at
         whole = request_span(
             "prefill", parent, request_id, begin_s, now, counts=counts, error=self.error

@@ -261,6 +261,9 @@ class SimExecutor:
     def do_idle_work(self, num_used_blocks: int) -> bool:
         return False
 
+    def expert_loads(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def check_health(self) -> None:
         pass
 

@@ -302,6 +302,10 @@ SUBJECT = Subject(
         Measurement(
             "engine_cpu.parallel", "models/parallel engine/executors kernels/csrc", (PARALLEL,)
         ),
+        Measurement(
+            "engine_cpu.expert_parallel",
+            "models/parallel/experts.py kernels/csrc/experts.c",
+        ),
         Measurement("engine_cpu.model_load", "models/loading", (MODEL_LOAD,)),
         Measurement("engine_cpu.perplexity", "kernels/csrc models"),
     ),

@@ -43,6 +43,11 @@ from engine.core.waiting_room import WaitingRoom
 # these blocks; without them, a request would be preempted and computed again.
 WATERMARK = 0.01
 
+_RESUMABLE = (
+    RequestStatus.WAITING_FOR_GRAMMAR,
+    RequestStatus.WAITING_FOR_PIXELS,
+    RequestStatus.WAITING_FOR_PREFIX,
+)
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
 
 
@@ -202,9 +207,15 @@ class Scheduler:
         self._accept(request, request.output_token_ids[grammar.num_accepted :])
 
     def resume(self, request: Request) -> None:
-        """Put a request in line if it waited for its grammar or pixels, and both are ready."""
-        if request.status in (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_PIXELS):
+        """Put a request in line if all that it waited for is ready."""
+        if request.status in _RESUMABLE:
             self._room.queue(request)
+
+    def end_fetch(self, request: Request) -> None:
+        """Let a request go on with the prefix cache as it is; ignored if the request has ended."""
+        request.awaits_prefix = False
+        if self.requests.get(request.request_id) is request:
+            self.resume(request)
 
     def fail(self, request: Request, error: BatonError) -> None:
         """Record a failure; end the request unless a peer may still write its blocks.

@@ -108,6 +108,13 @@ class Executor(Protocol):
             num_used_blocks: number of KV blocks that were ever allocated.
         """
 
+    def expert_loads(self) -> tuple[float, float]:
+        """Return how many rows experts had so far: those of the busiest rank, and of a mean rank.
+
+        A row is a pair of a token and one of its experts. The busiest rank is found anew in each
+        layer and step. Safe from any thread. Returns zeros unless ranks divide the experts.
+        """
+
     def check_health(self) -> None:
         """Raise EngineDeadError when a worker is gone, a step has failed, or a call was late."""
 

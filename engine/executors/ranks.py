@@ -276,6 +276,9 @@ class RanksExecutor:
         """Return False: several ranks never populate KV memory ahead of use."""
         return False
 
+    def expert_loads(self) -> tuple[float, float]:
+        return self._local.expert_loads()
+
     def check_health(self) -> None:
         if self._others.failure is not None:
             raise self._others.failure
