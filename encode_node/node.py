@@ -185,9 +185,10 @@ class EncodeNode:
 
     def _start(self, job: _Job) -> None:
         """Send a kept encoding, wait with other jobs for the image, or have the image decoded."""
-        if job.key in self._pushes:  # the same command came twice
-            return
         digest, num_tokens = job.image.span.digest, job.image.span.num_tokens
+        waiting = self._works[digest].jobs if digest in self._works else ()
+        if job.key in self._pushes or any(one.key == job.key for one in waiting):
+            return  # the command came twice
         kept = self.store.hold(digest)
         if kept is not None:
             self.counts.hits += 1

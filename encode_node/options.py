@@ -18,6 +18,7 @@ class EncodeOptions(ProgramOptions):
     num_threads: int = same_option(EngineConfig, "num_threads")
     cpu_list: str = same_option(EngineConfig, "cpu_list")
     native_kernels: bool = same_option(EngineConfig, "native_kernels")
+    weights: str = same_option(EngineConfig, "weights")
     max_num_encoder_input_tokens: int = option(
         8192,
         least=1,
@@ -40,4 +41,5 @@ class EncodeOptions(ProgramOptions):
             num_threads=self.num_threads,
             cpu_list=self.cpu_list,
             native_kernels=self.native_kernels,
+            weights=self.weights,
         )

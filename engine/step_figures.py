@@ -18,9 +18,9 @@ from engine.step_log import StepLog
 from engine.step_stretch import StepStretch
 from models.work import model_work
 
-# A step that decodes may always compute one part in this many of the prompt tokens that the options
-# allow, even if the step then takes too long. With fewer tokens, a prompt would need more steps,
-# each of which reads all weights.
+# The options limit the prompt tokens of a step that decodes. The limit divided by this number is
+# always allowed, even if the step then takes too long. With fewer tokens, a prompt would need more
+# steps, each of which reads all weights.
 _LEAST_PART = 8
 
 

@@ -88,7 +88,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward part on one residual stream, with norms before or after each."""
+    """A mixer and possibly a feed-forward part on one residual stream, and their norms."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class DecoderLayer(nn.Module):
 
 
 class Shareable(Protocol):
-    """A part of a layer that ranks can divide. The sum of the ranks' results is the part's result.
+    """A part of a layer that ranks may divide. The sum of their results is the part's result.
 
     Attributes:
         can_share: whether ranks can divide this part; if not, each rank computes all of it.

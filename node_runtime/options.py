@@ -34,7 +34,8 @@ class ProgramOptions:
     ready_with_peer: bool = option(
         False,
         help="Be ready (health checks, /ready) only while a node of the other role can be "
-        "reached, so that a rolling update waits for both roles.",
+        "reached, so that a rolling update waits for both roles. A prefill node needs a decode "
+        "node, and an encode node needs a prefill node.",
     )
     listen: str = option(
         "127.0.0.1:0", help="host:port for health, reflection and admin; port 0: any free port."

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from baton.api.outputs import PrefillReceipt
 from baton.kv.encodings import holds_encodings
 from baton.link.words import PrefillCommand
+from baton.telemetry.ledger import Ledger
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 from kvconnector.base import HandoffMetrics, TransferEvent
@@ -55,6 +56,7 @@ class Job:
             num_encodings_received=self.encodings.num_received if self.encodings else 0,
             num_encodings_lost=self.encodings.num_lost if self.encodings else 0,
             encodings_wait_s=self.encodings.waited_s if self.encodings else 0.0,
+            lost_images=self.encodings.lost_images if self.encodings else (),
             num_images_encoded=self.request.num_images_encoded,
             num_encodings_cached=self.request.num_encodings_cached,
             encoder_s=self.request.encoder_s,
@@ -195,6 +197,15 @@ class Jobs:
     def num_encodings(self) -> int:
         """Number of encodings that are to arrive, or that are lost and in quarantine."""
         return 0 if self.arrivals is None else self.arrivals.num_transfers
+
+    @property
+    def num_waiting_for_encodings(self) -> int:
+        """Number of prompts that wait for encodings; safe from any thread."""
+        return 0 if self.arrivals is None else self.arrivals.num_waiting
+
+    def encodings_ledger(self) -> Ledger | None:
+        """Return the owners of the memory for encodings; None: this node receives none."""
+        return None if self.arrivals is None else self.arrivals.ledger()
 
     def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
         """Return metrics of hand-offs with counts of encodings; safe from any thread."""

@@ -8,6 +8,7 @@ continues the output after token 1, unless token 1 ends the output.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -112,6 +113,7 @@ class PrefillNode:
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
             adapter_load_s=self._inbox.adapter_load_s,
+            num_waiting_for_encodings=self.jobs.num_waiting_for_encodings,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests
@@ -127,7 +129,8 @@ class PrefillNode:
 
     def ledger(self) -> Ledger:
         """Return which owners hold which blocks; call between steps, on this node's thread."""
-        return take_ledger(self.engine, self.push_tracker.held())
+        ledger = take_ledger(self.engine, self.push_tracker.held())
+        return dataclasses.replace(ledger, encodings=self.jobs.encodings_ledger())
 
     def handoff_metrics(self) -> HandoffMetrics:
         """Return counts of hand-offs and encodings; safe from any thread."""

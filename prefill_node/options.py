@@ -11,7 +11,7 @@ from node_runtime.options import NodeOptions
 
 
 class PushMode(StrEnum):
-    """When KV blocks are sent; the latest mode comes first. All modes send the same bytes."""
+    """When KV blocks are sent, from the latest mode to the earliest. All send the same bytes."""
 
     AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
     CHUNKS = "chunks"  # a chunk's full blocks are sent while the next chunk computes

@@ -50,6 +50,7 @@ class PrefillReceipt:
         num_encodings_lost: images that encode nodes failed to encode in time, so that this node
             encoded them.
         encodings_wait_s: command received -> last encoding received or lost; a part of ``queue_s``.
+        lost_images: indexes in the prompt of the images that ``num_encodings_lost`` counts.
         num_images_encoded: images that this node encoded.
         num_encodings_cached: images whose encodings were in this node's encoder cache.
         encoder_s: time in the image encoder during the steps that computed the prompt, for images
@@ -68,6 +69,7 @@ class PrefillReceipt:
     num_images_encoded: int = 0
     num_encodings_cached: int = 0
     encoder_s: float = 0.0
+    lost_images: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,9 @@ def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.List
             yield part
             part, num_bytes = admin_pb2.ListBlocksResponse(), 0
     yield part
+    if ledger.encodings is not None:
+        for encodings in ledger_to_protos(ledger.encodings, part_bytes):
+            yield admin_pb2.ListBlocksResponse(encodings=encodings)
 
 
 def _holding_to_proto(holding: BlockHolding) -> admin_pb2.BlockHolding:

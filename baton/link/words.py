@@ -181,6 +181,8 @@ class NodeBeat:
         num_waiting_for_adapters: commands that wait until their adapters are loaded;
             ``num_waiting`` includes them.
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
+        num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
+            their images; ``num_waiting`` includes them.
     """
 
     num_waiting: int = 0
@@ -198,6 +200,7 @@ class NodeBeat:
     adapters: tuple[str, ...] = ()
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
+    num_waiting_for_encodings: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,20 +298,22 @@ class ListBlocksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListBlocksResponse(_message.Message):
-    __slots__ = ("holdings", "num_blocks", "num_free_blocks", "num_references", "orphans", "overdrawn")
+    __slots__ = ("holdings", "num_blocks", "num_free_blocks", "num_references", "orphans", "overdrawn", "encodings")
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_REFERENCES_FIELD_NUMBER: _ClassVar[int]
     ORPHANS_FIELD_NUMBER: _ClassVar[int]
     OVERDRAWN_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     holdings: _containers.RepeatedCompositeFieldContainer[BlockHolding]
     num_blocks: int
     num_free_blocks: int
     num_references: int
     orphans: _containers.RepeatedCompositeFieldContainer[BlockRange]
     overdrawn: _containers.RepeatedCompositeFieldContainer[BlockRange]
-    def __init__(self, holdings: _Optional[_Iterable[_Union[BlockHolding, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_references: _Optional[int] = ..., orphans: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., overdrawn: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ...) -> None: ...
+    encodings: ListBlocksResponse
+    def __init__(self, holdings: _Optional[_Iterable[_Union[BlockHolding, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_references: _Optional[int] = ..., orphans: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., overdrawn: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., encodings: _Optional[_Union[ListBlocksResponse, _Mapping]] = ...) -> None: ...
 
 class BlockHolding(_message.Message):
     __slots__ = ("owner", "request_id", "epoch", "state", "peer", "age_s", "num_blocks", "ranges")

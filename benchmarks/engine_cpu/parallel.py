@@ -177,9 +177,9 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """Return medians: ms of a hand-off that computing does not hide, and its descriptors.
+    """Return medians: ms of a hand-off that computing does not hide, and number of descriptors.
 
-    Descriptors are counted per block and pair of ranks.
+    The descriptors are those of one block and one pair of ranks.
     """
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt

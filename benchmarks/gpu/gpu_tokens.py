@@ -42,7 +42,7 @@ OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
 def check_ops(device: str, report: Report) -> bool:
-    """Test all Triton ops and attention backends against the reference (a GPU: bf16 too)."""
+    """Test attention backends and, on a GPU, all Triton ops against the reference."""
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)

@@ -48,6 +48,8 @@ class Options:
         words: number of words of a user's message; a word is about one token.
         output_tokens: number of tokens of an answer.
         pause_s: mean pause between an answer and the next turn.
+        lend: whether nodes lend idle cores, as with `baton up`; only for a machine without other
+            work.
     """
 
     shapes: Sequence[str] = SHAPES
@@ -57,6 +59,7 @@ class Options:
     words: int = 80
     output_tokens: int = 160
     pause_s: float = 1.0
+    lend: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,7 @@ def measure(gguf: str, shape: str, options: Options, seed: int) -> list[Turn]:
             router_args=("--policy", "cost", *local),
             num_prefill=wanted.num_prefill,
             num_decode=wanted.num_decode,
+            lend_cores=options.lend,
         ) as deployment,
         admin_of(deployment.config.listen) as admin,
     ):

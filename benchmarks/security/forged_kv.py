@@ -172,7 +172,7 @@ class Open:
 
 
 class Scene:
-    """Two nodes, the router's part of the nodes' protocol, and the attacker.
+    """Two nodes, the attacker, and a stand-in that sends the router's messages to the nodes.
 
     Args:
         connector: name of the KV connector between the nodes.

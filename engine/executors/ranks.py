@@ -257,7 +257,7 @@ class RanksExecutor:
         self._local.check_adapter(files)
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        return 0  # packing adds values over ranks, which must not mix with a step's sums
+        return 0  # packing sums over ranks, too, and its sums must not mix with a step's
 
     def keep_cores(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: ranks do not lend cores to other nodes."""

@@ -19,8 +19,8 @@ YES: Callable[[], bool] = lambda: True  # noqa: E731
 # Otherwise, their minimum is, because the first steps of a size may compile kernels.
 _ENOUGH = 5
 TRIED = 3  # number of samples from which on the cost of a size is known
-# The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by less than
-# `_MUCH` times, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
+# The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by a factor
+# below `_MUCH`, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
 _SAMPLES = 5  # latest samples kept per size; their median ignores slow moments
 _FORGET_AFTER = 2000  # steps after which the samples of an unused size are dropped
@@ -236,7 +236,7 @@ class Choice:
 def choose_num_drafts(
     costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
 ) -> tuple[int, Choice]:
-    """Return how many drafts to make per request if making them takes time, and the reasons.
+    """Return how many drafts to make per request, given what drafting costs, and the reasons.
 
     Args:
         num_rows: number of requests in the next step.

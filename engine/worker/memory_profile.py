@@ -65,7 +65,7 @@ class MemoryProfile:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Return the bytes of the KV cache: the room, but at most `largest_cache`."""
+        """Return the bytes of the KV cache: `room`, but at most `largest_cache`, and at least 0."""
         return max(min(self.room, self.largest_cache), 0)
 
     @property

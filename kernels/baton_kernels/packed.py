@@ -23,7 +23,7 @@ INPUT_BLOCK = 64
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
 FLOAT8_GROUP = 128  # group sizes of float8 weights are multiples of this
-# Bits of a code -> number of inputs to a multiple of which rows are padded.
+# Bits of a code -> rows are padded to a multiple of this number of inputs.
 _STEPS = {8: 8, 6: 16, 4: 8}
 # Values of the 16 codes of e2m1 (OCP Microscaling Formats, 1.0), doubled to be integers, as in
 # codes.h.

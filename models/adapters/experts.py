@@ -177,7 +177,7 @@ class AdaptedExperts:
     def _products(
         self, name: str, rows: Tensor, groups: Sequence[_Group], parts: Sequence[ExpertsLowRank]
     ) -> Tensor:
-        """Return one layer's results with adapters, by each row's expert: ``[num_rows, outputs]``.
+        """Apply each row's expert and adapter in one layer; return ``[num_rows, outputs]``.
 
         One call multiplies all rows of an expert; one further call adds all adapters' products.
         """
@@ -236,7 +236,7 @@ class AdaptedExperts:
         return self._moe.inner_size if name == FIRST else self._moe.width
 
     def _padded(self, name: str) -> int:
-        """Return the rows of a half (first layer) or of the whole second layer, with padding."""
+        """Return the rows of a half (first layer) or of the second layer, counted with padding."""
         every, size = self._moe.get_submodule(name), self._size(name)
         return every.packed.in_whole_panels(size) if isinstance(every, PackedLinear) else size
 

@@ -148,8 +148,8 @@ class TransferCollector(Collector):
         )
         yield gauge("block_references", "References that the pool counts.", ledger.num_references)
         yield gauge("block_references_owned", "References that have an owner.", held.total())
-        yield gauge("blocks_orphaned", "More references than owners: leaked.", len(ledger.orphans))
-        yield gauge("blocks_overdrawn", "More owners than references.", len(ledger.overdrawn))
+        yield gauge("blocks_orphaned", "More references than owners: leaked.", ledger.num_orphans)
+        yield gauge("blocks_overdrawn", "More owners than references.", ledger.num_overdrawn)
 
     def _histogram(
         self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float

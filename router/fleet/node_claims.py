@@ -263,8 +263,8 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
             f"got {beat.num_free_blocks}"
         )
     for field in (
-        "num_waiting", "num_waiting_for_remote_kvs", "num_waiting_for_adapters", "num_running",
-        "num_transfers",
+        "num_waiting", "num_waiting_for_remote_kvs", "num_waiting_for_adapters",
+        "num_waiting_for_encodings", "num_running", "num_transfers",
     ):  # fmt: skip
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"

@@ -154,6 +154,11 @@ class NodePool:
         """Number of nodes that have joined."""
         return len(self._nodes)
 
+    @property
+    def num_pair_nodes(self) -> int:
+        """Number of prefill and decode nodes that have joined."""
+        return sum(len(self._of(role)) for role in PAIR_ROLES)
+
     def can_load_adapter(self, digest: str) -> bool:
         """Return whether each role has a node that has an adapter in memory or can load it.
 
@@ -352,8 +357,9 @@ class NodePool:
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            # If the router was held up, the node hung up for this reason, and is not lost
-            if not self._is_held_up:
+            # If the router was held up, the node hung up for this reason, and is not lost. Encode
+            # nodes get no attempts, so no request is suspected of ending one.
+            if not self._is_held_up and node.registration.role in PAIR_ROLES:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
@@ -510,22 +516,29 @@ class NodePool:
     def _watch_progress(self, node: Node) -> None:
         """Mark a node as stuck, or as no longer stuck.
 
-        A node is marked as stuck only if another node can do its work. A stuck process ends itself
-        a little later; if it goes on instead, it is used again.
+        A node is marked as stuck only if another node can do its work; prefill nodes can do the
+        work of an encode node. A stuck process ends itself a little later; if it goes on instead,
+        it is used again.
         """
         is_stuck = node.looks_stuck(self._engine_timeout_s)
-        others = (one for one in self._of(node.registration.role) if one is not node)
-        if is_stuck is node.is_stuck or (is_stuck and not any(map(self.is_eligible, others))):
+        if is_stuck is node.is_stuck or (is_stuck and not self._is_replaceable(node)):
             return
         node.is_stuck = is_stuck
         self._note_change()
         if is_stuck:
-            self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
+            if node.registration.role in PAIR_ROLES:
+                self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             why = f"stands still: its {node.beat.stalled_thread} thread is busy with one thing for "
             node.fail_legs(f"{why}{node.beat.stalled_s:g} s")
         else:
             self.lost_nodes.note_joined(node.engine_id, node.name)
         logger.warning("%s %s", node.name, "stands still" if is_stuck else "goes on")
+
+    def _is_replaceable(self, node: Node) -> bool:
+        """Return whether another node that may get requests can do a node's work."""
+        role = node.registration.role
+        others = (one for one in self._of(role) if one is not node)
+        return role not in PAIR_ROLES or any(map(self.is_eligible, others))
 
     # ------------------------------------------------------------------ pairs
 

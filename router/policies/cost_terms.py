@@ -31,7 +31,7 @@ BUSY_FACTOR = 2.0
 # that prompts on D take: from this share on, each second of delay counts as a second; below it, the
 # weight falls with the square of the share. So a few short prompts cost little, and a long prompt
 # or many prompts cost as much as a standstill.
-WHOLE_HARM_SHARE = 0.25
+WHOLE_HARM_SHARE = 0.2
 # Computing a prompt on the decode node must be cheaper by this margin, because the next prompt has
 # to wait. If the decode node is idle, the margin shrinks with the share of the prompt that must be
 # computed: a conversation with a short new part stays where its KV is, and no prefill node computes

@@ -121,7 +121,10 @@ class NodeLoad:
         num_placed_tokens: tokens of all requests that this router ever placed on the node, counted
             like ``num_open_tokens``.
         prefill: predicted seconds to compute a prompt, by its number of uncomputed tokens.
-        prefill_queue_s: predicted seconds to compute all open prompts, of all routers.
+        awaits_encodings: whether all open prompts wait for encodings from encode nodes, so that
+            the node has nothing to compute.
+        prefill_queue_s: predicted seconds to compute all open prompts of all routers that do not
+            wait for encodings.
         prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
             queue included: base + per token * uncomputed tokens. Larger if the weight is below 1.
         prefill_front_s: mean seconds per prompt in ``prefill_queue_s``: the assumed whole time of
@@ -174,6 +177,7 @@ class NodeLoad:
             shared_units=_SHARED_UNITS,
         )
         self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
+        self.awaits_encodings = False
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -473,12 +477,14 @@ class NodeLoad:
         """Compute the values that policies read: they are read more often than they change."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
-        self.prefill_queue_s = line.base * num_requests + line.per_unit * (
+        open_s = line.base * num_requests + line.per_unit * (
             self._num_uncomputed + self._num_foreign
         )
+        self.prefill_queue_s = open_s * (1 - self._share_without_encodings())
         self.prefill_base_s = (self.prefill_queue_s + line.base) / weight
         self.prefill_s_per_token = line.per_unit / weight
-        self.prefill_front_s = self.prefill_queue_s / max(num_requests, 1) / weight
+        front_s = min(open_s / max(num_requests, 1), self.prefill_queue_s)
+        self.prefill_front_s = front_s / weight
         if not self._is_decode:
             return
         self.num_batch = self.num_open_requests + self._num_foreign_requests
@@ -494,6 +500,19 @@ class NodeLoad:
         # A slower step also delays the other requests, which have half of their steps left on
         # average.
         self.step_s_per_unit = step.per_unit * (1 + self.num_batch / 2 / weight)
+
+    def _share_without_encodings(self) -> float:
+        """Return which share of the open prompts waits for encodings; set `awaits_encodings`.
+
+        The node does not say which prompts wait, so each prompt counts as an average prompt.
+        """
+        beat = self.beat
+        if not beat.num_waiting_for_encodings:  # by far the most frequent case
+            self.awaits_encodings = False
+            return 0.0
+        num_prompts = max(self.num_uncomputed_requests, beat.num_waiting + beat.num_running)
+        self.awaits_encodings = beat.num_waiting_for_encodings >= num_prompts
+        return min(beat.num_waiting_for_encodings / max(num_prompts, 1), 1.0)
 
 
 def _profile(registration: NodeRegistration) -> tuple[Point, ...]:

@@ -118,7 +118,7 @@ def test_local_only_where_it_is_clearly_better() -> None:
     for _ in range(20):
         book["d0"].note_opened(400, num_arriving=100)
     assert names(Cost().pick(query_of(), fleet)) == ("", "d0")  # one prompt delays them little
-    for _ in range(3):  # prompts took a quarter of the time of the answers
+    for _ in range(3):  # prompts took a fifth of the time of the answers
         book["d0"].note_closed(book["d0"].note_opened(4000, num_uncomputed=4000))
     assert names(Cost().pick(query_of(), fleet)) == ("p0", "d0")
 
@@ -149,7 +149,7 @@ def test_a_prompt_delays_decodes_by_its_tokens_and_not_by_the_fixed_time_of_a_st
         book["d0"].note_opened(1000, num_arriving=800)
     line, residence_s = book["d0"].prefill, book.shared.residence_s
     delay_s = 200 * line.per_unit
-    harm = (delay_s / residence_s / 0.25) ** 2
+    harm = (delay_s / residence_s / 0.2) ** 2
     for num_missing, expected_s in ((200, harm * delay_s * 4), (4000, 4000 * line.per_unit * 4)):
         query = query_of(4000, {"d0-0": 4000 - num_missing})
         places = Cost().explain(query, book.fleet(may_self_prefill=True))
