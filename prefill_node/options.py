@@ -11,7 +11,7 @@ from node_runtime.options import NodeOptions
 
 
 class PushMode(StrEnum):
-    """When KV blocks are sent; the latest mode comes first. All modes send the same bytes."""
+    """When KV blocks are sent, from the latest mode to the earliest. All send the same bytes."""
 
     AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
     CHUNKS = "chunks"  # a chunk's full blocks are sent while the next chunk computes
@@ -43,4 +43,10 @@ class PrefillOptions(NodeOptions):
         above=0,
         help="With --encode-nodes: how long a prompt waits for an encoding before this node "
         "encodes the image, seconds.",
+    )
+    fetch_timeout_s: float = option(
+        2.0,
+        above=0,
+        help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
+        "computes the prompt, seconds.",
     )

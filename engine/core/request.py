@@ -46,6 +46,7 @@ class RequestStatus(Enum):
     WAITING_FOR_SHARED_KVS = "WAITING_FOR_SHARED_KVS"
     WAITING_FOR_GRAMMAR = "WAITING_FOR_GRAMMAR"
     WAITING_FOR_PIXELS = "WAITING_FOR_PIXELS"
+    WAITING_FOR_PREFIX = "WAITING_FOR_PREFIX"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
     FINISHED_STOPPED = "FINISHED_STOPPED", FinishReason.STOP
@@ -84,6 +85,8 @@ class Request:
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as computed.
         num_cached_blocks: number of leading blocks that are entered in the prefix cache.
         cache_class: highest class of cached blocks that the request may use; set by `Drafts`.
+        awaits_prefix: whether another node sends a part of the prompt's KV to this node's prefix
+            cache, before this engine computes the rest.
 
         images: images of the prompt, shared with sibling requests; None: the prompt is only text.
 
@@ -136,6 +139,7 @@ class Request:
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_cached_blocks: int = 0
     cache_class: int = 0
+    awaits_prefix: bool = False
     images: PromptImages | None = None
     # Hand-offs and retries.
     num_initial_tokens: int

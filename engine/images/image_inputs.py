@@ -133,7 +133,7 @@ def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:
 
 
 def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | None = None) -> None:
-    """Give requests that wait for them their pixel values, or end these requests with an error."""
+    """Let the requests that wait for these images go on, or end the requests with an error."""
     for request in list(scheduler.requests.values()):
         if request.images is not images:
             continue

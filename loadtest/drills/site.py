@@ -1,4 +1,4 @@
-"""Site: the server's processes to which this load test can do something.
+"""Site: the server's processes that this load test can kill, stop and restart.
 
 The load test has started these processes itself (`--up`), or was given their process ids.
 """

@@ -205,7 +205,7 @@ class ImageSteps:
         Call once per planned step.
         """
         placed: list[PlacedImage] = []
-        row = 0  # row in the step of the request's first scheduled token
+        row = 0  # the step's row of the request's first scheduled token
         for item in scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
             if request.images is not None:
