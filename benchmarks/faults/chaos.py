@@ -85,6 +85,9 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
+DEATH_S = 20.0  # limit until a process reaches the point at which it dies
+# After a lost encoding, the router gives the encode node no images for 5 s.
+ENCODING_DEATH_S = 60.0
 RANK_DETECTION_S = 1.0  # limit of the seconds from the signal until the router notices
 # Seconds between flushes of the prefix caches: drills need hand-offs of whole prompts
 FLUSH_INTERVAL_S = 1.0
@@ -264,14 +267,14 @@ async def arm(site: Site, name: str, point: str) -> None:
     await site.wait_ready()
 
 
-async def wait_for_death(site: Site, name: str, point: str) -> None:
+async def wait_for_death(site: Site, name: str, point: str, within_s: float) -> None:
     site.doomed.add(name)
     child = site.deployment.child(name)
     process = child.process
     begin = flushed_at = time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
-        if now > begin + 20:
+        if now > begin + within_s:
             process.kill()  # kill the node, so that it does not disturb the next drill
             raise BatonError(f"{name} never came to where it should die")
         if now > flushed_at + FLUSH_INTERVAL_S:
@@ -339,7 +342,12 @@ def drills() -> list[Drill]:
                     found.append(
                         Drill(
                             f"{what} {arrow}: {name} dies at {point}",
-                            partial(wait_for_death, name=name, point=point),
+                            partial(
+                                wait_for_death,
+                                name=name,
+                                point=point,
+                                within_s=DEATH_S if arrows is ARROWS else ENCODING_DEATH_S,
+                            ),
                             prepare=partial(arm, name=name, point=point),
                             num_leavers=4 if arrow in (9, 10) else 0,
                             with_images=arrows is ENCODING_ARROWS,
@@ -471,7 +479,8 @@ async def run_all(
                     result.broken.append(f"{result.drafts} drafts, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
-                console.print(f"{drill.name}: {result.counts} {mark}", highlight=False)
+                counts = result.counts | result.encodings
+                console.print(f"{drill.name}: {counts} {mark}", highlight=False)
                 if len(results) == len(chosen) or chosen[len(results)].site_kind != kind:
                     break
                 try:
