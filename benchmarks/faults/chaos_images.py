@@ -49,7 +49,7 @@ def make_image_cases(model: str, marker: int, num_cases: int, seed: int) -> list
     draw = random.Random(seed)
     drawn: list[tuple[list[int], tuple[bytes, ...], SamplingParams]] = []
     for index in range(num_cases):
-        prompt, images = _words(draw), []
+        prompt, images = _words(draw), list[bytes]()
         for _ in range(index % 4):
             prompt += [marker, *_words(draw)]
             size = draw.choice(_SIZES)

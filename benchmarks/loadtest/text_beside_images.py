@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +198,7 @@ def _medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in METRICS}
 
 
-def _ratios(rows: list[dict[str, Any]], others: list[Mapping[str, Any]]) -> dict[str, float]:
+def _ratios(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, float]:
     """Return the medians over the rounds of each figure divided by that of the other rows."""
     return {
         name: round(
