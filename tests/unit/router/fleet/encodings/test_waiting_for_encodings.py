@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.link.words import NodeBeat, NodeRole
@@ -37,7 +39,7 @@ class Scene:
             work = LegWork(num_tokens=100_000, num_uncomputed=100_000)
             self.prefill.node.open_leg(str(self._epoch), self._epoch, Reader(), work)
 
-    def pass_time(self, seconds: float, **beat: int) -> None:
+    def pass_time(self, seconds: float, **beat: Any) -> None:
         for _ in range(int(seconds * 4)):
             self.clock.advance(0.25)
             self.pool.on_event(self.prefill.node, NodeBeat(num_free_blocks=10, **beat))
