@@ -102,8 +102,8 @@ class EngineConfig:
         "auto",
         choices=EXPERT_PARALLEL,
         help="Whether ranks that share a layer divide its experts: on (each rank has some whole "
-        "experts), off (each rank has a part of every expert) or auto (the faster division for "
-        "the model's shape).",
+        "experts), off (each rank has a part of every expert) or auto (on for two ranks "
+        "that would have unequal parts, otherwise off).",
     )
     pipeline_parallel_size: int = option(
         1,

@@ -18,7 +18,6 @@ from engine.worker.device_choice import (
     choose_dtype,
     choose_ops,
     choose_packer,
-    describe_weights,
     has_bfloat16,
 )
 from engine.worker.host.allocator import keep_freed_memory
@@ -40,8 +39,6 @@ class Encoder:
     Attributes:
         dtype: name of the embeddings' dtype.
         width: number of values per embedding.
-        linear_weights: format of linear layers' weights, as prefill nodes describe it; empty: the
-            format of the checkpoint on a GPU, which prefill nodes describe by more layers.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or broken, or its model reads text only.
@@ -63,13 +60,8 @@ class Encoder:
             packer=packer,
             ops=choose_ops(config, device),
         )
-        self.linear_weights = config.weights
         if device.type == "cpu":
             keep_freed_memory()
-        elif config.weights == "auto":
-            self.linear_weights = ""
-        else:
-            self.linear_weights = describe_weights(config.weights, packer, self._vision)
         self.width = self._vision.width
         logger.info(
             "loaded the vision encoder of %s in %.1f s: %s on %s",

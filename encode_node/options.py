@@ -11,14 +11,17 @@ from node_runtime.options import ProgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeOptions(ProgramOptions):
-    """Options of an encode node; a wrong value raises ConfigError with the field's name."""
+    """Options of an encode node; a wrong value raises ConfigError with the field's name.
+
+    There is no option ``weights``, because vision encoders keep the checkpoint's precision on
+    prefill nodes, too.
+    """
 
     dtype: str = same_option(EngineConfig, "dtype")
     device: str = same_option(EngineConfig, "device")
     num_threads: int = same_option(EngineConfig, "num_threads")
     cpu_list: str = same_option(EngineConfig, "cpu_list")
     native_kernels: bool = same_option(EngineConfig, "native_kernels")
-    weights: str = same_option(EngineConfig, "weights")
     max_num_encoder_input_tokens: int = option(
         8192,
         least=1,
@@ -41,5 +44,4 @@ class EncodeOptions(ProgramOptions):
             num_threads=self.num_threads,
             cpu_list=self.cpu_list,
             native_kernels=self.native_kernels,
-            weights=self.weights,
         )

@@ -97,6 +97,4 @@ def _compatibility(options: EncodeOptions, folder: Path, encoder: Encoder) -> di
         "kv_digests": "on" if has_digests else "off",
         "version": __version__,
     }
-    if encoder.linear_weights:
-        entries["linear_weights"] = encoder.linear_weights
     return {**entries, REVISION: options.revision} if options.revision else entries

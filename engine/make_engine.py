@@ -116,7 +116,7 @@ def _image_inputs(
 
 def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | None:
     """Return the rule that maps an image to tokens; None: this engine takes no images."""
-    if not config.images or config.pipeline_parallel_size > 1:
+    if not config.images:
         return None
     layout = layout_of(model_folder)
     missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]

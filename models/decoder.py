@@ -333,7 +333,7 @@ class DecoderForCausalLM(Computing):
     Attributes:
         mapped_bytes: bytes of the weights that are mapped from a file in the user's cache.
         adapted: computes steps with adapters; None: adapters are disabled.
-        vision: makes embeddings of images; None: this model or pipeline stage computes no images.
+        vision: makes embeddings of images; None: this model computes no images.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -365,8 +365,9 @@ class DecoderForCausalLM(Computing):
     def shard(self, ranks: Ranks) -> None:
         """Keep one rank's share of the model; call before weights are loaded.
 
-        All ranks of the last stage compute equal logits. Every rank of the first stage has the
-        whole vision encoder.
+        All ranks of the last stage compute equal logits. Every rank of every stage has the whole
+        vision encoder, because layers of later stages may add vectors of images, and because the
+        last stage reports the images that could not be encoded.
 
         Raises:
             ConfigError: a stage has more ranks than heads, there are more stages than layers, or
@@ -375,9 +376,6 @@ class DecoderForCausalLM(Computing):
         if ranks.expert_parallel == "on" and self.config.experts is None:
             raise ConfigError("expert_parallel: the model has no experts to divide; use auto")
         self._group = group = ranks.group
-        if not ranks.is_first_stage and self.vision is not None:
-            self.vision = None
-            self._ignored += (VISION,)
         vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
         is_tied = self.lm_head is None
         needs_embedding = ranks.is_first_stage or (ranks.is_last_stage and is_tied)

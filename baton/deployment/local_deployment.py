@@ -631,7 +631,7 @@ def encode_args_of(arguments: Sequence[str]) -> list[str]:
     The two kinds of node exchange encodings only if these options are equal.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for option in ("--kv-connector", "--dtype", "--weights", "--revision"):
+    for option in ("--kv-connector", "--dtype", "--revision"):
         parser.add_argument(option, nargs="?", action="append", default=[])
     for flag in ("--kv-digests", "--no-kv-digests"):
         parser.add_argument(flag, dest="flags", action="append_const", const=flag, default=[])

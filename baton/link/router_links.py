@@ -134,10 +134,8 @@ class RouterLinks:
 
         Call this on the thread of the event loop.
         """
-        is_of_pair = isinstance(event, PeerReport) and not event.is_encode_node
-        if is_of_pair and not is_fetch_end(event.engine_id):
-            note = self.reached.add if event.connected else self.reached.discard
-            note(event.engine_id)
+        if isinstance(event, PeerReport):
+            self._note_reach(event)
         if not isinstance(event, tuple):
             for link in self._links.values():
                 link.emit(event)
@@ -148,6 +146,12 @@ class RouterLinks:
                 for link in self._links.values():
                     if link.router_id == router_id:
                         link.emit(tuple(deltas))
+
+    def _note_reach(self, report: PeerReport) -> None:
+        """Keep which nodes of the other role of a pair this node reaches."""
+        if not (report.is_encode_node or is_fetch_end(report.engine_id)):
+            note = self.reached.add if report.connected else self.reached.discard
+            note(report.engine_id)
 
     def beat(self, beat: NodeBeat) -> None:
         """Report load and serving state to all routers."""

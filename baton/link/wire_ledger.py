@@ -26,9 +26,15 @@ def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.List
             yield part
             part, num_bytes = admin_pb2.ListBlocksResponse(), 0
     yield part
+
+
+def ledger_to_answers(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.NodeAdminResponse]:
+    """Split a node's ledger, and that of its encodings, into answers of about ``part_bytes``."""
+    for part in ledger_to_protos(ledger, part_bytes):
+        yield admin_pb2.NodeAdminResponse(list_blocks=part)
     if ledger.encodings is not None:
-        for encodings in ledger_to_protos(ledger.encodings, part_bytes):
-            yield admin_pb2.ListBlocksResponse(encodings=encodings)
+        for part in ledger_to_protos(ledger.encodings, part_bytes):
+            yield admin_pb2.NodeAdminResponse(encodings=part)
 
 
 def _holding_to_proto(holding: BlockHolding) -> admin_pb2.BlockHolding:

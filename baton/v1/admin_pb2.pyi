@@ -60,7 +60,7 @@ class NodeAdminRequest(_message.Message):
     def __init__(self, list_requests: _Optional[_Union[ListRequestsRequest, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksRequest, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheRequest, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelRequest, _Mapping]] = ..., profile: _Optional[_Union[ProfileRequest, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapterRequest, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapterRequest, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersRequest, _Mapping]] = ..., weights: _Optional[_Union[WeightsRequest, _Mapping]] = ...) -> None: ...
 
 class NodeAdminResponse(_message.Message):
-    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters", "weights")
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters", "weights", "encodings")
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class NodeAdminResponse(_message.Message):
     UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     LIST_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     list_requests: ListRequestsResponse
     list_blocks: ListBlocksResponse
     flush_cache: FlushCacheResponse
@@ -79,7 +80,8 @@ class NodeAdminResponse(_message.Message):
     unload_adapter: AdaptersDescription
     list_adapters: AdaptersDescription
     weights: WeightsDescription
-    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ..., load_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., unload_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., list_adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., weights: _Optional[_Union[WeightsDescription, _Mapping]] = ...) -> None: ...
+    encodings: ListBlocksResponse
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ..., load_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., unload_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., list_adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., weights: _Optional[_Union[WeightsDescription, _Mapping]] = ..., encodings: _Optional[_Union[ListBlocksResponse, _Mapping]] = ...) -> None: ...
 
 class WeightsRequest(_message.Message):
     __slots__ = ("action", "source", "when", "level")
@@ -298,22 +300,20 @@ class ListBlocksRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListBlocksResponse(_message.Message):
-    __slots__ = ("holdings", "num_blocks", "num_free_blocks", "num_references", "orphans", "overdrawn", "encodings")
+    __slots__ = ("holdings", "num_blocks", "num_free_blocks", "num_references", "orphans", "overdrawn")
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_REFERENCES_FIELD_NUMBER: _ClassVar[int]
     ORPHANS_FIELD_NUMBER: _ClassVar[int]
     OVERDRAWN_FIELD_NUMBER: _ClassVar[int]
-    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     holdings: _containers.RepeatedCompositeFieldContainer[BlockHolding]
     num_blocks: int
     num_free_blocks: int
     num_references: int
     orphans: _containers.RepeatedCompositeFieldContainer[BlockRange]
     overdrawn: _containers.RepeatedCompositeFieldContainer[BlockRange]
-    encodings: ListBlocksResponse
-    def __init__(self, holdings: _Optional[_Iterable[_Union[BlockHolding, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_references: _Optional[int] = ..., orphans: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., overdrawn: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., encodings: _Optional[_Union[ListBlocksResponse, _Mapping]] = ...) -> None: ...
+    def __init__(self, holdings: _Optional[_Iterable[_Union[BlockHolding, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_references: _Optional[int] = ..., orphans: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ..., overdrawn: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ...) -> None: ...
 
 class BlockHolding(_message.Message):
     __slots__ = ("owner", "request_id", "epoch", "state", "peer", "age_s", "num_blocks", "ranges")

@@ -195,8 +195,8 @@ def run(
     models: Sequence[Model] = ("demo", "smollm2"),
     requests: int = 96,
     repetitions: int = 3,
-    memory_requests: int = 1500,
-    blocks: int = 4096,
+    memory_requests: int = 600,
+    blocks: int = 1024,
     trace: Path | None = None,
 ) -> None:
     """Measure the chosen parts; other parts keep their earlier results.

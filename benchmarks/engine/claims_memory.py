@@ -139,25 +139,20 @@ class Occupancy:
 
     def note(
         self,
-        scheduler: Scheduler,
+        manager: KVCacheManager,
         scheduled: SchedulerOutput,
         sizes: dict[str, Sizes],
         max_model_len: int,
     ) -> None:
         """Add the state after a step is computed and before ended requests free their blocks."""
-        computing = {
-            item.request.request_id: item.num_scheduled_tokens for item in scheduled.scheduled
-        }
         self.reserved = self.reserved or dict.fromkeys(RESERVATIONS, 0)
         self.num_steps += 1
-        for request in scheduler.requests.values():
-            if not request.block_ids:
-                continue
+        for item in scheduled.scheduled:  # all requests that hold blocks, as steps are unlimited
             self.running += 1
-            self.filled += request.num_computed_tokens + computing.get(request.request_id, 0)
-            self.held += scheduler.kv_cache_manager.num_tokens_held(request)
+            self.filled += item.request.num_computed_tokens + item.num_scheduled_tokens
+            self.held += manager.num_tokens_held(item.request)
             for name, reserve in RESERVATIONS.items():
-                self.reserved[name] += reserve(sizes[request.request_id], max_model_len)
+                self.reserved[name] += reserve(sizes[item.request.request_id], max_model_len)
 
 
 def occupy(
@@ -181,7 +176,7 @@ def occupy(
             raise RuntimeError(f"a request does not fit {num_blocks} blocks of {block_size}")
         tokens = {item.request.request_id: (7,) for item in scheduled.scheduled if item.samples}
         if scheduler.num_waiting:
-            occupancy.note(scheduler, scheduled, sizes, max_model_len)
+            occupancy.note(scheduler.kv_cache_manager, scheduled, sizes, max_model_len)
         scheduler.update(scheduled, ModelRunnerOutput(tokens))
     scheduler.check()
     return occupancy, scheduler

@@ -198,7 +198,7 @@ CLAIMS = Source("claims", (
     *(_faster(f"{model}, batch {batch}: decode steps from CUDA graphs / without",
               f"graphs > results > {model} > batch {batch}", "on", "off")
       for model in ("demo", "smollm2") for batch in (1, 8, 32)),
-), "What each method brings against its absence, with equal tokens. Memory: 1,500 requests through"
+), "What each method brings against its absence, with equal tokens. Memory: 600 requests through"
    " the real scheduler and block pool; lengths are lognormal, with the means that Kwon et al."
    " (arXiv 2309.06180) give for two data sets. Static batches: one engine, the next batch starts"
    " when the last request of a batch has ended; 16 requests, as many reservations of the longest"

@@ -219,9 +219,7 @@ def _gpu_packer(weights: str, device: torch.device, dtype: torch.dtype) -> GpuPa
     return GpuPacker(device, wanted, has_float8)
 
 
-def describe_weights(
-    asked: str, packer: WeightPacker | None, model: CausalLM | torch.nn.Module
-) -> str:
+def describe_weights(asked: str, packer: WeightPacker | None, model: CausalLM) -> str:
     """Describe the linear layers' weights; only nodes with equal descriptions may be paired.
 
     CPUs and GPUs round quantized weights differently, and different GPU models add in different

@@ -213,7 +213,7 @@ def _integers_of(rows: torch.Tensor, wanted: QuantizedFormat) -> GroupedIntegers
     return integers
 
 
-def quantized_kinds(model: CausalLM | nn.Module) -> list[str]:
+def quantized_kinds(model: CausalLM) -> list[str]:
     """List which kinds of quantized layers a model has, for example ``fp8 times fp8``."""
     assert isinstance(model, nn.Module)
     layers = [one.quantized for one in model.modules() if isinstance(one, QuantizedLinear)]

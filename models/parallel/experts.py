@@ -39,11 +39,10 @@ def expert_share(rank: Rank, num_experts: int, inner_size: int) -> ExpertShare |
 
 
 def _is_faster(rank: Rank, inner_size: int) -> bool:
-    """Return whether two ranks are faster with whole experts at every number of tokens.
+    """Return whether whole experts are faster with many tokens, and not slower with one token.
 
-    This holds if the parts of an expert are unequal. Only two ranks: a token's experts are on two
-    ranks nearly evenly, but on four ranks the busiest rank has about twice the mean, so single
-    decodes would become slower (ADR 0113).
+    Many tokens are computed faster if the parts of an expert are unequal. With more than two ranks,
+    a single token would take longer, because its few experts are spread unevenly over the ranks.
     """
     spans = [Rank(index, rank.size).wide_span(inner_size) for index in range(rank.size)]
     largest = max(end - first for first, end in spans)

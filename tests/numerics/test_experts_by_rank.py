@@ -16,7 +16,8 @@ from baton.api.errors import ConfigError
 from baton.api.outputs import Completion
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EXPERT_PARALLEL
-from baton_kernels import ExpertShare
+from baton_kernels import ExpertShare, PackedWeight
+from baton_kernels.dispatch import native_ops
 from engine import LLM
 from models import load_model
 from models.adapters.experts import AdaptedExperts
@@ -25,6 +26,7 @@ from models.base import AdapterSpan
 from models.config import ModelConfig
 from models.cpu.packing import CpuPacker
 from models.decoder import DecoderForCausalLM
+from models.layers.linear import PackedLinear
 from models.layers.moe import SparseMoe
 from models.parallel.experts import expert_share
 from models.parallel.group import Ranks, SingleRank
@@ -38,6 +40,7 @@ from tests.numerics.test_adapters_of_each_family import adapt_all, make_model
 from tests.numerics.test_families import assert_right, make_llm
 from tests.numerics.tiny_models import make_hugging_face_model, save
 from tests.property.num_examples import num_requests
+from tests.unit.models.test_fused_experts import save_mxfp4
 
 # with biases and fused experts; with shared experts; with a bias of the router and groups
 ARCHITECTURES = ["GptOssForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"]
@@ -99,6 +102,28 @@ def test_the_sum_over_ranks_is_the_whole_mixture(
             [loads] = {tuple(one.loads.tolist()) for one in parts if one.loads is not None}
             assert loads[1] == rows
             assert -(-rows // size) <= loads[0] <= rows
+
+
+@pytest.mark.skipif(native_ops() is None, reason="no native kernels here")
+@torch.no_grad()
+def test_whole_experts_keep_groups_that_parts_would_cut(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path, intermediate_size=96)  # two parts would cut groups of 32
+    [whole, *_] = mixtures(tmp_path, Ranks(), packs=True)
+    kept = packed_of(whole).layout
+    assert kept is not None
+    by_rank = [
+        mixtures(tmp_path, Ranks(one, one, expert_parallel="on"), packs=True)[0] for one in SEATS
+    ]
+    assert [packed_of(one).layout for one in by_rank] == [kept, kept]
+    cut = mixtures(tmp_path, Ranks(SEATS[0], SEATS[0], expert_parallel="off"), packs=True)[0]
+    assert packed_of(cut).layout != kept
+    x = torch.randn(7, whole.width)
+    torch.testing.assert_close(sum(one(x) for one in by_rank), whole(x), rtol=1e-4, atol=1e-4)
+
+
+def packed_of(moe: SparseMoe) -> PackedWeight:
+    assert isinstance(moe.down, PackedLinear)
+    return moe.down.packed
 
 
 @torch.no_grad()

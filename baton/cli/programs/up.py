@@ -104,7 +104,7 @@ class UpOptions:
     encode_args: str = option(
         "",
         help="More options of every encode node, as one string. Encode nodes also get "
-        "--kv-connector, --kv-digests, --dtype, --weights and --revision of the prefill nodes.",
+        "--kv-connector, --kv-digests, --dtype and --revision of the prefill nodes.",
     )
     log_folder: str = option("", help="Folder for logs; a temporary folder if not given.")
     admin_token: str = option(

@@ -400,7 +400,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
         async def ask(node: Node) -> list[admin_pb2.NodeAudit]:
             try:
-                return audits_of(node.name, await _calls(context).list_blocks(node))
+                return audits_of(node.name, await _calls(context).list_ledgers(node))
             except BatonError as error:
                 return [admin_pb2.NodeAudit(node_name=node.name, problem=str(error))]
 

@@ -237,20 +237,13 @@ def _percentiles(values: Percentiles) -> admin_pb2.Percentiles:
     return to_message(admin_pb2.Percentiles, values)
 
 
-def audits_of(node_name: str, ledger: admin_pb2.ListBlocksResponse) -> list[admin_pb2.NodeAudit]:
+def audits_of(node_name: str, answer: admin_pb2.NodeAdminResponse) -> list[admin_pb2.NodeAudit]:
     """Return the audit of a node's KV blocks, and that of its memory for encodings if it has one.
 
     Both memories count their blocks from 0.
     """
-    encodings = None
-    if ledger.HasField("encodings"):
-        encodings = ledger.encodings
-        own = admin_pb2.ListBlocksResponse()
-        own.CopyFrom(ledger)
-        own.ClearField("encodings")
-        ledger = own
-    audits = [admin_pb2.NodeAudit(node_name=node_name, ledger=ledger)]
-    if encodings is not None:
+    audits = [admin_pb2.NodeAudit(node_name=node_name, ledger=answer.list_blocks)]
+    if answer.HasField("encodings"):
         name = f"{node_name} (encodings)"
-        audits.append(admin_pb2.NodeAudit(node_name=name, ledger=encodings))
+        audits.append(admin_pb2.NodeAudit(node_name=name, ledger=answer.encodings))
     return audits

@@ -128,15 +128,13 @@ def test_the_memory_for_encodings_is_audited_beside_the_kv_blocks() -> None:
         take(hold(BlockOwner.REQUEST, 1), ref_counts={1: 1}), encodings=encodings
     )
     assert (ledger.num_orphans, ledger.num_overdrawn) == (1, 0)
-    parts = list(wire_ledger.ledger_to_protos(ledger, 1))
-    merged = admin_pb2.ListBlocksResponse()
-    for part in parts:
+    merged = admin_pb2.NodeAdminResponse()
+    for part in wire_ledger.ledger_to_answers(ledger, 1):
         merged.MergeFrom(part)
     own, landing = audits_of("p0", merged)
     assert (own.node_name, landing.node_name) == ("p0", "p0 (encodings)")
-    assert not own.ledger.HasField("encodings")
     assert [one.owner for one in own.ledger.holdings] == ["request"]
     assert [one.owner for one in landing.ledger.holdings] == ["grant"]
     assert [(one.first_block_id, one.num_blocks) for one in landing.ledger.orphans] == [(5, 1)]
-    (alone,) = wire_ledger.ledger_to_protos(dataclasses.replace(ledger, encodings=None), 2**16)
+    (alone,) = wire_ledger.ledger_to_answers(dataclasses.replace(ledger, encodings=None), 2**16)
     assert [one.node_name for one in audits_of("p0", alone)] == ["p0"]

@@ -125,8 +125,8 @@ def test_ranks_of_a_node_are_known_before_it_starts(arguments: list[str], num_ra
             ["--kv-connector=shm", "--dtype=float32"],
         ),
         (
-            ["--kv-digests", "--no-kv-digests", "--weights", "int8"],
-            ["--weights=int8", "--no-kv-digests"],
+            ["--kv-digests", "--no-kv-digests", "--weights", "int8", "--revision", "b"],
+            ["--revision=b", "--no-kv-digests"],
         ),
         (["--dtype"], []),  # each prefill node says what is missing
     ],
