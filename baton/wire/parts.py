@@ -124,11 +124,22 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @functools.cache
 def _inside(descriptor: Descriptor) -> _Inside:
-    found: dict[int, _Inside | None] = {}
+    return _describe(descriptor, {})
+
+
+def _describe(descriptor: Descriptor, known: dict[str, _Inside]) -> _Inside:
+    """Return the table of a message's fields, which contains itself if the message may.
+
+    Args:
+        known: tables by the full names of messages; gets the new ones.
+    """
+    if descriptor.full_name in known:
+        return known[descriptor.full_name]
+    known[descriptor.full_name] = found = dict[int, _Inside | None]()
     for field in descriptor.fields:
         message = field.message_type
         if message is not None:
-            found[_tag(field)] = None if _has_numbers_only(message) else _inside(message)
+            found[_tag(field)] = None if _has_numbers_only(message) else _describe(message, known)
         elif _is_number(field):
             found[_tag(field)] = None
     return found

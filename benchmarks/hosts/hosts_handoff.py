@@ -60,7 +60,8 @@ def _is_paired(router: str) -> bool:
             nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
     except grpc.RpcError:
         return False
-    return sum(peer.connected for node in nodes for peer in node.peers) == 2
+    num_connected: int = sum(peer.connected for node in nodes for peer in node.peers)
+    return num_connected == 2
 
 
 def measure(

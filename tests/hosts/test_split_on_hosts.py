@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -52,6 +53,10 @@ def split(family: Family) -> Iterator[HostPrograms]:
         yield programs
 
 
+def has_joined(programs: HostPrograms, router: str) -> bool:
+    return "node d0 joined" in programs.log(router)
+
+
 @pytest.mark.parametrize("family", ["ipv4", "ipv6"])
 def test_answers_equal_one_process_and_kv_crosses_the_network(
     family: Family, expected: list[list[int]]
@@ -83,4 +88,4 @@ def test_a_node_joins_all_routers_that_a_name_stands_for() -> None:
             programs.start(host, "router", *words, "--listen", network.at(host, ROUTER_PORT))
         programs.start_node("d0", *NODE_WORDS, router=f"fleet:{ROUTER_PORT}")
         for host in ("router", "r1"):
-            wait_until(lambda at=host: "node d0 joined" in programs.log(at), host, timeout_s=60)
+            wait_until(partial(has_joined, programs, host), f"d0 at {host}", timeout_s=60)

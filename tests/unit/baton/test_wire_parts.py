@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.api.errors import InvalidRequestError
 from baton.link.message_cuts import MAX_LINK_DELTAS, MAX_PARTS, cut_message
-from baton.v1 import inference_pb2, node_pb2, types_pb2
+from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
 from baton.wire.parts import count_parts
 from baton.wire.reading import MAX_LINK_PARTS, forgiving
 
@@ -29,6 +29,13 @@ def test_every_field_and_every_message_is_a_part_and_texts_are_one_however_long(
     assert count(inference_pb2.GenerateRequest(chat=chat, priority=7)) == 1 + 3 * 3 + 1
     empty = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * 1000)
     assert count(inference_pb2.Prompt(chat=empty)) == 1 + 1000
+
+
+def test_messages_inside_messages_of_their_own_kind_are_counted() -> None:
+    ledger = admin_pb2.ListBlocksResponse(num_blocks=1)
+    for _ in range(3):
+        ledger = admin_pb2.ListBlocksResponse(encodings=ledger)
+    assert count(admin_pb2.NodeAdminResponse(list_blocks=ledger)) == 1 + 3 + 1
 
 
 def test_16_packed_numbers_are_a_part() -> None:
