@@ -124,11 +124,23 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 @functools.cache
 def _inside(descriptor: Descriptor) -> _Inside:
-    found: dict[int, _Inside | None] = {}
+    return _table_of(descriptor, {})
+
+
+def _table_of(descriptor: Descriptor, tables: dict[str, dict[int, _Inside | None]]) -> _Inside:
+    """Return a message's table of fields.
+
+    Args:
+        tables: tables begun so far, by message name, because a message may contain itself.
+    """
+    if descriptor.full_name in tables:
+        return tables[descriptor.full_name]
+    found = tables[descriptor.full_name] = {}
     for field in descriptor.fields:
         message = field.message_type
         if message is not None:
-            found[_tag(field)] = None if _has_numbers_only(message) else _inside(message)
+            is_plain = _has_numbers_only(message)
+            found[_tag(field)] = None if is_plain else _table_of(message, tables)
         elif _is_number(field):
             found[_tag(field)] = None
     return found
