@@ -10,6 +10,8 @@ import pytest
 from baton.api.errors import NodeUnavailableError
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import PrefillCommand, ShareCommand
+from router.fleet.node import Node
+from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.fleet.prefix_sources import BARRED_S, PrefixSource, PrefixSources
 from tests.fakes.router.nodes import PREFILL_RECEIPT, token_1
 from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
@@ -19,7 +21,7 @@ def fetching(scene: Scene) -> PrefixSources:
     """Let the router choose the decode node as the source of two tokens, and no other source."""
     sources = scene.pool.prefix_sources
 
-    def choose(*_: object) -> PrefixSource:
+    def choose(prefill: Node, hashes: PromptHashes, num_prompt_tokens: int) -> PrefixSource | None:
         return PrefixSource(scene.decode.node, scene.prefill.engine_id, 2, sources)
 
     scene.pool.choose_prefix_source = choose  # type: ignore[method-assign]
