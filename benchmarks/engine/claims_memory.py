@@ -174,7 +174,9 @@ def occupy(
         scheduled = scheduler.schedule()
         if not scheduled.scheduled:
             raise RuntimeError(f"a request does not fit {num_blocks} blocks of {block_size}")
-        tokens = {item.request.request_id: (7,) for item in scheduled.scheduled if item.samples}
+        tokens: dict[str, tuple[int, ...]] = {
+            item.request.request_id: (7,) for item in scheduled.scheduled if item.samples
+        }
         if scheduler.num_waiting:
             occupancy.note(scheduler.kv_cache_manager, scheduled, sizes, max_model_len)
         scheduler.update(scheduled, ModelRunnerOutput(tokens))
