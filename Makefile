@@ -19,7 +19,7 @@ STATE_MACHINES := $(addprefix tests/property/test_,handoff.py attempts.py whole_
 PROTOS := $(wildcard proto/baton/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos resilience lm-eval loadtest-agreement check check-style check-pages check-types check-packages workflows-check wheels fresh-installs release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
+.PHONY: help setup lock demo unit test test-thorough test-large test-clients deploy-check test-all fuzz property-long company-long forms-long speculation-long bench performance kernels gpu-suite chaos hosts resilience lm-eval loadtest-agreement check check-style check-pages check-types check-packages workflows-check wheels fresh-installs release-check protocol-check fmt house docs coverage proto train-demo-model train-demo-heads clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -120,6 +120,13 @@ performance: setup ## write docs/performance.md from the files in benchmarks/res
 
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
 	$(BIN)/python -m benchmarks chaos --save
+
+# SEEDS and LENGTHS of cuts in seconds: `make hosts SEEDS="0 1 2" LENGTHS=30`.
+SEEDS ?= 0
+LENGTHS ?= 0.2 1 3
+hosts: setup ## run router, nodes and client on hosts of their own (network namespaces): tests, then partitions under load (root, iproute2; minutes)
+	$(BIN)/python -m pytest -q tests/hosts
+	$(BIN)/python -m benchmarks partitions --seeds $(SEEDS) --seconds $(LENGTHS)
 
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
 	$(BIN)/python -m benchmarks resilience --save

@@ -26,6 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4", "fp8")
 NUMA = "numa"  # value of --cpu-list that chooses cores by NUMA node
+EXPERT_PARALLEL = ("auto", "on", "off")
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
@@ -96,6 +97,13 @@ class EngineConfig:
         least=1,
         most=MAX_RANKS,
         help="Ranks that share every layer of the model, each in its own process.",
+    )
+    expert_parallel: str = option(
+        "auto",
+        choices=EXPERT_PARALLEL,
+        help="Whether ranks that share a layer divide its experts: on (each rank has some whole "
+        "experts), off (each rank has a part of every expert) or auto (on for two ranks "
+        "that would have unequal parts, otherwise off).",
     )
     pipeline_parallel_size: int = option(
         1,

@@ -39,7 +39,7 @@ class _Transfer:
 
 
 class GrantQueue:
-    """Requests that wait for blocks to receive their KV.
+    """Requests that wait for blocks into which prefill nodes then write KV.
 
     Args:
         engine: allocates the blocks.

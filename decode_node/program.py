@@ -10,10 +10,14 @@ from baton.text.grammar_trials import EarlyGrammars
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
 from decode_node.spans import DecodeTraces
-from kvconnector.ends import Receiver
+from kvconnector.ends import Receiver, Sender
+from kvconnector.transports.fault_file import faults_of
 from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
+from node_runtime.node_transport import open_prefixes_transport
+from node_runtime.prefixes.shares import Shares
+from node_runtime.threads import ConnectorEnds
 
 
 def make_program(
@@ -24,11 +28,14 @@ def make_program(
 ) -> NodeProgram:
     """Load a decode node and start its threads; see `make_threads` for arguments and errors."""
 
-    def make_node(parts: NodeParts) -> tuple[DecodeNode, Receiver, None]:
+    def make_node(parts: NodeParts) -> tuple[DecodeNode, ConnectorEnds]:
         receiver = Receiver(
             parts.transport, on_event=parts.wake, on_death=parts.on_death, digests=parts.digests
         )
         receiver.loop.start()
+        shares, sender = None, None
+        if options.fetch_prefixes:
+            shares, sender = _make_shares(options, parts)
         node = DecodeNode(
             parts.engine,
             receiver,
@@ -36,7 +43,17 @@ def make_program(
             options.decode,
             traces=DecodeTraces(parts.spans, time.monotonic),
             inbox=Inbox(DecodeCommand, parts.engine, adapters=parts.adapters),
+            shares=shares,
         )
-        return node, receiver, None
+        return node, ConnectorEnds(receiver, prefixes=sender)
 
     return make_threads(NodeRole.DECODE, options, make_node, emit, on_death, grammars)
+
+
+def _make_shares(options: DecodeNodeOptions, parts: NodeParts) -> tuple[Shares, Sender]:
+    """Open the end of the KV connector that sends cached prefixes."""
+    faults = faults_of(options.inject_faults, options.name)
+    transport, digests = open_prefixes_transport(options, parts.loaded, faults)
+    sender = Sender(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
+    sender.loop.start()
+    return Shares(parts.engine, sender), sender

@@ -109,7 +109,7 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        # When each `Start` came whose command has not come yet, by request and engine id.
+        # When each `Start` without a command so far arrived, by request and engine id.
         self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0

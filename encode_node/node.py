@@ -83,7 +83,7 @@ class EncodeCounts:
     """Counts of an encode node's work since its start.
 
     Attributes:
-        hits: number of images in commands whose encodings were kept already.
+        hits: number of images that needed no encoding, because an encoding was kept already.
         refused: number of images in commands that were not encoded.
         encoder_s: seconds spent in the encoder.
     """
@@ -185,9 +185,10 @@ class EncodeNode:
 
     def _start(self, job: _Job) -> None:
         """Send a kept encoding, wait with other jobs for the image, or have the image decoded."""
-        if job.key in self._pushes:  # the same command came twice
-            return
         digest, num_tokens = job.image.span.digest, job.image.span.num_tokens
+        waiting = self._works[digest].jobs if digest in self._works else ()
+        if job.key in self._pushes or any(one.key == job.key for one in waiting):
+            return  # the command came twice
         kept = self.store.hold(digest)
         if kept is not None:
             self.counts.hits += 1
@@ -208,7 +209,7 @@ class EncodeNode:
         self._pixels.submit(images)
 
     def _cancel(self, concerns: Callable[[_Job], bool]) -> None:
-        """End all jobs for which ``concerns`` is True; their prefill nodes know of it already."""
+        """End all jobs for which ``concerns`` is True; do not tell prefill nodes, which know."""
         for digest, work in list(self._works.items()):
             work.jobs = [job for job in work.jobs if not concerns(job)]
             if not work.jobs:

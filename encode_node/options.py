@@ -11,7 +11,11 @@ from node_runtime.options import ProgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeOptions(ProgramOptions):
-    """Options of an encode node; a wrong value raises ConfigError with the field's name."""
+    """Options of an encode node; a wrong value raises ConfigError with the field's name.
+
+    There is no option ``weights``, because vision encoders keep the checkpoint's precision on
+    prefill nodes, too.
+    """
 
     dtype: str = same_option(EngineConfig, "dtype")
     device: str = same_option(EngineConfig, "device")

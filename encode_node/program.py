@@ -52,7 +52,8 @@ def make_program(
     missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"images: pip install 'baton-serve[images]' for {missing[0]}")
-    if layout_of(folder) is None:
+    layout = layout_of(folder)
+    if layout is None:
         raise ConfigError(f"model: {options.model} reads text only, so there is nothing to encode")
     encoder = Encoder(folder, options.engine)
     pixels = PixelMaker(folder)
@@ -60,6 +61,7 @@ def make_program(
     units = Units(num_units(options.encoder_cache_tokens))
     loaded = LoadedEncoder(
         encoder=encoder,
+        layout=layout,
         pixels=pixels,
         units=units,
         engine_id=f"{options.name}-{uuid.uuid4().hex[:8]}",

@@ -5,20 +5,21 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from PIL import Image
 from prometheus_client.metrics_core import Metric
 
-from baton.api.images import ImageSpan, PromptImage
+from baton.api.errors import InvalidRequestError
+from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from baton.kv.encodings import BLOCK_TOKENS
 from baton.link.words import NodeRegistration, NodeRole, StepTime
 from baton.version import __version__
 from encode_node.encoder import Encoder
 from encode_node.node import EncodeNode
-from engine.core.images.prompt_images import DIGEST_BYTES, PromptImages
+from engine.core.images.prompt_images import DIGEST_BYTES, ImagePixels, PromptImages
 from engine.engine_loop import EngineLoop
 from engine.images.pixel_maker import PixelMaker
 from kvconnector.ends import Sender
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Sides, in pixels, of the square images whose encoding is measured at the start.
 MEASURED_SIDES = (128, 448)
-MOST_TOKENS = 2**16  # more tokens than a measured image can have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,13 @@ class LoadedEncoder:
     """A loaded encoder, and what its node tells routers about itself.
 
     Attributes:
+        layout: the model's rule for the tokens of an image.
         engine_id: unique id of this start of the process.
         compatibility: properties that must be equal on the prefill nodes that get encodings.
     """
 
     encoder: Encoder
+    layout: ImageLayout
     pixels: PixelMaker
     units: Units
     engine_id: str
@@ -80,7 +82,10 @@ class EncodeThreads(NodeOnThread[EncodeNode]):
 
     def compute_first_steps(self) -> Future[None]:
         def compute() -> None:
-            self._encode_times = measure_encode_times(self._loaded.encoder, self._loaded.pixels)
+            loaded = self._loaded
+            self._encode_times = measure_encode_times(
+                loaded.encoder.encode, loaded.pixels, loaded.layout
+            )
 
         return self._loop.call(compute)
 
@@ -147,38 +152,45 @@ class EncodeCollector(TransferCollector):
         yield from self._of_transfers()
 
 
-def measure_encode_times(encoder: Encoder, pixels: PixelMaker) -> tuple[StepTime, ...]:
+def measure_encode_times(
+    encode: Callable[[ImagePixels], Sized], pixels: PixelMaker, layout: ImageLayout
+) -> tuple[StepTime, ...]:
     """Measure the seconds to encode a small and a large image; return them by rising tokens.
 
     Each image is encoded twice, because the first run may touch new memory. An image that the model
-    cannot take is not measured.
+    cannot take is not measured. The images also show ``pixels`` how much memory pixel values take.
     """
     times: dict[int, float] = {}
     for side in MEASURED_SIDES:
-        images = _gray_image(side)
-        pixels.submit(images)
+        images = _gray_image(side, layout)
+        if images is not None:
+            pixels.submit(images)
         while pixels.is_busy:
             pixels.wait()
             pixels.take_ready()
-        if images.pixels is None:
+        if images is None or images.pixels is None:
             logger.info("an image of %d pixels' width is not taken, so not measured", side)
             continue
         (found,) = images.pixels.values()
-        encoder.encode(found)
+        encode(found)
         began_at = time.monotonic()
-        num_tokens = len(encoder.encode(found))
-        times[num_tokens] = max(time.monotonic() - began_at, 1e-6)
+        encode(found)
+        times[images.spans[0].num_tokens] = max(time.monotonic() - began_at, 1e-6)
     shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in times.items())
     logger.info("encoding of image tokens: %s", shown)
     return tuple(StepTime(tokens, times[tokens]) for tokens in sorted(times))
 
 
-def _gray_image(side: int) -> PromptImages:
-    """Make a prompt that has only a gray square image."""
+def _gray_image(side: int, layout: ImageLayout) -> PromptImages | None:
+    """Make a prompt that has only a gray square image; None: the model cannot take the image."""
+    try:
+        num_tokens = len(layout.expand(side, side).token_ids)
+    except InvalidRequestError:
+        return None
     file = io.BytesIO()
     Image.new("RGB", (side, side), (128, 128, 128)).save(file, "PNG")
     digest = side.to_bytes(DIGEST_BYTES, "big")
-    image = PromptImage(ImageSpan(0, MOST_TOKENS, digest), file.getvalue())
-    images = PromptImages([image], [0] * MOST_TOKENS, 0, MOST_TOKENS)
+    image = PromptImage(ImageSpan(0, num_tokens, digest), file.getvalue())
+    images = PromptImages([image], [0] * num_tokens, 0, num_tokens)
     images.add_user("measure")
     return images

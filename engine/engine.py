@@ -35,7 +35,8 @@ class Engine:
         kv_memory: memory of the KV cache on the worker; see `KVMemory`.
         adapters: the LoRA adapters in memory.
         features: grammars, images and drafts.
-        figures: counts and times of the steps, and the limit on prompt tokens that follows.
+        figures: counts and times of the steps, and the limit on prompt tokens that follows from the
+            times.
         kv_cache_manager: allocates the blocks of the KV cache, and finds cached prefixes.
         block_pool: reference counts and cached contents of the KV cache's blocks.
         dtype: name of the weights' dtype.
@@ -129,6 +130,10 @@ class Engine:
         taken = self.features.received_drafts(request_id, drafts)
         self._scheduler.commit(request_id, token_id, taken)
 
+    def end_fetch(self, request: Request) -> None:
+        """Let a request go on that waited for another node to fill the prefix cache."""
+        self._scheduler.end_fetch(request)
+
     def take_failures(self) -> list[tuple[str, BatonError]]:
         """Return the requests that failed since the last call: their ids and the reasons.
 
@@ -200,9 +205,9 @@ class Engine:
         With asynchronous scheduling: launch the step, then wait for the previous step and return
         its result (see ``StepResult.scheduled``). The launched step reads the previous step's
         tokens on the device. A request that the previous step ended is still computed in the
-        launched step, and keeps its blocks until that step has ended. A step is launched only after
-        the previous step has ended if its logits depend on the previous tokens on the host
-        (penalties, grammars), or if it returns logprobs of a prompt of several chunks.
+        launched step, and keeps its blocks until that step has ended. Some steps are launched only
+        after the previous step has ended: steps for which the host needs the previous tokens
+        (penalties, grammars), and steps that return logprobs of a prompt of several chunks.
 
         With pipeline stages: launch the step; return an empty result while fewer steps than stages
         are in flight, else wait for the oldest step and return its result.

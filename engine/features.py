@@ -62,8 +62,8 @@ class Features:
         """Load the grammar library's tokenizer and start the processes that decode images.
 
         This takes up to some seconds. Nodes call it before they join a router, because making the
-        tokenizer holds the GIL. If it was not called, the first request with a grammar or an image
-        must wait for it.
+        tokenizer holds the GIL. If no caller did this, the first request with a grammar or an image
+        waits until it is done.
 
         Raises:
             ConfigError: no thread or descriptor is left.
@@ -89,14 +89,14 @@ class Features:
         self.grammars.follow_thought(request)
 
     def submit(self, request: Request) -> None:
-        """Have the grammar and the images, if any, of a queued request compiled and decoded."""
+        """Have a queued request's grammar compiled and its images decoded, if it has any."""
         images = request.images
         if images is not None and request.awaits_pixels and not images.awaits_encodings:
             self.images.submit(images)
         self.submit_grammar(request)
 
     def use_encodings(self, images: PromptImages) -> None:
-        """Wait for no more encodings of a prompt's images; decode those images that have none."""
+        """Stop waiting for a prompt's encodings; have the images without an encoding decoded."""
         images.awaits_encodings = False
         if images.users:
             self.images.submit(images)
@@ -129,10 +129,10 @@ class Features:
         """
         if self.speculation is not None:
             self.speculation.note_step(scheduled, seconds, output.drafting_s)
-        self.images.note_step(output, self._scheduler)
+        self.images.note_step(scheduled, output, self._scheduler)
 
     def after_step(self, result: StepResult, output: ModelRunnerOutput) -> None:
-        """Give the scheduler the drafts of the tokens after those that a step sampled."""
+        """Give the scheduler drafts of the tokens that follow a step's sampled tokens."""
         if self.speculation is not None:
             drafted, requests = output.draft_token_ids, self._scheduler.requests
             drafts = self.speculation.after_step(result, requests, drafted)

@@ -96,7 +96,7 @@ def make_engine(
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
     images = None
     if layout is not None and model.vision is not None:
-        compatibility["images"] = "on"  # images may shift the positions of tokens
+        compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
     features = Features(scheduler, compiler, images, speculation)
     return Engine(executor, scheduler, features, compatibility)
@@ -116,7 +116,7 @@ def _image_inputs(
 
 def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | None:
     """Return the rule that maps an image to tokens; None: this engine takes no images."""
-    if not config.images or config.pipeline_parallel_size > 1:
+    if not config.images:
         return None
     layout = layout_of(model_folder)
     missing = [name for name in ("transformers", "PIL") if find_spec(name) is None]

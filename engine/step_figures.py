@@ -18,14 +18,14 @@ from engine.step_log import StepLog
 from engine.step_stretch import StepStretch
 from models.work import model_work
 
-# A step that decodes may always compute one part in this many of the prompt tokens that the options
-# allow, even if the step then takes too long. With fewer tokens, a prompt would need more steps,
-# each of which reads all weights.
+# The options limit the prompt tokens of a step that decodes. The limit divided by this number is
+# always allowed, even if the step then takes too long. With fewer tokens, a prompt would need more
+# steps, each of which reads all weights.
 _LEAST_PART = 8
 
 
 class StepFigures:
-    """Counts the steps of one engine, and limits how long prompts make them.
+    """Counts the steps of one engine, and limits by how much prompts lengthen them.
 
     Args:
         scheduler: the engine's scheduler, whose counters are read.
@@ -40,6 +40,7 @@ class StepFigures:
         self.num_steps = 0
         self.log = StepLog(scheduler, executor.config.max_num_requests)
         self._scheduler, self._config = scheduler, executor.config
+        self._executor = executor
         most_beside = executor.config.prefill_tokens_beside_decodes
         self._least_beside = max(most_beside // _LEAST_PART, 1)
         self._stretch: StepStretch | None = None
@@ -91,6 +92,7 @@ class StepFigures:
         running, waiting = scheduler.num_running, scheduler.num_waiting
         looks_up, work = self._config.prefix_cache, self._work
         held, unfilled = self._slots()
+        busiest, mean = self._executor.expert_loads()
         return EngineMetrics(
             steps_total=self.num_steps,
             prompt_tokens_computed_total=counters.prompt_tokens_computed,
@@ -137,6 +139,8 @@ class StepFigures:
             encodings_received_total=counters.encodings_received,
             encoder_cache_hits_total=counters.encoder_cache_hits,
             encoder_seconds_total=counters.encoder_s,
+            expert_rows_busiest_rank_total=busiest,
+            expert_rows_mean_rank_total=mean,
         )
 
     def _slots(self) -> tuple[int, int]:

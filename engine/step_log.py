@@ -1,4 +1,4 @@
-"""StepLog: writes debug lines about steps: computed requests, waiting (and why) and ended ones.
+"""StepLog: writes debug lines: the requests that a step computes or ends, and why others wait.
 
 Costs one check of the log level per step while debug lines are off. Refuses to know: tensors,
 nodes.

@@ -30,7 +30,7 @@ _SHORT_CONTEXT, _LONG_CONTEXT = 64, 4096
 def measure_step_times(
     engine: Engine, *, pushes: bool, compiles: bool = True
 ) -> tuple[tuple[int, float], ...]:
-    """Measure steps of 1 prompt token, 64 and the largest chunk; return (tokens, seconds) pairs.
+    """Measure steps of 1 and 64 prompt tokens and of a full chunk; return (tokens, seconds) pairs.
 
     Overwrites the last block of the KV memory and row 0; the engine must have no request.
 

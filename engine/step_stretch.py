@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Aim below the limit, because step times vary, and at most one gap between tokens in a hundred may
+# Aim below the limit, because step times vary, and at most one in a hundred gaps between tokens may
 # exceed the limit.
 _AIM = 0.8  # target for the prompt's part of a step, as a fraction of the allowed time
 _FADING = 0.2  # weight of the newest step in moving averages

@@ -120,7 +120,7 @@ class ServedWeights:
         self._check_idle()
         if self.is_asleep:
             raise InvalidRequestError("sleep", "the engine is asleep already")
-        if level is SleepLevel.DROPPED:  # unload adapters while the workers have the model
+        if level is SleepLevel.DROPPED:  # unload adapters before the workers free the model
             self._engine.adapters.clear()
             self._engine.adapters.is_suspended = True
         self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))

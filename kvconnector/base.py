@@ -27,7 +27,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The data that a decode node needs besides the KV to continue a request.
 
     For the encoding of an image, ``num_tokens`` is the number of its embeddings, and ``token_id``
-    is unused.
+    is unused. For a cached prefix, ``token_id`` is unused, too.
 
     The receiving node ignores unknown fields, and uses defaults for absent fields. A new field that
     the receiving node must not ignore therefore needs a new ``version``.
@@ -39,6 +39,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         draft_token_ids: the prefill node's drafts of the tokens after the first output token.
         adapter: digest of the adapter that computed the KV; empty: the base model.
         image: digest of the image whose encoding was sent, in hexadecimal; empty: KV was sent.
+        prefix: hash of the last block of a cached prefix that was sent, in hexadecimal; empty: a
+            computed prompt or an encoding was sent.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -46,6 +48,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     draft_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
     adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
     image: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    prefix: Annotated[str, msgspec.Meta(max_length=64)] = ""
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 
@@ -155,6 +158,10 @@ class HandoffMetrics:
             node; 0 on nodes that receive none.
         encodings_lost: number of images that this prefill node encoded itself because no encoding
             arrived from an encode node.
+        fetches: cached prefixes that this node expected, received and lost since its start.
+        fetches_open: cached prefixes that this node sends, expects, or has in quarantine.
+        fetched_tokens, fetched_bytes: tokens and bytes of the received prefixes.
+        shared_tokens: tokens of the prefixes that this node sent whole.
     """
 
     open: Mapping[str, int]
@@ -163,6 +170,11 @@ class HandoffMetrics:
     received_bytes: int = 0
     encodings_open: int = 0
     encodings_lost: int = 0
+    fetches: Mapping[str, int] = field(default_factory=dict)
+    fetches_open: int = 0
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

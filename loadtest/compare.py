@@ -45,15 +45,19 @@ class Comparison:
     def __post_init__(self) -> None:
         names = [one.name for one in self.deployments]
         is_both = {one.is_colocated for one in self.deployments} == {True, False}
-        if len(set(names)) != len(names) or not is_both:
+        with_encode = {one.num_encode > 0 for one in self.deployments}
+        if len(set(names)) != len(names) or not (is_both or with_encode == {True, False}):
             raise ConfigError(
-                "deployments: must be different ones, with a colocated and a split one at least, "
-                f"got {', '.join(names)}"
+                "deployments: must be different ones, with a colocated and a split one, or with "
+                f"one with and one without encode nodes, at least, got {', '.join(names)}"
             )
+        if True in with_encode and self.plan.images is None:
+            raise ConfigError("images: must be given, because encode nodes encode only images")
         if not 2 <= self.repeats <= MAX_REPEATS:
             raise ConfigError(f"repeats: must be 2 to {MAX_REPEATS}, got {self.repeats!r}")
         if not self.plan.slo.limits:
             raise ConfigError("slo: must be given; goodput decides")
+        # Encode nodes may share the cores of other nodes.
         most = max(one.num_prefill + one.num_decode for one in self.deployments)
         if len(self.up.cores) < most:
             raise ConfigError(
@@ -65,6 +69,7 @@ class Comparison:
             self.up,
             num_prefill=deployment.num_prefill,
             num_decode=deployment.num_decode,
+            num_encode=deployment.num_encode,
             router_args=(
                 *self.up.router_args,
                 *([] if deployment.is_local_allowed else ["--no-local-prefill"]),

@@ -14,6 +14,13 @@ from baton.options import check_limits, group, option, same_option
 from baton.processes.cores import usable_cores
 from loadtest.drills.faults import NOTATION as FAULT_NOTATION
 from loadtest.exit_codes import EXIT_LAGGED
+from loadtest.load.images import (
+    MAX_IMAGES,
+    SIZE_NOTATION,
+    ImageLoad,
+    parse_image_counts,
+    parse_image_sizes,
+)
 from loadtest.load.lengths import NOTATION, parse_lengths
 from loadtest.load.shapes import NOTATION as DEPLOYMENT_NOTATION
 from loadtest.plan import (
@@ -30,6 +37,7 @@ from loadtest.slo import Slo
 from loadtest.targets.base import TargetOptions
 
 _MAX_FRESH_SEED = 2**31
+_IMAGE_SIZE = "512x512"
 
 
 def fresh_seed() -> int:
@@ -41,7 +49,10 @@ def fresh_seed() -> int:
 class LoadOptions:
     """Options that all commands have in common; raises ConfigError naming the option."""
 
-    node_args: str = option("", help="More options of every node, as one string.")
+    node_args: str = option(
+        "", help="More options of every prefill and decode node, as one string."
+    )
+    encode_args: str = option("", help="More options of every encode node, as one string.")
     router_args: str = option("", help="More options of the router, as one string.")
     rate: float | None = option(
         None,
@@ -55,6 +66,22 @@ class LoadOptions:
     output_tokens: str = option("128", help=f"Output tokens per request: {NOTATION}.")
     prefix_groups: int = same_option(LoadPlan, "prefix_groups")
     prefix_tokens: int = same_option(LoadPlan, "prefix_tokens")
+    images: str = option(
+        "",
+        help="Images per request with images: N or uniform:LEAST-MOST, at most "
+        f"{MAX_IMAGES}; empty: no images. Such a request is a chat: the images, and a word for "
+        "each of --input-tokens.",
+    )
+    image_size: str = option(
+        _IMAGE_SIZE,
+        help=f"Sizes of images in pixels: {SIZE_NOTATION}; each image has one of them.",
+    )
+    image_share: float = option(
+        1.0, above=0, most=1, help="Share of requests with images (with --turns: conversations)."
+    )
+    image_repeats: float = option(
+        0.25, least=0, most=1, help="Share of images that are one of the last 100 images again."
+    )
     seed: int | None = option(
         None,
         least=0,
@@ -107,11 +134,28 @@ class LoadOptions:
             "load": load,
             "input_lengths": parse_lengths("input_tokens", self.input_tokens),
             "output_lengths": parse_lengths("output_tokens", self.output_tokens),
+            "images": self._image_load(),
             "seed": fresh_seed() if self.seed is None else self.seed,
             "max_lag_s": self.max_lag_ms / 1e3,
             "slo": Slo.parse(self.slo),
         }
         return LoadPlan(**fields | more)
+
+    def _image_load(self) -> ImageLoad | None:
+        """Return the images of the plan; raises ConfigError."""
+        if not self.images:
+            is_default = (self.image_size, self.image_share, self.image_repeats) == (
+                _IMAGE_SIZE, 1.0, 0.25,
+            )  # fmt: skip
+            if not is_default:
+                raise ConfigError("image_size, image_share, image_repeats: are for --images")
+            return None
+        return ImageLoad(
+            counts=parse_image_counts(self.images),
+            sizes=parse_image_sizes(self.image_size),
+            share=self.image_share,
+            repeats=self.image_repeats,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +170,7 @@ class RunOptions(LoadOptions):
     )
     prefill: int = option(1, least=0, help="With --up: number of prefill nodes.")
     decode: int = option(1, least=1, help="With --up: number of decode nodes.")
+    encode: int = option(0, least=0, help="With --up: number of encode nodes.")
     concurrency: int | None = option(
         None,
         least=1,
@@ -274,9 +319,10 @@ class TuneOptions(LoadOptions):
         names = (
             *("up", "rate", "duration_s", "warmup_s", "slo", "arrivals", "burstiness"),
             *("input_tokens", "output_tokens", "prefix_groups", "prefix_tokens", "vocab_size"),
-            *("cancel_rate", "node_args", "router_args", "timeout_s", "drain_timeout_s"),
+            *("images", "image_size", "image_share", "image_repeats"),
+            *("node_args", "router_args", "timeout_s", "drain_timeout_s"),
         )
-        found = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        found = {name: getattr(self, name) for name in names}
         return {**found, "cores": num_cores, "repeats": self.search.repeats}
 
 

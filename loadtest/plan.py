@@ -17,6 +17,7 @@ from pathlib import Path
 from baton.api.errors import ConfigError
 from baton.options import LONGEST_S, check_limits, option
 from loadtest.load.generate import Lengths
+from loadtest.load.images import ImageLoad
 from loadtest.load.lengths import MAX_LENGTH, LengthDistribution
 from loadtest.report.confidence import MAX_REPEATS
 from loadtest.slo import NO_SLO, Slo
@@ -115,6 +116,7 @@ class LoadPlan:
             sent after the previous answer. In an open loop, the rate is that of new conversations.
         turn_pause_s: mean pause between an answer and the next turn (an exponential distribution).
         dataset: file of prompts or conversations to send in place of random token ids.
+        images: images of the drawn prompts; None: none.
         tokenizer: folder with tokenizer.json, to count the tokens of the data set's answers; None:
             output lengths come from their option.
         warmup_s: requests that are scheduled in these first seconds are not measured.
@@ -152,6 +154,7 @@ class LoadPlan:
         help="Mean pause between an answer and the next turn, seconds, exponential.",
     )
     dataset: Path | None = None
+    images: ImageLoad | None = None
     tokenizer: Path | None = None
     seed: int = 0
     round: int = 0
@@ -200,6 +203,10 @@ class LoadPlan:
             raise ConfigError(
                 "turns, prefix_groups: cannot be given with dataset, which has its own"
             )
+        if self.images is not None and (
+            isinstance(self.load, TraceReplay) or self.dataset is not None
+        ):
+            raise ConfigError("images: are for drawn prompts, not for trace or dataset")
         if self.tokenizer is not None and self.dataset is None:
             raise ConfigError("tokenizer: is for the answers of --dataset")
         is_endless = self.duration_s is None and self.num_requests is None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from baton.api.errors import ConfigError
 from baton.kv.layers import LayerKV, as_replicated
 from models.base import AdapterSpan, ForwardContext, Rotations
 from models.config import ModelConfig
@@ -87,7 +88,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward part on one residual stream, with norms before or after each."""
+    """A mixer and possibly a feed-forward part on one residual stream, and their norms."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
@@ -113,9 +114,9 @@ class DecoderLayer(nn.Module):
         self._mixer_group: Collective = SINGLE_RANK
         self._feed_forward_group: Collective = SINGLE_RANK
 
-    def shard(self, group: Collective) -> None:
+    def shard(self, group: Collective, expert_parallel: str) -> None:
         """Keep one rank's share of mixer and feed-forward part; keep an indivisible part whole."""
-        rank = Rank(group.rank, group.size)
+        rank = Rank(group.rank, group.size, expert_parallel)
         if _can_share(self.self_attn):
             cast("Shareable", self.self_attn).shard(rank)
             self._mixer_group = group
@@ -154,7 +155,7 @@ class DecoderLayer(nn.Module):
 
 
 class Shareable(Protocol):
-    """A part of a layer that ranks can divide. The sum of the ranks' results is the part's result.
+    """A part of a layer that ranks may divide. The sum of their results is the part's result.
 
     Attributes:
         can_share: whether ranks can divide this part; if not, each rank computes all of it.
@@ -220,7 +221,7 @@ class Decoder(Computing):
             if index not in self._own_layers:
                 self.layers[index] = Elsewhere()
             elif ranks.group.size > 1:
-                cast("DecoderLayer", layer).shard(ranks.group)
+                cast("DecoderLayer", layer).shard(ranks.group, ranks.expert_parallel)
 
     def forward(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """Compute one step, and write keys and values into the cache; see ``CausalLM.forward``."""
@@ -332,7 +333,7 @@ class DecoderForCausalLM(Computing):
     Attributes:
         mapped_bytes: bytes of the weights that are mapped from a file in the user's cache.
         adapted: computes steps with adapters; None: adapters are disabled.
-        vision: makes embeddings of images; None: this model or pipeline stage computes no images.
+        vision: makes embeddings of images; None: this model computes no images.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -364,16 +365,17 @@ class DecoderForCausalLM(Computing):
     def shard(self, ranks: Ranks) -> None:
         """Keep one rank's share of the model; call before weights are loaded.
 
-        All ranks of the last stage compute equal logits. Every rank of the first stage has the
-        whole vision encoder.
+        All ranks of the last stage compute equal logits. Every rank of every stage has the whole
+        vision encoder, because layers of later stages may add vectors of images, and because the
+        last stage reports the images that could not be encoded.
 
         Raises:
-            ConfigError: a stage has more ranks than heads, or there are more stages than layers.
+            ConfigError: a stage has more ranks than heads, there are more stages than layers, or
+                ranks cannot divide the experts as wanted.
         """
+        if ranks.expert_parallel == "on" and self.config.experts is None:
+            raise ConfigError("expert_parallel: the model has no experts to divide; use auto")
         self._group = group = ranks.group
-        if not ranks.is_first_stage and self.vision is not None:
-            self.vision = None
-            self._ignored += (VISION,)
         vocab = Rank(group.rank, group.size).span(self.config.vocab_size)
         is_tied = self.lm_head is None
         needs_embedding = ranks.is_first_stage or (ranks.is_last_stage and is_tied)

@@ -160,7 +160,7 @@ class LatentSpec(Part):
         return [*queries, (self.width, hidden_size), (hidden_size, output)]
 
     def exact_matrices(self, hidden_size: int) -> list[Matrix]:
-        """List the matrices that are never quantized: the projection of latents to keys, values."""
+        """List the matrices that are never quantized: the one from latents to keys and values."""
         size = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return [(size, self.kv_lora_rank)]
 

@@ -54,7 +54,7 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of a head's dims that are rotated."""
-        whole = self.rope_type == "proportional"  # rotates some dims by 0
+        whole = self.rope_type == "proportional"  # all dims are rotated, some of them by 0
         return head_dim if whole else int(head_dim * self.partial_rotary_factor)
 
 

@@ -1,4 +1,4 @@
-"""Early grammars: loads and forks what grammars need before the node starts threads; no torch."""
+"""Early grammars: before the node starts threads, loads and forks what grammars need; no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fork_early_grammars(model: str) -> EarlyGrammars | None:
 
     Returns:
         The tokenizer and the process. None if threads have started already, or if the model is
-        missing or unusable, for which loading the model will report the reason.
+        missing or unusable; in the latter case, loading the model will report why.
     """
     if not may_fork():
         return None

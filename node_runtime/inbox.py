@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from baton.adapters.digest import AdapterMissingError
 from baton.api.errors import TransferError
 from baton.api.outputs import RequestDelta
+from baton.kv.prefixes import fetch_end
 from baton.link.words import (
     ADAPTER_MISSING,
     AbortAll,
@@ -24,6 +25,7 @@ from baton.link.words import (
     PeerUpdate,
     RequestError,
     RouterCommand,
+    ShareCommand,
     failed_delta,
 )
 from engine.core.outputs import SchedulerOutput, StepResult
@@ -57,6 +59,12 @@ class CommandHandler(Protocol[HandledJob]):
 
     def remove_peer(self, engine_id: str) -> None:
         """Disconnect a departed node of the other role, and handle the requests that need it."""
+
+    def connect_fetch_peer(self, peer: PeerInfo) -> None:
+        """Connect to a node's end for cached prefixes; raises TransferError."""
+
+    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
+        """Send a cached prefix to a prefill node."""
 
 
 class Inbox(Generic[Job]):
@@ -113,12 +121,13 @@ class Inbox(Generic[Job]):
                     node.cancel_job(command.request_id, command.epoch)
                 case PeerUpdate(removed=True):
                     node.remove_peer(command.engine_id)
-                case PeerUpdate():
-                    try:
-                        info = PeerInfo.decode(command.peer_info, engine_id=command.engine_id)
-                        node.connect_peer(info)
-                    except TransferError as error:
-                        outbox.emit(PeerReport(command.engine_id, False, problem=str(error)))
+                case PeerUpdate(engine_id=engine_id):
+                    _connect(node.connect_peer, engine_id, command.peer_info, outbox)
+                    if command.fetch_peer_info:
+                        end, info = fetch_end(engine_id), command.fetch_peer_info
+                        _connect(node.connect_fetch_peer, end, info, outbox)
+                case ShareCommand():
+                    node.share_prefix(command, received_at)
                 case AbortAll():
                     self._adapters.abort(command)
                     node.abort_jobs(command)
@@ -160,6 +169,16 @@ class Inbox(Generic[Job]):
         return True
 
 
+def _connect(
+    connect: Callable[[PeerInfo], None], engine_id: str, peer_info: bytes, outbox: Outbox
+) -> None:
+    """Connect to an end of a peer, or report why this is impossible."""
+    try:
+        connect(PeerInfo.decode(peer_info, engine_id=engine_id))
+    except TransferError as error:
+        outbox.emit(PeerReport(engine_id, False, problem=str(error)))
+
+
 class Outbox:
     """Sends a node's events to the router: deltas at the end of a step, reports at once.
 
@@ -179,13 +198,14 @@ class Outbox:
         """Queue the failure of a request for the router."""
         self._deltas.append(failed_delta(request_id, epoch, RequestError(code, message)))
 
-    def report_peer(self, event: TransferEvent) -> None:
+    def report_peer(self, event: TransferEvent, *, is_encode_node: bool = False) -> None:
         """Tell the router at once that a peer has connected or failed."""
+        peer, shown = event.engine_id, is_encode_node
         if event.kind is TransferEventKind.PEER_CONNECTED:
             rate = event.bandwidth_bytes_per_s
-            self.emit(PeerReport(event.engine_id, True, event.transport, "", rate))
+            self.emit(PeerReport(peer, True, event.transport, "", rate, is_encode_node=shown))
         else:
-            self.emit(PeerReport(event.engine_id, False, problem=event.reason))
+            self.emit(PeerReport(peer, False, problem=event.reason, is_encode_node=shown))
 
     def flush(self) -> None:
         """Send the queued deltas as one event."""

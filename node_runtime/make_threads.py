@@ -16,11 +16,11 @@ from kvconnector.transports.base import KVTransport
 from kvconnector.transports.fault_file import faults_of
 from kvconnector.transports.faults import FaultSpec
 from node_runtime.adapters.adapter_queue import AdapterQueue
-from node_runtime.node_engine import load_adapters, load_engine
+from node_runtime.node_engine import LoadedEngine, load_adapters, load_engine
 from node_runtime.node_transport import open_transport
 from node_runtime.option_checks import source_of
 from node_runtime.options import NodeOptions
-from node_runtime.threads import ConnectorEnd, Node, NodeThreads
+from node_runtime.threads import ConnectorEnds, Node, NodeThreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class NodeParts:
     """Parts that `make_node` gets to make the node of a role.
 
     Attributes:
-        engine_id: unique id of this start of the process.
+        loaded: the engine with its identity.
         digests: checks arriving blocks; None: blocks are not checked.
         wake: wakes the engine's thread because there is work; safe from any thread.
         emit: sends events to the router.
@@ -38,7 +38,7 @@ class NodeParts:
     """
 
     engine: Engine
-    engine_id: str
+    loaded: LoadedEngine
     transport: KVTransport
     digests: BlockDigests | None
     wake: Callable[[], None]
@@ -47,11 +47,16 @@ class NodeParts:
     spans: SpanSink | None
     adapters: AdapterQueue
 
+    @property
+    def engine_id(self) -> str:
+        """The node's engine id."""
+        return self.loaded.engine_id
+
 
 def make_threads(
     role: NodeRole,
     options: NodeOptions,
-    make_node: Callable[[NodeParts], tuple[Node, ConnectorEnd, ConnectorEnd | None]],
+    make_node: Callable[[NodeParts], tuple[Node, ConnectorEnds]],
     emit: Callable[[NodeEvent], None],
     on_death: Callable[[Exception], None],
     grammars: EarlyGrammars | None = None,
@@ -60,8 +65,7 @@ def make_threads(
 
     Args:
         options: options of the program.
-        make_node: makes the role's loop and its end of the KV connector, and, if this node receives
-            encodings, the end that receives them. It starts both ends, too.
+        make_node: makes the role's loop and its ends of the KV connector, and starts these ends.
         emit: sends events to the router; safe to call from any thread.
         on_death: called with the error when the engine or the connector cannot continue.
         grammars: the parts that compile grammars, made before any thread started; None: the engine
@@ -90,7 +94,7 @@ def make_threads(
         resource={"service.instance.id": loaded.engine_id, "baton.node": options.name},
     )
 
-    def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnd, ConnectorEnd | None]:
+    def join(wake: Callable[[], None]) -> tuple[Node, ConnectorEnds]:
         transport, digests = open_transport(options, loaded, faults, kv_digests=kv_digests)
         # On a prefill node, a prompt waits for its adapter, so reading has priority. On a decode
         # node, the clients of all running requests wait for each step, so steps have priority.
@@ -99,7 +103,7 @@ def make_threads(
         return make_node(
             NodeParts(
                 engine=loaded.engine,
-                engine_id=loaded.engine_id,
+                loaded=loaded,
                 transport=transport,
                 digests=digests,
                 wake=wake,

@@ -154,7 +154,5 @@ class NodeAdmin:
 
 def _ledger_parts(ledger: Ledger) -> Sequence[bytes]:
     """Divide the ledger into small messages: encoding a large one would block all threads."""
-    return [
-        admin_pb2.NodeAdminResponse(list_blocks=blocks).SerializeToString()
-        for blocks in wire_ledger.ledger_to_protos(ledger, PART_BYTES)
-    ]
+    answers = wire_ledger.ledger_to_answers(ledger, PART_BYTES)
+    return [answer.SerializeToString() for answer in answers]

@@ -121,7 +121,7 @@ def load_engine(
     """
     folder = find_model_folder(model)
     identity = folder_identity(folder)
-    # Weight files that the index lists may be missing because they are not needed.
+    # The identity lacks the weights if a file in the index is missing; not every file is needed.
     if "weights" not in identity:
         identity["weights"] = weights_digest(folder)
     started = time.perf_counter()

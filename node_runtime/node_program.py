@@ -155,7 +155,7 @@ async def run_node_program(
     def on_death(error: Exception) -> None:
         end_within(END_AFTER_DEATH_S)  # ends the process even if the code below hangs
         death.append(error)
-        with contextlib.suppress(RuntimeError):  # loop closed: the process ends
+        with contextlib.suppress(RuntimeError):  # the loop is closed, because the process ends
             loop.call_soon_threadsafe(stopping.set)
 
     node = await _make_or_stop(lambda: make_node(emit, on_death), stopping, death)

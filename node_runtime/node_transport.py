@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import MappingProxyType
 
 import msgspec
 
 from baton.access.tls import TlsFiles
+from baton.api.errors import ConfigError
+from baton.kv.manifest import KVKind
+from baton.kv.prefixes import fetch_end
 from kvconnector import KV_CONNECTORS
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.layout import KVMemory
 from kvconnector.ranks.messages import Open
+from kvconnector.ranks.more_links import link_ranks
 from kvconnector.ranks.transport import RanksTransport
 from kvconnector.transports.base import NO_OPTIONS, KVTransport, TransportOptions
 from kvconnector.transports.faults import FaultSpec, FaultyTransport
@@ -40,18 +47,41 @@ def open_transport(
     start = Open(options.kv_connector, engine_id)
     # The other ranks open their transports at the same time.
     links = loaded.engine.executor.attach(_RANK_SERVICE, msgspec.msgpack.encode(start))
-    transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
-        engine_id, memory, _transport_options(options, options.kv_listen)
-    )
-    ranks = RanksTransport(transport, links) if links else None
-    transport = ranks or transport
-    if faults is not None:
-        transport = FaultyTransport(transport, memory, faults)
-    return transport, BlockDigests(memory, ranks) if kv_digests else None
+    end = _End(options, engine_id, memory, faults, options.kv_listen)
+    return _open_end(end, links, has_digests=kv_digests)
+
+
+def open_prefixes_transport(
+    options: NodeOptions, loaded: LoadedEngine, faults: _Faults
+) -> tuple[KVTransport, BlockDigests | None]:
+    """Open a second transport of each rank over the node's KV, for cached prefixes.
+
+    Raises ConfigError if cached blocks alone do not suffice to continue a prompt.
+    """
+    memory, executor = loaded.engine.kv_memory, loaded.engine.executor
+    groups = memory.manifest.groups
+    if len(groups) > 1 or groups[0].kind not in (KVKind.PAGED, KVKind.LATENT):
+        kinds = ", ".join(sorted({group.kind.value for group in groups}))
+        raise ConfigError(
+            "fetch_prefixes: supports models with one group of layers with full attention, "
+            f"got {len(groups)} ({kinds})"
+        )
+    if not loaded.engine.kv_cache_manager.has_prefix_cache:
+        raise ConfigError("fetch_prefixes: needs the prefix cache, which is switched off")
+    engine_id, connector = fetch_end(loaded.engine_id), options.kv_connector
+    links = link_ranks(lambda start: executor.attach(_RANK_SERVICE, start), connector, engine_id)
+    end = _End(options, engine_id, memory, faults, _other_port(options.kv_listen))
+    return _open_end(end, links, has_digests=digests_are_wanted(options.kv_digests, connector))
 
 
 def open_encodings_transport(
-    options: ProgramOptions, engine_id: str, memory: KVMemory, faults: _Faults, *, shares_host: bool
+    options: ProgramOptions,
+    engine_id: str,
+    memory: KVMemory,
+    faults: _Faults,
+    *,
+    shares_host: bool,
+    listen: str = "",
 ) -> tuple[KVTransport, BlockDigests | None]:
     """Open the transport of a memory for encodings, which has one rank; raises ConfigError.
 
@@ -61,18 +91,47 @@ def open_encodings_transport(
         memory: the memory that peers read or write.
         faults: transfer faults to inject; None: no faults.
         shares_host: whether another end of this node listens at ``options.kv_listen``, so that this
-            end needs another, free port of the same host.
+            end needs another port of the same host.
+        listen: ``host:port`` of this end; empty: ``options.kv_listen``, or a free port of its host.
     """
-    listen = options.kv_listen
-    if shares_host and listen:
-        listen = f"{listen.rpartition(':')[0]}:0"
-    transport: KVTransport = KV_CONNECTORS.load(options.kv_connector)(
-        engine_id, memory, _transport_options(options, listen)
+    if not listen:
+        listen = _other_port(options.kv_listen) if shares_host else options.kv_listen
+    has_digests = digests_are_wanted(options.kv_digests, options.kv_connector)
+    return _open_end(_End(options, engine_id, memory, faults, listen), has_digests=has_digests)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """An end of the connector; see `open_encodings_transport` for the fields."""
+
+    options: ProgramOptions
+    engine_id: str
+    memory: KVMemory
+    faults: _Faults
+    listen: str
+
+
+def _open_end(
+    end: _End, links: Mapping[int, Connection] = MappingProxyType({}), *, has_digests: bool
+) -> tuple[KVTransport, BlockDigests | None]:
+    """Open the leading rank's transport, joined with the other ranks' transports.
+
+    Args:
+        links: connections to the services of the other ranks, by rank.
+    """
+    transport: KVTransport = KV_CONNECTORS.load(end.options.kv_connector)(
+        end.engine_id, end.memory, _transport_options(end.options, end.listen)
     )
-    if faults is not None:
-        transport = FaultyTransport(transport, memory, faults)
-    are_wanted = digests_are_wanted(options.kv_digests, options.kv_connector)
-    return transport, BlockDigests(memory) if are_wanted else None
+    ranks = RanksTransport(transport, links) if links else None
+    transport = ranks or transport
+    if end.faults is not None:
+        transport = FaultyTransport(transport, end.memory, end.faults)
+    return transport, BlockDigests(end.memory, ranks) if has_digests else None
+
+
+def _other_port(listen: str) -> str:
+    """Return a free port of the host at which the node's first transport listens."""
+    return f"{listen.rpartition(':')[0]}:0" if listen else ""
 
 
 def _transport_options(options: ProgramOptions, listen: str) -> TransportOptions:

@@ -25,6 +25,11 @@ def check_options(options: NodeOptions) -> None:
         raise ConfigError(
             f"kv_connector: tls supports one rank only, got {options.engine.num_ranks}; use nixl"
         )
+    executor = options.engine.executor_name
+    if options.fetch_prefixes and executor not in ("uniproc", "multiproc"):
+        raise ConfigError(
+            f"fetch_prefixes: needs all ranks on one machine (executor multiproc), got {executor}"
+        )
     check_program_options(options)
     _check_adapters(options)
 

@@ -34,7 +34,8 @@ class ProgramOptions:
     ready_with_peer: bool = option(
         False,
         help="Be ready (health checks, /ready) only while a node of the other role can be "
-        "reached, so that a rolling update waits for both roles.",
+        "reached, so that a rolling update waits for both roles. A prefill node needs a decode "
+        "node, and an encode node needs a prefill node.",
     )
     listen: str = option(
         "127.0.0.1:0", help="host:port for health, reflection and admin; port 0: any free port."
@@ -134,6 +135,13 @@ class NodeOptions(ProgramOptions):
         "",
         help="Folder below which new weights may lie for `baton admin weights update`. Empty: the "
         "node takes no new weights.",
+    )
+
+    fetch_prefixes: bool = option(
+        False,
+        help="Let prefill nodes get cached parts of prompts from decode nodes, such as earlier "
+        "turns of a conversation, instead of computing them; on nodes of both roles. For models "
+        "with full attention in all layers, on nodes with all ranks on one machine.",
     )
 
     @property

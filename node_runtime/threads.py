@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -42,7 +42,7 @@ from node_runtime.weights.node_weights import NodeWeights
 logger = logging.getLogger(__name__)
 
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
-ENCODINGS_THREAD = "encodings-io"
+ENCODINGS_THREAD, PREFIXES_THREAD = "encodings-io", "prefixes-io"
 
 
 class Node(Protocol):
@@ -73,6 +73,26 @@ class ConnectorEnd(Protocol):
     def rounds(self) -> Rounds: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorEnds:
+    """A node's ends of the KV connector.
+
+    Attributes:
+        kv: the end for hand-offs.
+        encodings: the end that receives encodings of images; None: the node receives none.
+        prefixes: the end that sends or receives cached prefixes; None: the node does neither.
+    """
+
+    kv: ConnectorEnd
+    encodings: ConnectorEnd | None = None
+    prefixes: ConnectorEnd | None = None
+
+    def others(self) -> dict[str, ConnectorEnd]:
+        """Return the ends besides that for hand-offs, by the names of their threads."""
+        ends = {ENCODINGS_THREAD: self.encodings, PREFIXES_THREAD: self.prefixes}
+        return {name: end for name, end in ends.items() if end is not None}
 
 
 AnyNode = TypeVar("AnyNode", bound=Node)
@@ -118,8 +138,8 @@ class NodeThreads(NodeOnThread[Node]):
         name: name of the node.
         role: role of the node.
         loaded: the engine that the node steps.
-        make_node: makes the node, its end of the KV connector, and the end that receives encodings
-            (None: it receives none), given a function that wakes the engine's thread.
+        make_node: makes the node and its ends of the KV connector, given a function that wakes the
+            engine's thread.
         emit: sends events to the router; called on the engine's thread.
         on_death: called with the error when the engine cannot continue.
         pushes: whether the node sends the KV of a prompt's layers while it computes later layers.
@@ -137,7 +157,7 @@ class NodeThreads(NodeOnThread[Node]):
         name: str,
         role: NodeRole,
         loaded: LoadedEngine,
-        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnd, ConnectorEnd | None]],
+        make_node: Callable[[Callable[[], None]], tuple[Node, ConnectorEnds]],
         emit: Callable[[NodeEvent], None],
         on_death: Callable[[Exception], None],
         *,
@@ -170,7 +190,8 @@ class NodeThreads(NodeOnThread[Node]):
             changing = loaded.weights, self._loop.ask, weights_root, self._rename
             self.weights = NodeWeights(loaded.engine, *changing)
         loaded.engine.features.wake_with(self._loop.wake)
-        self._node, self._end, self._encodings_end = make_node(self._loop.wake)
+        self._node, self._ends = make_node(self._loop.wake)
+        self._end = self._ends.kv
         self._loop.start()
 
     def compute_first_steps(self) -> Future[None]:
@@ -184,9 +205,12 @@ class NodeThreads(NodeOnThread[Node]):
         registered = self._loaded.registration(
             self._name, self._role, address, peer_info, self._first_steps
         )
-        if self._encodings_end is None:
-            return registered
-        return replace(registered, encodings_peer_info=self._encodings_end.describe())
+        ends = self._ends
+        return replace(
+            registered,
+            encodings_peer_info=ends.encodings.describe() if ends.encodings else b"",
+            fetch_peer_info=ends.prefixes.describe() if ends.prefixes else b"",
+        )
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
         if isinstance(command, SendKVSnapshot):
@@ -205,10 +229,8 @@ class NodeThreads(NodeOnThread[Node]):
         return self._loop.call(flush)
 
     def rounds(self) -> dict[str, Rounds]:
-        rounds = super().rounds()
-        if self._encodings_end is not None:
-            rounds[ENCODINGS_THREAD] = self._encodings_end.rounds
-        return rounds
+        others = {name: end.rounds for name, end in self._ends.others().items()}
+        return super().rounds() | others
 
     def dump(self, error: Exception) -> None:
         """Write a crash dump of the engine; never raises, but may hang on a dead disk."""
@@ -227,7 +249,7 @@ class NodeThreads(NodeOnThread[Node]):
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            return False  # commands wait: a router may not know of the drain
+            return False  # commands wait: routers may send some before they learn of the drain
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:
@@ -248,8 +270,8 @@ class NodeThreads(NodeOnThread[Node]):
     def close(self) -> None:
         self._loop.stop()
         self._end.close()
-        if self._encodings_end is not None:
-            self._encodings_end.close()
+        for end in self._ends.others().values():
+            end.close()
         self._loaded.engine.close()
         if self._loaded.weights is not None:
             self._loaded.weights.close()

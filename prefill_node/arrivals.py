@@ -10,14 +10,16 @@ that an encode node may still write go into quarantine. Refuses to know: pixels,
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.kv.encodings import num_units, transfer_name
+from baton.kv.encodings import num_units, request_of, transfer_name
 from baton.link.words import PrefillCommand
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
 from engine.core.images.prompt_images import ImagePixels, PromptImages
@@ -36,10 +38,13 @@ from node_runtime.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which to remember an ended transfer, and a `Start` that came before its
+# Seconds for which to remember an ended transfer, and an event that came before its
 # `PrefillCommand`.
 MEMORY_S = 60.0
-MAX_EARLY_STARTS = 10_000  # limited, because a `PrefillCommand` may never come
+MAX_EARLY = 10_000  # limited, because a `PrefillCommand` may never come
+# No further units are granted while prompts hold received encodings of this many bytes. Encodings
+# that are on their way then may still arrive, which is one landing memory more.
+MAX_RECEIVED_BYTES = 2**30
 TICK_S = 0.1
 
 
@@ -62,7 +67,8 @@ class PromptWait:
     """The expected encodings of one prompt.
 
     Attributes:
-        left: digests of the images whose encodings are neither received nor lost.
+        left: digests of the images whose encodings the prompt still waits for.
+        lost: digests of the images whose encodings are lost.
         waited_s: seconds from the prompt's command until ``left`` was empty; 0 before.
     """
 
@@ -72,9 +78,20 @@ class PromptWait:
     received_at: float
     expires_at: float
     left: set[bytes] = field(default_factory=set)
+    lost: set[bytes] = field(default_factory=set)
     num_received: int = 0
-    num_lost: int = 0
     waited_s: float = 0.0
+
+    @property
+    def num_lost(self) -> int:
+        """Return the number of different images whose encodings are lost."""
+        return len(self.lost)
+
+    @property
+    def lost_images(self) -> tuple[int, ...]:
+        """Return the indexes in the prompt of the images whose encodings are lost."""
+        spans = enumerate(self.images.spans)
+        return tuple(index for index, span in spans if span.digest in self.lost)
 
 
 @dataclass(slots=True)
@@ -98,6 +115,19 @@ class _Arrival:
         if self.units:
             return "GRANTED"
         return "STARTED" if self.started else "EXPECTED"
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """An event of a transfer whose `PrefillCommand` has not come yet."""
+
+    event: TransferEvent
+    at: float
+
+    def is_refusal(self, num_embeddings: int) -> bool:
+        """Return whether no encoding with this many embeddings will come."""
+        has_started = self.event.kind is TransferEventKind.STARTED
+        return not has_started or self.event.num_tokens != num_embeddings
 
 
 class Arrivals:
@@ -134,9 +164,10 @@ class Arrivals:
         self._prompts: dict[tuple[str, int], PromptWait] = {}
         self._open: dict[TransferKey, _Arrival] = {}
         self._to_grant: deque[TransferKey] = deque()
-        # When each `Start` came whose command has not come yet, by transfer and engine id.
-        self._early_starts: dict[tuple[TransferKey, str], float] = {}
+        # Latest event of each transfer without a command so far, by transfer and engine id.
+        self._early: dict[tuple[TransferKey, str], _Early] = {}
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
+        self._received: weakref.WeakSet[ImagePixels] = weakref.WeakSet()  # those that prompts hold
         self._tick_at = 0.0
 
     # ------------------------------------------------------------------ prompts
@@ -157,7 +188,7 @@ class Arrivals:
         )
         spans = zip(images.spans, images.places, command.encode_engine_ids, strict=False)
         for span, places, engine_id in spans:
-            if engine_id and span.digest not in prompt.left:
+            if engine_id and span.digest not in prompt.left | prompt.lost:
                 arrival = _Arrival(prompt, span.digest, engine_id, len(places))
                 self._expect_one(arrival)
         if prompt.left:
@@ -167,15 +198,18 @@ class Arrivals:
 
     def _expect_one(self, arrival: _Arrival) -> None:
         prompt, engine_id = arrival.prompt, arrival.engine_id
-        fits = num_units(arrival.num_embeddings) <= self._units.num_units
-        if engine_id not in self._connected or not fits:
-            prompt.num_lost += 1
-            self.num_lost_total += 1
-            return
         key = transfer_name(prompt.request_id, arrival.digest), prompt.epoch
+        early = self._early.pop((key, engine_id), None)
+        fits = num_units(arrival.num_embeddings) <= self._units.num_units
+        is_refused = early is not None and early.is_refusal(arrival.num_embeddings)
+        if engine_id not in self._connected or not fits or is_refused or key in self._ended:
+            prompt.lost.add(arrival.digest)
+            self.num_lost_total += 1
+            self._ended[key] = self._clock()  # a `Start` of the encode node is answered by Cancel
+            return
         prompt.left.add(arrival.digest)
         self._open[key] = arrival
-        if self._early_starts.pop((key, engine_id), None) is not None:
+        if early is not None:
             self._start(key, arrival)
 
     def cancel(self, request_id: str, epoch: int) -> None:
@@ -246,16 +280,23 @@ class Arrivals:
         """Apply an event of a transfer that has ended here, or whose command has not come yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
-                self._early_starts.pop((key, event.engine_id), None)
                 self.quarantine.free(key, event.engine_id)
+                self._remember_early(key, event)
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(*key, event.engine_id)
             case TransferEventKind.STARTED:
-                self._early_starts[key, event.engine_id] = self._clock()
-                if len(self._early_starts) > MAX_EARLY_STARTS:
-                    del self._early_starts[next(iter(self._early_starts))]
+                self._remember_early(key, event)
             case _:
                 pass
+
+    def _remember_early(self, key: TransferKey, event: TransferEvent) -> None:
+        """Keep an event for the command that it has overtaken; an ended transfer gets none."""
+        self._early.pop((key, event.engine_id), None)  # the order is the order of time
+        if key in self._ended:
+            return
+        self._early[key, event.engine_id] = _Early(event, self._clock())
+        if len(self._early) > MAX_EARLY:
+            del self._early[next(iter(self._early))]
 
     # ------------------------------------------------------------------ one encoding
 
@@ -266,8 +307,14 @@ class Arrivals:
             self._to_grant.append(key)
 
     def _grant_waiting(self) -> None:
-        """Grant units to encodings in the order of their `Start` messages, while units are free."""
+        """Grant units to encodings in the order of their `Start` messages, while there is memory.
+
+        Prompts keep the encodings that they have received until they are computed. An encoding that
+        gets no units in time is lost, and the prompt waits for the memory of pixel values instead.
+        """
         while self._to_grant:
+            if sum(one.num_bytes for one in self._received) >= MAX_RECEIVED_BYTES:
+                return
             key = self._to_grant[0]
             arrival = self._open.get(key)
             if arrival is not None:
@@ -297,6 +344,7 @@ class Arrivals:
             return
         self._end(key, arrival, quiet=True)
         prompt.images.received[arrival.digest] = found
+        self._received.add(found)
         prompt.num_received += 1
         self._go_on(prompt, arrival.digest)
 
@@ -304,12 +352,12 @@ class Arrivals:
         """Give up waiting for an encoding: this node encodes the image."""
         logger.debug("an encoding of %s is lost: %s", arrival.engine_id, why)
         self._end(key, arrival, quiet=quiet)
-        arrival.prompt.num_lost += 1
+        arrival.prompt.lost.add(arrival.digest)
         self.num_lost_total += 1
         self._go_on(arrival.prompt, arrival.digest)
 
     def _end(self, key: TransferKey, arrival: _Arrival, *, quiet: bool) -> None:
-        """End a transfer; free its units, or put them into quarantine if they may be written.
+        """End a transfer; free its units, or quarantine units that may still be written.
 
         Args:
             quiet: whether the encode node certainly writes no more for this transfer.
@@ -353,9 +401,10 @@ class Arrivals:
                 for digest in sorted(prompt.left):
                     self._lose(*self._find(prompt, digest), f"not here in {self._timeout_s:g} s")
         self.quarantine.tick()
-        for times in (self._early_starts, self._ended):
-            while times and next(iter(times.values())) < now - MEMORY_S:
-                del times[next(iter(times))]  # type: ignore[arg-type]  # unlike types of keys
+        while self._ended and next(iter(self._ended.values())) < now - MEMORY_S:
+            del self._ended[next(iter(self._ended))]
+        while self._early and next(iter(self._early.values())).at < now - MEMORY_S:
+            del self._early[next(iter(self._early))]
 
     # ------------------------------------------------------------------ what operators see
 
@@ -375,7 +424,7 @@ class Arrivals:
             BlockHolding(
                 owner=BlockOwner.GRANT,
                 block_ids=arrival.units,
-                request_id=key[0],
+                request_id=arrival.prompt.request_id,
                 epoch=key[1],
                 state=arrival.state,
                 peer=arrival.engine_id,
@@ -384,8 +433,12 @@ class Arrivals:
             for key, arrival in self._open.items()
             if arrival.units
         ]
+        quarantined = [
+            dataclasses.replace(holding, request_id=request_of(holding.request_id))
+            for holding in self.quarantine.ledger()
+        ]
         return balance(
-            [*granted, *self.quarantine.ledger()],
+            [*granted, *quarantined],
             self._units.ref_counts(),
             num_blocks=self._units.num_units,
             num_free_blocks=self._units.num_free,

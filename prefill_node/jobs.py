@@ -1,9 +1,9 @@
 """Jobs: the open commands of a prefill node, with their times, receipts, spans and encodings.
 
-    command -> Job -> its encodings are expected -> chunks -> receipt, or an end without one
+    command -> Job -> encodings and a prefix are expected -> chunks -> receipt, or an end without
 
 The node's loop decides what happens to a job; this table keeps what the job has cost so far, and
-what encode nodes still send for it. Refuses to know: blocks, steps, decode nodes.
+what other nodes still send for it. Refuses to know: blocks, steps, decode nodes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from baton.api.outputs import PrefillReceipt
 from baton.kv.encodings import holds_encodings
 from baton.link.words import PrefillCommand
+from baton.telemetry.ledger import BlockHolding, Ledger
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 from kvconnector.base import HandoffMetrics, TransferEvent
 from kvconnector.peer_info import PeerInfo
+from node_runtime.prefixes.fetches import Fetches, PrefixWait
 from prefill_node.arrivals import Arrivals, PromptWait
 from prefill_node.spans import PrefillTraces
 
@@ -30,12 +32,14 @@ class Job:
 
     Attributes:
         encodings: the encodings that encode nodes send for the prompt; None: they send none.
+        prefix: the wait for a cached prefix that another node sends; None: no node sends one.
     """
 
     command: PrefillCommand
     request: Request
     received_at: float
     encodings: PromptWait | None = None
+    prefix: PrefixWait | None = None
     started_at: float = 0.0
     num_chunks: int = 0
 
@@ -55,6 +59,13 @@ class Job:
             num_encodings_received=self.encodings.num_received if self.encodings else 0,
             num_encodings_lost=self.encodings.num_lost if self.encodings else 0,
             encodings_wait_s=self.encodings.waited_s if self.encodings else 0.0,
+            lost_images=self.encodings.lost_images if self.encodings else (),
+            num_images_encoded=self.request.num_images_encoded,
+            num_encodings_cached=self.request.num_encodings_cached,
+            encoder_s=self.request.encoder_s,
+            num_fetched_tokens=self.prefix.num_tokens if self.prefix else 0,
+            num_fetches_lost=int(self.prefix.is_lost) if self.prefix else 0,
+            fetch_wait_s=self.prefix.waited_s if self.prefix else 0.0,
         )
 
 
@@ -65,6 +76,7 @@ class Jobs:
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
         arrivals: receives encodings from encode nodes; None: this node encodes all images.
+        fetches: receives cached prefixes; None: this node computes what it has not cached.
     """
 
     def __init__(
@@ -72,8 +84,9 @@ class Jobs:
         clock: Callable[[], float] = time.monotonic,
         traces: PrefillTraces | None = None,
         arrivals: Arrivals | None = None,
+        fetches: Fetches | None = None,
     ) -> None:
-        self._clock, self.arrivals = clock, arrivals
+        self._clock, self.arrivals, self.fetches = clock, arrivals, fetches
         self._traces = PrefillTraces(None, clock) if traces is None else traces
         self._jobs: dict[str, Job] = {}
 
@@ -101,14 +114,17 @@ class Jobs:
         self._traces.start_trace(command, received_at)
 
     def new_job(self, command: PrefillCommand, request: Request, received_at: float) -> Job:
-        """Return a job whose request waits for the encodings that encode nodes send.
+        """Return a job whose request waits for the encodings and the prefix that other nodes send.
 
         Call this before the engine gets the request; `add` the job afterwards.
         """
         encodings = None
         if self.arrivals is not None:
             encodings = self.arrivals.expect(request, command, received_at)
-        return Job(command, request, received_at, encodings)
+        prefix = None
+        if self.fetches is not None:
+            prefix = self.fetches.expect(request, command, received_at)
+        return Job(command, request, received_at, encodings, prefix)
 
     def add(self, job: Job) -> None:
         """Add a job whose request the engine has."""
@@ -145,11 +161,11 @@ class Jobs:
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end_trace(*job.key)
-            self._cancel_encodings(*job.key)
+            self._cancel_waits(*job.key)
 
     def fail(self, request_id: str, epoch: int, problem: str) -> Job | None:
         """Forget a request that failed; return its job, or None if it is not open."""
-        self._cancel_encodings(request_id, epoch)
+        self._cancel_waits(request_id, epoch)
         self.end_trace(request_id, epoch, problem)
         return self._jobs.pop(request_id, None)
 
@@ -193,16 +209,70 @@ class Jobs:
         """Number of encodings that are to arrive, or that are lost and in quarantine."""
         return 0 if self.arrivals is None else self.arrivals.num_transfers
 
+    @property
+    def num_waiting_for_encodings(self) -> int:
+        """Number of prompts that wait for encodings; safe from any thread."""
+        return 0 if self.arrivals is None else self.arrivals.num_waiting
+
+    def encodings_ledger(self) -> Ledger | None:
+        """Return the owners of the memory for encodings; None: this node receives none."""
+        return None if self.arrivals is None else self.arrivals.ledger()
+
+    # ------------------------------------------------------------------ holders of prefixes
+
+    def poll_holders(self) -> list[TransferEvent]:
+        """Receive cached prefixes; return the events that concern peers."""
+        return [] if self.fetches is None else self.fetches.step()
+
+    def connect_holder(self, peer: PeerInfo) -> None:
+        """Connect a node that sends cached prefixes."""
+        if self.fetches is not None:
+            self.fetches.add_peer(peer)
+
+    def lose_holder(self, engine_id: str) -> None:
+        """Give up the prefixes of a departed node."""
+        if self.fetches is not None:
+            self.fetches.lose_peer(engine_id)
+
+    @property
+    def num_fetches(self) -> int:
+        """Number of prefixes that are to arrive, or that are lost and in quarantine."""
+        return 0 if self.fetches is None else self.fetches.num_transfers
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of blocks that holders of lost prefixes may still write."""
+        return 0 if self.fetches is None else self.fetches.quarantine.num_blocks
+
+    def held(self) -> list[BlockHolding]:
+        """Return the blocks of fetches, for the ledger."""
+        return [] if self.fetches is None else self.fetches.held()
+
+    # ------------------------------------------------------------------ metrics
+
     def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
-        """Return metrics of hand-offs with counts of encodings; safe from any thread."""
-        if self.arrivals is None:
+        """Return metrics of hand-offs with counts of encodings and prefixes; thread-safe."""
+        if self.arrivals is not None:
+            metrics = dataclasses.replace(
+                metrics,
+                encodings_open=self.num_encodings,
+                encodings_lost=self.arrivals.num_lost_total,
+            )
+        if self.fetches is None:
             return metrics
+        counts = self.fetches.counts
         return dataclasses.replace(
             metrics,
-            encodings_open=self.num_encodings,
-            encodings_lost=self.arrivals.num_lost_total,
+            num_quarantined_blocks=metrics.num_quarantined_blocks + self.num_quarantined_blocks,
+            fetches=counts.by_state(),
+            fetches_open=self.num_fetches,
+            fetched_tokens=counts.tokens,
+            fetched_bytes=counts.num_bytes,
         )
 
-    def _cancel_encodings(self, request_id: str, epoch: int) -> None:
+    def _cancel_waits(self, request_id: str, epoch: int) -> None:
+        """Expect no encodings and no prefix any more for a request that has ended."""
         if self.arrivals is not None:
             self.arrivals.cancel(request_id, epoch)
+        if self.fetches is not None:
+            self.fetches.cancel(request_id, epoch)

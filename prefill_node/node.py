@@ -8,6 +8,7 @@ continues the output after token 1, unless token 1 ends the output.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from baton.link.words import (
     PrefillCommand,
     RequestView,
     RouterCommand,
+    ShareCommand,
 )
 from baton.telemetry.ledger import Ledger
 from engine.core.outputs import StepResult
@@ -80,6 +82,8 @@ class PrefillNode:
         """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
         for event in self.jobs.poll_encode_nodes():
+            self._outbox.report_peer(event, is_encode_node=True)
+        for event in self.jobs.poll_holders():
             self._outbox.report_peer(event)
         scheduled = self.engine.schedule()
         self.jobs.note_scheduled(scheduled)
@@ -107,11 +111,16 @@ class PrefillNode:
             num_waiting=len(requests) - num_running + num_held,
             num_running=num_running,
             num_free_blocks=self.engine.block_pool.num_free,
-            num_quarantined_blocks=self.push_tracker.num_draining_blocks,
-            num_transfers=self.push_tracker.num_transfers + self.jobs.num_encodings,
+            num_quarantined_blocks=(
+                self.push_tracker.num_draining_blocks + self.jobs.num_quarantined_blocks
+            ),
+            num_transfers=(
+                self.push_tracker.num_transfers + self.jobs.num_encodings + self.jobs.num_fetches
+            ),
             adapters=self.engine.adapters.digests,
             num_waiting_for_adapters=num_held,
             adapter_load_s=self._inbox.adapter_load_s,
+            num_waiting_for_encodings=self.jobs.num_waiting_for_encodings,
             num_uncomputed_tokens=sum(
                 max(request.num_initial_tokens - request.num_computed_tokens, 0)
                 for request in requests
@@ -127,10 +136,11 @@ class PrefillNode:
 
     def ledger(self) -> Ledger:
         """Return which owners hold which blocks; call between steps, on this node's thread."""
-        return take_ledger(self.engine, self.push_tracker.held())
+        ledger = take_ledger(self.engine, [*self.push_tracker.held(), *self.jobs.held()])
+        return dataclasses.replace(ledger, encodings=self.jobs.encodings_ledger())
 
     def handoff_metrics(self) -> HandoffMetrics:
-        """Return counts of hand-offs and encodings; safe from any thread."""
+        """Return counts of hand-offs, encodings and prefixes; safe from any thread."""
         return self.jobs.add_metrics(self.push_tracker.metrics())
 
     # ------------------------------------------------------------------ commands
@@ -160,6 +170,15 @@ class PrefillNode:
         """Disconnect a departed decode node or encode node."""
         self.sender.disconnect(engine_id)
         self.jobs.lose_encode_node(engine_id)
+        self.jobs.lose_holder(engine_id)
+
+    def connect_fetch_peer(self, peer: PeerInfo) -> None:
+        """Connect to a node that sends cached prefixes; raises TransferError if this fails."""
+        self.jobs.connect_holder(peer)
+
+    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
+        """Ignore a command for decode nodes, because prefill nodes send no cached prefixes."""
+        logger.warning("this node does not send cached prefixes")
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
         """Queue a prompt in the engine, and track its hand-off if a decode node continues."""
@@ -227,7 +246,7 @@ class PrefillNode:
                 self._fail(request_id, job.command.epoch, status_name(error), str(error))
 
     def _ends(self, request: Request, output: RequestDelta) -> bool:
-        """Return whether token 1 ends the output, whatever this node's limit of one token."""
+        """Return whether token 1 ends the output, apart from this node's limit of one token."""
         num_left = request.sampling_params.max_tokens - request.num_output_tokens
         full = num_left <= 0 or request.num_tokens >= self.engine.max_model_len
         return output.finish_reason is FinishReason.STOP or full
@@ -255,7 +274,7 @@ class PrefillNode:
         self.engine.abort(request_id)
 
     def _end(self, request_id: str) -> None:
-        """End a request that was cancelled, without telling the router."""
+        """End a cancelled request; send nothing to the router."""
         self.jobs.end(request_id)
         self.engine.abort(request_id)
         self.push_tracker.drop(request_id, "")

@@ -11,7 +11,7 @@ from node_runtime.options import NodeOptions
 
 
 class PushMode(StrEnum):
-    """When KV blocks are sent; the latest mode comes first. All modes send the same bytes."""
+    """When KV blocks are sent, from the latest mode to the earliest. All send the same bytes."""
 
     AFTER_PREFILL = "after-prefill"  # all blocks after token 1; a baseline for comparison
     CHUNKS = "chunks"  # a chunk's full blocks are sent while the next chunk computes
@@ -33,9 +33,20 @@ class PrefillOptions(NodeOptions):
         help="Receive the encodings of images from encode nodes (`baton encode`). This node "
         "encodes the images whose encodings do not come.",
     )
+    encodings_listen: str = option(
+        "",
+        help="With --encode-nodes and --kv-connector tls: host:port to which encode nodes send "
+        "encodings; by default a free port of the host in --kv-listen.",
+    )
     encode_timeout_s: float = option(
         3.0,
         above=0,
         help="With --encode-nodes: how long a prompt waits for an encoding before this node "
         "encodes the image, seconds.",
+    )
+    fetch_timeout_s: float = option(
+        2.0,
+        above=0,
+        help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
+        "computes the prompt, seconds.",
     )

@@ -18,7 +18,9 @@ from node_runtime.encodings.units import Units
 from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
-from node_runtime.node_transport import open_encodings_transport
+from node_runtime.node_transport import open_encodings_transport, open_prefixes_transport
+from node_runtime.prefixes.fetches import Fetches
+from node_runtime.threads import ConnectorEnds
 from prefill_node.arrivals import Arrivals
 from prefill_node.jobs import Jobs
 from prefill_node.node import PrefillNode
@@ -34,7 +36,7 @@ def make_program(
 ) -> NodeProgram:
     """Load a prefill node and start its threads; see `make_threads` for arguments and errors."""
 
-    def make_node(parts: NodeParts) -> tuple[PrefillNode, Sender, Receiver | None]:
+    def make_node(parts: NodeParts) -> tuple[PrefillNode, ConnectorEnds]:
         sender = Sender(
             parts.transport, on_event=parts.wake, on_death=parts.on_death, digests=parts.digests
         )
@@ -42,21 +44,25 @@ def make_program(
         arrivals, receiver = None, None
         if options.encode_nodes and parts.engine.features.images.are_taken:
             arrivals, receiver = _make_arrivals(options, parts)
+        fetches, fetcher = None, None
+        if options.fetch_prefixes:
+            fetches, fetcher = _make_fetches(options, parts)
+        traces = PrefillTraces(parts.spans, time.monotonic)
         node = PrefillNode(
             parts.engine,
             sender,
             parts.emit,
             options.push,
             inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
-            jobs=Jobs(time.monotonic, PrefillTraces(parts.spans, time.monotonic), arrivals),
+            jobs=Jobs(time.monotonic, traces, arrivals, fetches),
         )
-        return node, sender, receiver
+        return node, ConnectorEnds(sender, receiver, fetcher)
 
     return make_threads(NodeRole.PREFILL, options, make_node, emit, on_death, grammars)
 
 
 def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals, Receiver]:
-    """Open the memory into which encode nodes write, and the connector's end that receives."""
+    """Open the memory into which encode nodes write, and the connector's receiving end."""
     model = parts.engine.model_config
     assert model.vision is not None, "the engine takes images"
     units = Units(num_units(options.engine.encoder_cache_tokens))
@@ -68,9 +74,19 @@ def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals,
         memory,
         faults_of(options.inject_faults, options.name),
         shares_host=True,
+        listen=options.encodings_listen,
     )
     receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
     receiver.loop.start()
     return Arrivals(
         parts.engine.features, memory, units, receiver, options.encode_timeout_s
     ), receiver
+
+
+def _make_fetches(options: PrefillOptions, parts: NodeParts) -> tuple[Fetches, Receiver]:
+    """Open the end of the KV connector that receives cached prefixes."""
+    faults = faults_of(options.inject_faults, options.name)
+    transport, digests = open_prefixes_transport(options, parts.loaded, faults)
+    receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
+    receiver.loop.start()
+    return Fetches(parts.engine, receiver, options.fetch_timeout_s), receiver

@@ -169,7 +169,7 @@ class PushTracker:
             if request.num_preemptions != handoff.num_preemptions:
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
-            # No transferred block was freed: they stay in the window until the prompt's end.
+            # Transferred blocks stay in the window until the prompt's end, so none was freed.
             first, end = len(handoff.block_ids), len(request.block_ids)
             new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
             new_block_ids = [request.block_ids[index] for index in new_indices]
@@ -278,7 +278,7 @@ class PushTracker:
 
     @property
     def num_draining_blocks(self) -> int:
-        """Return how many blocks of ended hand-offs writes in flight may still read."""
+        """Return how many blocks of ended hand-offs may still be read by writes in flight."""
         return sum(len(handoff.held_block_ids) for handoff in list(self._draining.values()))
 
     def held(self) -> list[BlockHolding]:

@@ -34,7 +34,7 @@ class PrefillTrace:
 
     Attributes:
         parent: context of the router's attempt.
-        chunks: for each chunk, the time when it was scheduled and, once it is computed, that time.
+        chunks: for each chunk, the time when it was scheduled and, later, when it was computed.
         error: why the request failed; empty: it did not fail.
     """
 
@@ -73,6 +73,9 @@ class PrefillTrace:
             if self.receipt.num_encodings_received or self.receipt.num_encodings_lost:
                 counts["baton.encodings_received"] = self.receipt.num_encodings_received
                 counts["baton.encodings_lost"] = self.receipt.num_encodings_lost
+            if self.receipt.num_fetched_tokens or self.receipt.num_fetches_lost:
+                counts["baton.fetched_tokens"] = self.receipt.num_fetched_tokens
+                counts["baton.fetches_lost"] = self.receipt.num_fetches_lost
         parent, request_id, begin_s = self.parent, self.request_id, self.received_at
         whole = request_span(
             "prefill", parent, request_id, begin_s, now, counts=counts, error=self.error

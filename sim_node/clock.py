@@ -47,7 +47,10 @@ class NodeClock:
         return self._timers.time()
 
     def call_at(self, when: float, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` at ``when``; its argument is the due time, or `MAX_CATCH_UP_S` ago."""
+        """Call ``callback`` at ``when``, with the time that counts as now.
+
+        This time is ``when``, but at most `MAX_CATCH_UP_S` before the real time.
+        """
 
         def fire() -> None:
             if self._stopped:  # `go_on` will call the callback
@@ -60,7 +63,7 @@ class NodeClock:
         self._timers.call_at(when, fire)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run an action now, or, if the node is paused, when it continues; never after its end."""
+        """Run an action now, or once a paused node continues; drop it if the node has ended."""
         if self._stopped:
             self._backlog.append(action)
         elif not self._ended:

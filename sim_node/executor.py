@@ -102,7 +102,7 @@ class SimKVMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A simulated step in flight, whose result is known when it is submitted."""
+    """A simulated step in flight, whose result is known from the start."""
 
     output: ModelRunnerOutput
 
@@ -152,7 +152,7 @@ class SimExecutor:
         self._memory = SimKVMemory(
             options.num_blocks, options.block_size, options.timing.kv_bytes_per_token
         )
-        self.kv_memory = cast("Any", self._memory)  # no code reads its tensor here
+        self.kv_memory = cast("Any", self._memory)  # simulated nodes never read its tensor
         self.now = self.busy_until = 0.0
         self.requests: Mapping[str, Request] = {}
         self.num_tokens = 0
@@ -232,7 +232,7 @@ class SimExecutor:
     ) -> float:
         """Return the seconds of a step with these numbers of prompt tokens, pairs and decodes."""
         if self._role is NodeRole.PREFILL:
-            num_tokens += num_decoding  # of requests that continue earlier outputs
+            num_tokens += num_decoding  # tokens of requests that continue earlier outputs
             return self.timing.prefill_s(num_tokens, num_pairs + num_kv_tokens)
         seconds = self.timing.decode_s(num_decoding, num_kv_tokens)
         return seconds + self.timing.compute_s(num_tokens, num_pairs)
@@ -260,6 +260,9 @@ class SimExecutor:
 
     def do_idle_work(self, num_used_blocks: int) -> bool:
         return False
+
+    def expert_loads(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def check_health(self) -> None:
         pass

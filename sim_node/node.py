@@ -283,7 +283,7 @@ class Simulation:
         if peer in self._network and peer not in self._met:
             self._met.add(peer)
             self.node.submit(PeerUpdate(peer, self._network[peer].peer_info.encode()))
-        # Drop the parameters that need logits, because there are none.
+        # Drop the parameters that need logits, because a simulated model has no logits.
         params = replace(
             command.sampling_params,
             structured_output=None,

@@ -87,7 +87,8 @@ class TimingModel:
 # Prefill: vLLM 0.30 on one H100 with Qwen3-8B sustains 3,018 output tokens/s at 1,024 in / 128 out
 #   under a latency limit (silybench, capacity.csv), so 24,000 prompt tokens/s while it decodes.
 #   Attention: 4 * 32 layers * 4,096 FLOPs per pair at the 640 TFLOP/s of FlashAttention-3
-#   (arXiv 2407.08608, figure 5), half of it for the causal mask that `num_pairs` counts exactly.
+#   (arXiv 2407.08608, figure 5), which counts half of all pairs for a causal mask; `num_pairs` is
+#   the exact number of these pairs.
 # Decode: vLLM on one H100, Llama-3.1-8B, batches of 8, 64 and 256: 7.3, 11.5 and 26.1 ms between
 #   tokens (median; ML.ENERGY leaderboard, lm-arena-chat). That is 6.7 ms + 0.076 ms per request, of
 #   which reading some 600 tokens of KV at 70 % of 3.35 TB/s takes 0.034 ms.

@@ -1,18 +1,21 @@
-"""Writes deploy/kustomize/base: the manifests that the Helm chart makes by default.
+"""Writes the folders of deploy/kustomize: manifests of the chart, with and without encode nodes.
 
 python -m tools.kustomize_base
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 HELM = ROOT / ".venv-deploy" / "bin" / "helm"
-BASE = ROOT / "deploy" / "kustomize" / "base"
-_HEAD = "# Written by tools/kustomize_base.py, of the defaults of deploy/helm/baton.\n"
-_KUSTOMIZATION = f"""{_HEAD}apiVersion: kustomize.config.k8s.io/v1beta1
+# The chart's values of each folder.
+BASES: dict[str, dict[str, Any]] = {"base": {}, "base-with-encode": {"encode": {"replicas": 1}}}
+_HEAD = "# Written by tools/kustomize_base.py, of the defaults of deploy/helm/baton{values}.\n"
+_KUSTOMIZATION = """apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 resources:
   - baton.yaml
@@ -20,13 +23,17 @@ resources:
 
 
 def main() -> None:
-    """Write the chart's output, and the kustomization.yaml that lists it."""
+    """Write the chart's output, and the kustomization.yaml that lists it, for each folder."""
     chart = str(ROOT / "deploy/helm/baton")
-    command = [str(HELM), "template", "baton", chart, "--namespace", "baton"]
-    text = subprocess.check_output(command, text=True)
-    BASE.mkdir(parents=True, exist_ok=True)
-    (BASE / "baton.yaml").write_text(_HEAD + text)
-    (BASE / "kustomization.yaml").write_text(_KUSTOMIZATION)
+    for name, values in BASES.items():
+        given = json.dumps(values)
+        command = [str(HELM), "template", "baton", chart, "--namespace", "baton", "--values", "-"]
+        text = subprocess.check_output(command, input=given, text=True)
+        head = _HEAD.format(values=f" and {given}" if values else "")
+        folder = ROOT / "deploy" / "kustomize" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "baton.yaml").write_text(head + text)
+        (folder / "kustomization.yaml").write_text(head + _KUSTOMIZATION)
 
 
 if __name__ == "__main__":

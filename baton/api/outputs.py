@@ -50,6 +50,16 @@ class PrefillReceipt:
         num_encodings_lost: images that encode nodes failed to encode in time, so that this node
             encoded them.
         encodings_wait_s: command received -> last encoding received or lost; a part of ``queue_s``.
+        lost_images: indexes in the prompt of the images that ``num_encodings_lost`` counts.
+        num_images_encoded: images that this node encoded.
+        num_encodings_cached: images whose encodings were in this node's encoder cache.
+        encoder_s: time in the image encoder during the steps that computed the prompt, for images
+            of any prompt; a part of ``prefill_s``.
+        num_fetched_tokens: tokens of a cached prefix that another node sent; a part of
+            ``num_cached_tokens``.
+        num_fetches_lost: 1 if another node was to send a cached prefix that did not come, else 0.
+        fetch_wait_s: command received -> prefix received or lost; a part of ``queue_s``. 0: no
+            prefix was expected.
     """
 
     queue_s: float
@@ -61,6 +71,13 @@ class PrefillReceipt:
     num_encodings_received: int = 0
     num_encodings_lost: int = 0
     encodings_wait_s: float = 0.0
+    num_images_encoded: int = 0
+    num_encodings_cached: int = 0
+    encoder_s: float = 0.0
+    lost_images: tuple[int, ...] = ()
+    num_fetched_tokens: int = 0
+    num_fetches_lost: int = 0
+    fetch_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,8 @@ class LocalDeploymentConfig:
         router_args: additional arguments of `baton router`.
         node_args: additional arguments of every `baton prefill` and `baton decode`.
         num_encode: number of encode nodes; if there are any, prefill nodes receive encodings.
-        prefill_args, decode_args, encode_args: additional arguments of nodes of one role.
+        prefill_args, decode_args, encode_args: additional arguments of nodes of one role. Encode
+            nodes also get the options of prefill nodes that must be equal on both.
         log_folder: folder for logs; None: a temporary folder.
         admin_token: the router's admin token. Empty: a random token if the router has other keys,
             otherwise no token; the token of the nodes is chosen in the same way.
@@ -428,8 +429,10 @@ class LocalDeployment:
         own = {
             "prefill": [*config.node_args, *takes, *config.prefill_args],
             "decode": [*config.node_args, *config.decode_args],
-            "encode": config.encode_args,
-        }
+            "encode": [
+                *encode_args_of([*config.node_args, *config.prefill_args]), *config.encode_args,
+            ],
+        }  # fmt: skip
         num_ranks = [num_ranks_of(own[command]) for command, _, _ in nodes]
         cores = list(divide_cores(sorted(usable_cores()), num_ranks))
         locks = self._core_locks(cores, num_ranks)
@@ -620,6 +623,23 @@ def num_ranks_of(arguments: Sequence[str]) -> int:
 def threads_of(arguments: Sequence[str]) -> int:
     """Return the last value of ``--num-threads``; 1 if the node chooses the number itself."""
     return _last_number(arguments, "--num-threads")
+
+
+def encode_args_of(arguments: Sequence[str]) -> list[str]:
+    """Return the options of prefill nodes that encode nodes must have, too.
+
+    The two kinds of node exchange encodings only if these options are equal.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for option in ("--kv-connector", "--dtype", "--revision"):
+        parser.add_argument(option, nargs="?", action="append", default=[])
+    for flag in ("--kv-digests", "--no-kv-digests"):
+        parser.add_argument(flag, dest="flags", action="append_const", const=flag, default=[])
+    found = vars(parser.parse_known_args(list(arguments))[0])
+    flags: list[str] = found.pop("flags")
+    last = {name: values[-1] for name, values in found.items() if values and values[-1]}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in last.items()]
+    return options + flags[-1:]
 
 
 def _last_number(arguments: Sequence[str], option: str) -> int:

@@ -49,3 +49,8 @@ def transfer_name(request_id: str, digest: bytes) -> str:
         digest: digest of the image.
     """
     return f"{request_id}#{digest.hex()}"
+
+
+def request_of(transfer: str) -> str:
+    """Return the id of the request for which a transfer brings an encoding."""
+    return transfer.rpartition("#")[0]

@@ -34,6 +34,7 @@ from baton.link.words import (
     RequestError,
     RouterBeat,
     RouterCommand,
+    ShareCommand,
     failed_delta,
     node_request_id,
     protocol_problem,
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 MAX_MISSED_BEATS = 6
 
 Asked = RouterCommand | AdminCall | tuple[RequestDelta]
+# Commands with a request id, which must be unique among routers.
+_OF_A_REQUEST = PrefillCommand | DecodeCommand | EncodeCommand | ShareCommand | CancelCommand
 
 
 class NodeEnd:
@@ -114,12 +117,12 @@ class NodeEnd:
         # The router sent invalid data, which is no error of this program.
         except InvalidRequestError as error:
             logger.warning("refused a command: %s", error)
-            # No answer is needed, because the prefill node encodes an image itself if its encoding
-            # does not come.
-            if message.HasField("encode"):
+            # No answer is needed, because the prefill node encodes or computes itself what does not
+            # come.
+            if message.HasField("encode") or message.HasField("share"):
                 return None
             return self._refuse(message, str(error))
-        if isinstance(command, PrefillCommand | DecodeCommand | EncodeCommand | CancelCommand):
+        if isinstance(command, _OF_A_REQUEST):
             name = node_request_id(command.request_id, self.router_id)
             return dataclasses.replace(command, request_id=name)
         return None if isinstance(command, RouterBeat | Refusal) else command

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from baton.access.exposure import split_address
 from baton.access.tls import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
+from baton.kv.prefixes import is_fetch_end
 from baton.link.admin_answers import Answer
 from baton.link.drain import Drain
 from baton.link.router_link import RouterLink
@@ -57,7 +58,8 @@ class RouterLinks:
         tls: this node's certificates.
 
     Attributes:
-        reached: engine ids of the peers that this node is connected to.
+        reached: engine ids of the peers that this node is connected to. The encode nodes of a
+            prefill node do not count.
     """
 
     def __init__(
@@ -133,8 +135,7 @@ class RouterLinks:
         Call this on the thread of the event loop.
         """
         if isinstance(event, PeerReport):
-            note = self.reached.add if event.connected else self.reached.discard
-            note(event.engine_id)
+            self._note_reach(event)
         if not isinstance(event, tuple):
             for link in self._links.values():
                 link.emit(event)
@@ -145,6 +146,12 @@ class RouterLinks:
                 for link in self._links.values():
                     if link.router_id == router_id:
                         link.emit(tuple(deltas))
+
+    def _note_reach(self, report: PeerReport) -> None:
+        """Keep which nodes of the other role of a pair this node reaches."""
+        if not (report.is_encode_node or is_fetch_end(report.engine_id)):
+            note = self.reached.add if report.connected else self.reached.discard
+            note(report.engine_id)
 
     def beat(self, beat: NodeBeat) -> None:
         """Report load and serving state to all routers."""

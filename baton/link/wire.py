@@ -302,6 +302,10 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         images = map(_image_to_proto, command.images)
         encode = to_message(node_pb2.EncodeCommand, command, images=images)
         return node_pb2.RouterMessage(encode=encode)
+    if isinstance(command, link.ShareCommand):
+        images = map(_image_to_proto, command.images)
+        share = to_message(node_pb2.ShareCommand, command, images=images)
+        return node_pb2.RouterMessage(share=share)
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
     if isinstance(command, link.DrainCommand):
@@ -386,6 +390,12 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     if kind == "encode":
         images = _images_from_proto(message.encode.images, MAX_PROMPT_TOKENS)
         return from_message(link.EncodeCommand, message.encode, images=images)
+    if kind == "share":
+        token_ids = list(message.share.prompt_token_ids)
+        images = _images_from_proto(message.share.images, len(token_ids))
+        return from_message(
+            link.ShareCommand, message.share, prompt_token_ids=token_ids, images=images
+        )
     if kind == "beat":
         return link.RouterBeat()
     if kind == "drain":

@@ -28,6 +28,15 @@ def ledger_to_protos(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.List
     yield part
 
 
+def ledger_to_answers(ledger: Ledger, part_bytes: int) -> Iterator[admin_pb2.NodeAdminResponse]:
+    """Split a node's ledger, and that of its encodings, into answers of about ``part_bytes``."""
+    for part in ledger_to_protos(ledger, part_bytes):
+        yield admin_pb2.NodeAdminResponse(list_blocks=part)
+    if ledger.encodings is not None:
+        for part in ledger_to_protos(ledger.encodings, part_bytes):
+            yield admin_pb2.NodeAdminResponse(encodings=part)
+
+
 def _holding_to_proto(holding: BlockHolding) -> admin_pb2.BlockHolding:
     return to_message(
         admin_pb2.BlockHolding,

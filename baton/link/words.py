@@ -101,6 +101,8 @@ class NodeRegistration:
             encodings.
         encode_times: times to encode one image, by its number of tokens, sorted; measured at the
             start of an encode node.
+        fetch_peer_info: how other nodes reach this node's end for cached prefixes; empty: it has
+            none.
     """
 
     node_name: str
@@ -126,6 +128,7 @@ class NodeRegistration:
     encodes_images: bool = False
     encodings_peer_info: bytes = b""
     encode_times: tuple[StepTime, ...] = ()
+    fetch_peer_info: bytes = b""
 
     @property
     def revision(self) -> str:
@@ -181,6 +184,8 @@ class NodeBeat:
         num_waiting_for_adapters: commands that wait until their adapters are loaded;
             ``num_waiting`` includes them.
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
+        num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
+            their images; ``num_waiting`` includes them.
     """
 
     num_waiting: int = 0
@@ -198,6 +203,7 @@ class NodeBeat:
     adapters: tuple[str, ...] = ()
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
+    num_waiting_for_encodings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,7 @@ class PeerReport:
 
     Attributes:
         bandwidth_bytes_per_s: bandwidth measured when the nodes connected; 0: unknown.
+        is_encode_node: whether a prefill node reports an encode node, with which it forms no pair.
     """
 
     engine_id: str
@@ -213,6 +220,7 @@ class PeerReport:
     transport: str = ""
     problem: str = ""
     bandwidth_bytes_per_s: float = 0.0
+    is_encode_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,11 +277,17 @@ NodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdate:
-    """News that a possible partner of this node joined (``peer_info``) or left (``removed``)."""
+    """News that a possible partner of this node joined (``peer_info``) or left (``removed``).
+
+    Attributes:
+        fetch_peer_info: how to reach the node's end for cached prefixes; empty: the two nodes do
+            not send prefixes to each other.
+    """
 
     engine_id: str
     peer_info: bytes = b""
     removed: bool = False
+    fetch_peer_info: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,11 +331,15 @@ class PrefillCommand(RequestCommand):
         pooling: how to pool the prompt's hidden states instead of sampling token 1; None: sample.
         encode_engine_ids: for each image, the node that sends its encoding; if the entry is empty
             or missing, this node encodes the image.
+        fetch_engine_id: node that sends a cached prefix of the prompt; empty: no node.
+        fetch_num_tokens: tokens of this prefix, as far as the router knows.
     """
 
     decode_engine_id: str
     pooling: PoolingParams | None = None
     encode_engine_ids: tuple[str, ...] = ()
+    fetch_engine_id: str = ""
+    fetch_num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,6 +366,26 @@ class EncodeCommand:
     epoch: int
     prefill_engine_id: str
     timeout_s: float
+    images: tuple[PromptImage, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareCommand:
+    """Send the cached part of a prefix to a prefill node, which computes the rest of the prompt.
+
+    Attributes:
+        prompt_token_ids: the prefix: the first tokens of the prompt.
+        cache_salt, adapter: as in the prompt's `PrefillCommand`.
+        images: the images in the prefix, without files.
+    """
+
+    request_id: str
+    epoch: int
+    prefill_engine_id: str
+    timeout_s: float
+    prompt_token_ids: list[int] = field(repr=False)
+    cache_salt: bytes = field(default=b"", repr=False)
+    adapter: str = ""
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
 
 
@@ -420,6 +458,7 @@ RouterCommand = (
     | PrefillCommand
     | DecodeCommand
     | EncodeCommand
+    | ShareCommand
     | CancelCommand
     | RouterBeat
     | DrainCommand

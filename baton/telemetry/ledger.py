@@ -53,6 +53,8 @@ class Ledger:
         num_references: references that the block pool counts.
         orphans: blocks with more references than owners; they never become free.
         overdrawn: blocks with more owners than references.
+        encodings: ledger of the memory in which a prefill node receives encodings of images; None:
+            the node receives none.
     """
 
     holdings: tuple[BlockHolding, ...]
@@ -61,6 +63,17 @@ class Ledger:
     num_references: int
     orphans: tuple[int, ...]
     overdrawn: tuple[int, ...]
+    encodings: Ledger | None = None
+
+    @property
+    def num_orphans(self) -> int:
+        """Number of orphans, those of encodings included."""
+        return len(self.orphans) + (self.encodings.num_orphans if self.encodings else 0)
+
+    @property
+    def num_overdrawn(self) -> int:
+        """Number of overdrawn blocks, those of encodings included."""
+        return len(self.overdrawn) + (self.encodings.num_overdrawn if self.encodings else 0)
 
 
 def balance(

@@ -66,7 +66,7 @@ class Tokenizer:
             raise ModelLoadError(f"tokenizer: {path} is broken: {str(error)[:500]}") from error
         vocabulary = self._tokenizer.get_vocab()
         if (highest := max(vocabulary.values(), default=0)) > _MAX_TOKEN_ID:
-            # The library takes time for each id up to the highest when it describes a tokenizer.
+            # The library's time to serialize a tokenizer grows with the highest token id.
             problem = f"a token's id must be at most {_MAX_TOKEN_ID}, got {highest}"
             raise ModelLoadError(f"tokenizer: {path}: {problem}")
         added = self._tokenizer.get_added_tokens_decoder()

@@ -60,7 +60,7 @@ class NodeAdminRequest(_message.Message):
     def __init__(self, list_requests: _Optional[_Union[ListRequestsRequest, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksRequest, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheRequest, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelRequest, _Mapping]] = ..., profile: _Optional[_Union[ProfileRequest, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapterRequest, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapterRequest, _Mapping]] = ..., list_adapters: _Optional[_Union[ListAdaptersRequest, _Mapping]] = ..., weights: _Optional[_Union[WeightsRequest, _Mapping]] = ...) -> None: ...
 
 class NodeAdminResponse(_message.Message):
-    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters", "weights")
+    __slots__ = ("list_requests", "list_blocks", "flush_cache", "set_log_level", "profile", "load_adapter", "unload_adapter", "list_adapters", "weights", "encodings")
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class NodeAdminResponse(_message.Message):
     UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     LIST_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     list_requests: ListRequestsResponse
     list_blocks: ListBlocksResponse
     flush_cache: FlushCacheResponse
@@ -79,7 +80,8 @@ class NodeAdminResponse(_message.Message):
     unload_adapter: AdaptersDescription
     list_adapters: AdaptersDescription
     weights: WeightsDescription
-    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ..., load_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., unload_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., list_adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., weights: _Optional[_Union[WeightsDescription, _Mapping]] = ...) -> None: ...
+    encodings: ListBlocksResponse
+    def __init__(self, list_requests: _Optional[_Union[ListRequestsResponse, _Mapping]] = ..., list_blocks: _Optional[_Union[ListBlocksResponse, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCacheResponse, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevelResponse, _Mapping]] = ..., profile: _Optional[_Union[ProfileResponse, _Mapping]] = ..., load_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., unload_adapter: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., list_adapters: _Optional[_Union[AdaptersDescription, _Mapping]] = ..., weights: _Optional[_Union[WeightsDescription, _Mapping]] = ..., encodings: _Optional[_Union[ListBlocksResponse, _Mapping]] = ...) -> None: ...
 
 class WeightsRequest(_message.Message):
     __slots__ = ("action", "source", "when", "level")
@@ -617,16 +619,18 @@ class PrefillForecast(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., wait_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., is_measured: bool = ..., measured_wait_ms: _Optional[float] = ..., measured_compute_ms: _Optional[float] = ...) -> None: ...
 
 class CandidateDescription(_message.Message):
-    __slots__ = ("prefill_node", "decode_node", "cost", "terms")
+    __slots__ = ("prefill_node", "decode_node", "cost", "terms", "num_computed_tokens")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     TERMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_node: str
     decode_node: str
     cost: float
     terms: _containers.RepeatedCompositeFieldContainer[CostTerm]
-    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., cost: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ...) -> None: ...
+    num_computed_tokens: int
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., cost: _Optional[float] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., num_computed_tokens: _Optional[int] = ...) -> None: ...
 
 class CostTerm(_message.Message):
     __slots__ = ("name", "value")

@@ -34,7 +34,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters", "encodes_images", "encodings_peer_info", "encode_times")
+    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters", "encodes_images", "encodings_peer_info", "encode_times", "fetch_peer_info")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class Register(_message.Message):
     ENCODES_IMAGES_FIELD_NUMBER: _ClassVar[int]
     ENCODINGS_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     ENCODE_TIMES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -88,7 +89,8 @@ class Register(_message.Message):
     encodes_images: bool
     encodings_peer_info: bytes
     encode_times: _containers.RepeatedCompositeFieldContainer[StepTime]
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ..., encodes_images: bool = ..., encodings_peer_info: _Optional[bytes] = ..., encode_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
+    fetch_peer_info: bytes
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ..., encodes_images: bool = ..., encodings_peer_info: _Optional[bytes] = ..., encode_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., fetch_peer_info: _Optional[bytes] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_tokens", "seconds")
@@ -155,7 +157,7 @@ class RequestError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class NodeBeat(_message.Message):
-    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s")
+    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s", "num_waiting_for_encodings")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +173,7 @@ class NodeBeat(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FOR_ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_waiting_for_remote_kvs: int
     num_running: int
@@ -186,21 +189,24 @@ class NodeBeat(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     num_waiting_for_adapters: int
     adapter_load_s: float
-    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ...) -> None: ...
+    num_waiting_for_encodings: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ...) -> None: ...
 
 class PeerReport(_message.Message):
-    __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s")
+    __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s", "is_encode_node")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     BANDWIDTH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    IS_ENCODE_NODE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     connected: bool
     transport: str
     problem: str
     bandwidth_bytes_per_s: float
-    def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ...) -> None: ...
+    is_encode_node: bool
+    def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., is_encode_node: bool = ...) -> None: ...
 
 class KVCacheEvents(_message.Message):
     __slots__ = ("sequence", "snapshot", "stored", "removed")
@@ -227,7 +233,7 @@ class AdminReply(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., part: _Optional[bytes] = ..., last: bool = ..., error: _Optional[_Union[RequestError, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode", "share")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +245,7 @@ class RouterMessage(_message.Message):
     SEND_KV_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     ADMIN_CALL_FIELD_NUMBER: _ClassVar[int]
     ENCODE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
     prefill: PrefillCommand
@@ -250,7 +257,8 @@ class RouterMessage(_message.Message):
     send_kv_snapshot: SendKVSnapshot
     admin_call: AdminCall
     encode: EncodeCommand
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ...) -> None: ...
+    share: ShareCommand
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("problem", "router_id", "may_retry", "protocol")
@@ -265,14 +273,16 @@ class Registered(_message.Message):
     def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ..., may_retry: bool = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class PeerUpdate(_message.Message):
-    __slots__ = ("engine_id", "peer_info", "removed")
+    __slots__ = ("engine_id", "peer_info", "removed", "fetch_peer_info")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    FETCH_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     peer_info: bytes
     removed: bool
-    def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ...) -> None: ...
+    fetch_peer_info: bytes
+    def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ..., fetch_peer_info: _Optional[bytes] = ...) -> None: ...
 
 class PromptImage(_message.Message):
     __slots__ = ("first", "num_tokens", "digest", "frames", "rows", "columns", "data")
@@ -293,7 +303,7 @@ class PromptImage(_message.Message):
     def __init__(self, first: _Optional[int] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., frames: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images", "encode_engine_ids", "pooling")
+    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images", "encode_engine_ids", "fetch_engine_id", "fetch_num_tokens", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +320,8 @@ class PrefillCommand(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     ENCODE_ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    FETCH_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
@@ -327,8 +339,10 @@ class PrefillCommand(_message.Message):
     priority: int
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
     encode_engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    fetch_engine_id: str
+    fetch_num_tokens: int
     pooling: Pooling
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., encode_engine_ids: _Optional[_Iterable[str]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., encode_engine_ids: _Optional[_Iterable[str]] = ..., fetch_engine_id: _Optional[str] = ..., fetch_num_tokens: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
 
 class Pooling(_message.Message):
     __slots__ = ("kind", "token_ids")
@@ -399,6 +413,26 @@ class EncodeCommand(_message.Message):
     timeout_s: float
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+
+class ShareCommand(_message.Message):
+    __slots__ = ("request_id", "epoch", "prefill_engine_id", "timeout_s", "prompt_token_ids", "cache_salt", "adapter", "images")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    prefill_engine_id: str
+    timeout_s: float
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cache_salt: bytes
+    adapter: str
+    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
     __slots__ = ()

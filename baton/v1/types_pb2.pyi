@@ -137,7 +137,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillReceipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s", "num_encodings_received", "num_encodings_lost", "encodings_wait_s")
+    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s", "num_encodings_received", "num_encodings_lost", "encodings_wait_s", "num_images_encoded", "num_encodings_cached", "encoder_s", "lost_images", "num_fetched_tokens", "num_fetches_lost", "fetch_wait_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,13 @@ class PrefillReceipt(_message.Message):
     NUM_ENCODINGS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     NUM_ENCODINGS_LOST_FIELD_NUMBER: _ClassVar[int]
     ENCODINGS_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_IMAGES_ENCODED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENCODINGS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHES_LOST_FIELD_NUMBER: _ClassVar[int]
+    FETCH_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     num_chunks: int
@@ -156,7 +163,14 @@ class PrefillReceipt(_message.Message):
     num_encodings_received: int
     num_encodings_lost: int
     encodings_wait_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ..., num_encodings_received: _Optional[int] = ..., num_encodings_lost: _Optional[int] = ..., encodings_wait_s: _Optional[float] = ...) -> None: ...
+    num_images_encoded: int
+    num_encodings_cached: int
+    encoder_s: float
+    lost_images: _containers.RepeatedScalarFieldContainer[int]
+    num_fetched_tokens: int
+    num_fetches_lost: int
+    fetch_wait_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ..., num_encodings_received: _Optional[int] = ..., num_encodings_lost: _Optional[int] = ..., encodings_wait_s: _Optional[float] = ..., num_images_encoded: _Optional[int] = ..., num_encodings_cached: _Optional[int] = ..., encoder_s: _Optional[float] = ..., lost_images: _Optional[_Iterable[int]] = ..., num_fetched_tokens: _Optional[int] = ..., num_fetches_lost: _Optional[int] = ..., fetch_wait_s: _Optional[float] = ...) -> None: ...
 
 class PushReceipt(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s", "num_descriptors", "posting_s")

@@ -140,7 +140,7 @@ def measure(repetitions: int, num_steps: int) -> dict[tuple[int, str], Steps]:
 
 
 def measure_fill(num_repetitions: int = 300) -> dict[str, float]:
-    """Return the time to plan and fill a batch of 256 decodes, by their tokens so far.
+    """Return the time to plan and fill a batch of 256 decodes, by the tokens of a request so far.
 
     The time is in microseconds per request.
     """

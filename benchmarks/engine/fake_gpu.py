@@ -208,7 +208,7 @@ class FakeGPU:
             )
 
     def move(self, runner: Any) -> None:
-        """Make a model runner that was made for the CPU use this device."""
+        """Move a model runner from the CPU to this device."""
         runner._device = runner._input_batch.device = self.device
         runner._input_batch._on_gpu = True
 

@@ -56,7 +56,7 @@ REPLAYS_CHUNKS = find_spec("engine.worker.chunks") is not None
 
 
 class Engines:
-    """Makes engines of the demo model on the fake device, whose requests are all in decode."""
+    """Makes engines of the demo model on the fake device, with requests that all decode."""
 
     def __init__(self, gpu: FakeGPU) -> None:
         self._gpu = gpu

@@ -96,7 +96,7 @@ STABILITY = Source(
 def _drafts(
     part: str, name: str, batch: int = 1, target: str = "", holds_back: str = "", how: str = ""
 ) -> Row:
-    """Make the row of a comparison with and without drafts; different tokens miss its target."""
+    """Make the row of a comparison with and without drafts; if tokens differ, its figure is 0."""
 
     def measure(document: Json) -> Found:
         row = at(document, "parts", part, "rows", f"name={name}{how}, batch={batch}")

@@ -28,7 +28,7 @@ from engine.core.scheduler import Scheduler
 
 NUM_RUNNING = 256
 NUM_WAITING = 10_000
-NUM_PARKED = 1_000  # so many of the waiting requests wait for remote KV
+NUM_PARKED = 1_000  # number of waiting requests that wait for remote KV
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000
 MAX_BATCHED_TOKENS = 2**17  # large enough for all prompts in the first step

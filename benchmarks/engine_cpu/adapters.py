@@ -95,7 +95,7 @@ def rates_of(generate: Generate, rounds: int, num_tokens: int) -> dict[str, list
 
 
 def print_rates(folder: str, adapters: str, threads: str, rounds: str, tokens: str) -> None:
-    """Load Baton's engine, and print the rates that `rates_of` measures as JSON."""
+    """Load Baton's engine, and print as JSON the rates that `rates_of` measures."""
     from baton.api.sampling_params import SamplingParams
     from engine import LLM
 

@@ -180,7 +180,7 @@ def python_of(peer: str) -> Path:
 
 
 def build_environment(folder: Path) -> dict[str, str]:
-    """Return environment variables for source builds, which work around GCC's error."""
+    """Return environment variables that work around GCC's error in builds from source."""
     header = folder / "matrices.h"
     header.write_text(LOADS_ALL_OF_A_CONFIGURATION)
     return {**os.environ, "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include {header}"}

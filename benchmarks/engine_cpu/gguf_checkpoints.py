@@ -86,7 +86,7 @@ def as_gguf(folder: Path, weights: str) -> Path:
         kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K_S"}[weights]
         quantize(
             whole, path, kind, pure=True
-        )  # pure: no matrix gets a larger type, as in other engines
+        )  # pure: as in other engines, all matrices get the same type
     return path
 
 

@@ -29,8 +29,8 @@ from benchmarks.runner.own_process import answer_of, call_words, own_environment
 from benchmarks.runner.run import Document, Run
 
 KIBIBYTES = (8, 16, 32, 64)
-# Sums over one transport follow each other at once, as in a step, so that both ranks are ready
-# together.
+# A burst has several sums over one transport without a pause, as in a step, so that neither rank
+# waits long for the other.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
 ONE_THREAD, STAGES = "one process, 1 thread", {"num_threads": 2, "pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "one process, 2 threads": {"num_threads": 2},
     "TP 2": {"num_threads": 2, "tensor_parallel_size": 2},
     "PP 2": STAGES,
-    # The logits take as long as 4 layers
+    # The last stage has fewer layers, because its logits take as long as 4 layers
     "PP 2, 8 + 4 layers": {**STAGES, "pipeline_layers": "8,4"},
 }
 CHUNK_TOKENS, NUM_CHUNKS, DECODE_TOKENS = 128, 12, 48
@@ -177,9 +177,9 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """Return the median time of hand-offs that compute does not hide (ms), and descriptors.
+    """Return medians: ms of a hand-off that computing does not hide, and number of descriptors.
 
-    Descriptors are counted per block and pair of ranks.
+    The descriptors are those of one block and one pair of ranks.
     """
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt

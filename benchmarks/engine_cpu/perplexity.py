@@ -31,7 +31,7 @@ from models.gpu.packing import GpuPacker
 
 TEXTS = ("docs/architecture.md", "docs/inside.md", "docs/routing.md", "docs/security.md")
 DEMO_MODEL = ROOT / "examples" / "demo_model"
-# These texts were written after the demo model was trained.
+# The demo model was trained before these texts were written, so it has not seen them.
 DEMO_TEXTS = (
     "models/gpu/packing.py",
     "benchmarks/engine_cpu/families.py",

@@ -201,6 +201,17 @@ def _of_ranks(what: str, key: str, target: str, holds_back: str = "") -> Row:
     return Row(what, value(f"ratios > {key}", "{:.3f}"), target, holds_back)
 
 
+def _by_steps(shape: str, routing: str) -> Measure:
+    """Make a row that shows the ratio of each kind of step, without a verdict."""
+
+    def measure(document: Json) -> Found:
+        steps = at(document, "shapes")[shape]
+        return Found(", ".join(f"{steps[f'{one}, {routing}']['ratio']:.2f}" for one in _STEPS))
+
+    return measure
+
+
+_STEPS = ("1 decode", "8 decodes", "64 decodes", "prompt of 512")
 _OTHERS = (
     "others used the machine, and all ranks wait for an interrupted one; on a quiet machine the"
     " target holds, see the log."
@@ -230,6 +241,18 @@ PARALLEL = Source("parallel", (
    " weights in float32, one thread a rank; hand-offs of the demo model with both orders within a"
    " block, `--kv-layout heads` and `layers`. P1 and P2: a prefill node of one or two ranks; D1"
    " and D2: a decode node.")  # fmt: skip
+
+
+EXPERT_PARALLEL = Source("expert_parallel", tuple(
+    Row(f"{size} over {ranks} ranks, {format_}, {routing} routing: {', '.join(_STEPS)}",
+        _by_steps(f"{format_}, {size}, {ranks} ranks", routing))
+    for size, ranks in ((384, 2), (768, 2), (768, 4))
+    for format_ in ("bf16", "int4")
+    for routing in ("even", "skewed")
+), "Whole experts per rank (`--expert-parallel on`): time of a layer's experts on the slowest"
+   " rank, divided by the time with a part of every expert per rank. 32 experts, 4 per token,"
+   " hidden size 2,048. With skewed routing the n-th expert is chosen with odds of 1/n. Below 1,"
+   " whole experts are faster.")  # fmt: skip
 
 
 def _routed(column: str, form: str, best: Callable[..., float]) -> Measure:
@@ -301,6 +324,11 @@ SUBJECT = Subject(
         ),
         Measurement(
             "engine_cpu.parallel", "models/parallel engine/executors kernels/csrc", (PARALLEL,)
+        ),
+        Measurement(
+            "engine_cpu.expert_parallel",
+            "models/parallel/experts.py kernels/csrc/experts.c",
+            (EXPERT_PARALLEL,),
         ),
         Measurement("engine_cpu.model_load", "models/loading", (MODEL_LOAD,)),
         Measurement("engine_cpu.perplexity", "kernels/csrc models"),

@@ -188,7 +188,8 @@ def both_engines(
 
     @torch.inference_mode()
     def ours(inputs: Any) -> Any:
-        # Baton's encoder has inputs without the first axis (images); so has a list of patches.
+        # Baton's encoder takes one image, without the axis of images, which comes first. A list of
+        # patches lacks this axis already.
         one = {n: x if n == "pixel_values" and x.dim() == 2 else x[0] for n, x in inputs.items()}
         return model.vision.encode(one)
 

@@ -227,7 +227,7 @@ async def take_files_away(site: Site) -> None:
 
 
 async def check_served(site: Site) -> None:
-    """Ask once for each model name; raise BatonError if a name gets no whole answer.
+    """Ask once for each model name; raise BatonError if a name gets no complete answer.
 
     Otherwise, drills could pass on a site that refuses every request for an adapter.
     """

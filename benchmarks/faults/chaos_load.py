@@ -39,6 +39,7 @@ class Load:
         leaving: share of the requests whose client leaves before the answer's end.
         most: number of requests after which the load stops by itself.
         num_leavers: number of extra lanes in which every client leaves during the hand-off.
+        patience_s: seconds after which a request counts as hung.
     """
 
     address: str
@@ -48,6 +49,7 @@ class Load:
     leaving: float = 0.15
     most: float = float("inf")
     num_leavers: int = 0
+    patience_s: float = HUNG_S
     answers: list[Answer] = field(default_factory=list)
     _stopping: bool = False
 
@@ -67,7 +69,8 @@ class Load:
             self.most -= 1
             if self.most < 0:
                 return
-            answer = await ask(client, draw.choice(self.cases), draw, self.leaving)
+            case = draw.choice(self.cases)
+            answer = await ask(client, case, draw, self.leaving, self.patience_s)
             self.answers.append(answer)
             if answer.outcome == "NodeUnavailableError":
                 await asyncio.sleep(RETRY_PAUSE_S)
@@ -83,7 +86,7 @@ class Load:
             stream = client.stream(prompt, SamplingParams(max_tokens=2))
             # When the first token arrives, the hand-off is over, or nearly.
             answer = await follow(stream, patience_s=patience_s, leave_after=0)
-            if answer.outcome not in ("left", "hung"):  # an error, which the other lanes count
+            if answer.outcome not in ("left", "hung"):  # an error; only other lanes count errors
                 await asyncio.sleep(RETRY_PAUSE_S)
             self.answers.append(replace(answer, outcome="left"))
 
@@ -91,16 +94,22 @@ class Load:
         return Counter(answer.outcome for answer in self.answers)
 
 
-async def ask(client: AsyncClient, case: Case, draw: random.Random, leaving: float) -> Answer:
-    """Send one request; follow it to its end, or until its client leaves."""
-    leave_after, patience_s = None, HUNG_S
+async def ask(
+    client: AsyncClient, case: Case, draw: random.Random, leaving: float, hung_s: float = HUNG_S
+) -> Answer:
+    """Send one request; follow it to its end, or until its client leaves.
+
+    Args:
+        hung_s: seconds after which the request counts as hung.
+    """
+    leave_after, patience_s = None, hung_s
     if draw.random() < leaving:
         leave_after = draw.randrange(len(case.expected))
         if draw.random() < 0.5:  # leave at a random time, mostly before token 1
             patience_s = draw.uniform(0.0, PATIENCE_S)
     stream = client.stream(case.prompt, case.params, model=case.model)
     answer = await follow(stream, case, patience_s=patience_s, leave_after=leave_after)
-    gave_up = answer.outcome == "hung" and patience_s < HUNG_S
+    gave_up = answer.outcome == "hung" and patience_s < hung_s
     return replace(answer, outcome="left") if gave_up else answer
 
 

@@ -112,7 +112,7 @@ class Fleet(Programs):
 async def ask_all(
     fleet: Fleet, cases: Sequence[Question], order: Order, least: int, *, is_foreign: bool = False
 ) -> None:
-    """Send requests until ``least`` more tokens have arrived; compare them with both models'."""
+    """Send requests until ``least`` more tokens have arrived; count the wrong tokens."""
     goal = order.num_tokens + least
     turn = itertools.cycle(cases)
 

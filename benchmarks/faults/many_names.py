@@ -49,7 +49,7 @@ from benchmarks.runner.run import Document, Run
 LIVE, GONE = "live", "gone"  # names that are switched and unloaded
 # Number of questions that the load repeats; each other question belongs to one switch
 NUM_LOAD = 24
-# Draw more questions by this factor, because two versions may give some the same answer
+# Draw more questions by this factor, because two versions may answer some of them equally.
 SPARE = 1.25
 # Nodes to kill, two of each base model: demo has p0, d0 and d1; tuned has p1, d2 and d3.
 VICTIMS = ("d0", "p1", "d2", "p0")
@@ -164,7 +164,7 @@ class Drills:
     # ------------------------------------------------------------------ unloads
 
     async def unloads(self, number: int) -> Row:
-        """Unload an adapter under load, of either base model in turn."""
+        """Unload an adapter under load, again and again; the base models take turns."""
         tally = Tally()
         counts = {"of_base": 0, "after_unload": 0, "still_loaded": 0}
         # Otherwise the adapter would stay in the nodes' memory

@@ -37,8 +37,9 @@ from benchmarks.runner.run import Run
 TIME_SCALE = 5.0
 SETTLE_S = 3.0
 BUSY = 0.5  # share of the capacity that is in use while nodes die
-# Offered load, as a multiple of the rate that the nodes complete with 32 open requests per pair
-# and no deadlines. As a multiple of the rate that they complete in time: 0.7 and 4 (log).
+# Offered load, as a multiple of the rate at which the nodes complete requests without deadlines, 32
+# at a time per pair. Within deadlines they complete fewer, so these loads are 0.7 and 4 times the
+# rate that they complete in time (docs/log.md).
 NORMAL, OVERLOAD = 0.5, 3.0
 WINDOW_S = 5
 # A median TTFT counts as normal again up to this multiple of the median before the overload
@@ -101,7 +102,7 @@ class Site(SimFleet):
         return stats
 
     def num_open_legs(self) -> int:
-        """Return the number of open requests, counted on each of their nodes."""
+        """Return the number of open requests; a request counts once on each of its nodes."""
         return sum(node.num_requests for node in self.nodes())
 
     @property
@@ -197,7 +198,7 @@ async def run_overload(sizes: Sizes, seed: int) -> Row:
 async def play_phases(
     load: OpenLoad, rate: float, seconds: Sequence[float]
 ) -> tuple[dict[str, list[Answer]], float]:
-    """Send half, three times and half of a rate; return the answers, and when overload ended."""
+    """Send 0.5, 3, then 0.5 times a rate; return the answers, and when the overload ended."""
     clock, begins = asyncio.get_running_loop().time, list[float]()
     for factor, duration_s in zip((NORMAL, OVERLOAD, NORMAL), seconds, strict=True):
         begins.append(clock())

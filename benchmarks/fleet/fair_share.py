@@ -2,7 +2,7 @@
 
 There are three parts. In virtual time, the router's gate, dispatcher and policy run over simulated
 nodes. The other tenants' times to the first token are measured without and with the greedy tenant
-and, as a control, with all tenants in one queue, as without keys. With processes (a router,
+and, as a control, with all tenants in one queue, as if they had no keys. With processes (a router,
 simulated nodes, clients with keys), the time of a refusal of the greedy tenant is measured. With
 two real nodes, the other tenants' times to the first token are measured again.
 

@@ -21,7 +21,7 @@ TTFT_LIMIT_S, TPOT_LIMIT_S = 2.0, 0.04
 KV_TOKENS = 26_000 * 16  # per node
 NUM_CORRECTIONS = 4  # how often the rate is corrected for the work that the drawn sessions bring
 
-# Yields the times of session starts at a rate
+# Yields the times at which sessions start, for a given rate.
 Starts = Callable[[random.Random, float], Iterator[float]]
 
 
@@ -146,7 +146,7 @@ def decode_work_s(trace: list[TraceRequest], timing: TimingModel) -> float:
 def _generate(
     traffic: Traffic, num_nodes: int, num_sessions: int, rate_per_s: float, seed: int
 ) -> list[TraceRequest]:
-    """Draw the sessions of all workloads, whose block ids differ between workloads."""
+    """Draw the sessions of all workloads; no two workloads share block ids."""
     starts_s = itertools.islice(
         traffic.starts(random.Random(f"starts {seed}"), rate_per_s), num_sessions
     )

@@ -70,7 +70,10 @@ def make_cache(device: str, block_size: int, tokens: int) -> torch.Tensor:
 
 
 def digest(kv_cache: torch.Tensor, places: npt.NDArray[np.int32]) -> float:
-    """Return a checksum that shows whether block i is at ``places[i]``; small values: exact."""
+    """Return a checksum that shows whether block i is at ``places[i]``.
+
+    It is exact if the cache contains small whole numbers.
+    """
     sums = kv_cache.flatten(1).sum(dim=1, dtype=torch.float64).cpu().numpy()
     return float((sums * (places + 1)).sum())
 

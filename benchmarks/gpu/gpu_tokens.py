@@ -27,7 +27,8 @@ from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-Row = dict[str, float | str]  # as in gpu_timing.py, which imports packages that may be missing
+# Not imported from gpu_timing.py, which needs packages that may be missing.
+Row = dict[str, float | str]
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")
 TEXTS = ["def read_config(path):\n", "class Stack:\n", "import os\n\n\ndef " * 40]
@@ -41,7 +42,7 @@ OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 
 def check_ops(device: str, report: Report) -> bool:
-    """Test all Triton ops and attention backends against the reference (a GPU: bf16 too)."""
+    """Test attention backends and, on a GPU, all Triton ops against the reference."""
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)

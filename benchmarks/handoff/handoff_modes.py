@@ -67,7 +67,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Write a checkpoint of eight layers and 8 KiB of KV per token, which is fast."""
+    """Write the checkpoint of a fast model with eight layers and 8 KiB of KV per token."""
     shape = {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
         "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
@@ -111,7 +111,7 @@ def measure_modes(num_requests: int) -> dict[str, object]:
 
 
 def measure_macs(num_requests: int) -> dict[str, object]:
-    """Measure the cost of keyed digests: time from a prompt's first step to D's commit."""
+    """Compare hand-offs with plain and keyed digests: ms from the first step to the commit."""
     with running(MAC_MODES) as deployments:
         receipts = collect_receipts(deployments, num_requests, LENGTHS[:3])
     table: dict[str, object] = {}
@@ -245,7 +245,7 @@ def copy_and_digest(num_bytes: int) -> dict[str, float]:
 
 
 async def _join_a_batch(address: str) -> dict[str, object]:
-    """Count the decode steps between a commit and the request's first step in a full batch."""
+    """Fill a batch; count the decode steps from a further request's commit to its first step."""
     draw = random.Random(1)
     long = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:

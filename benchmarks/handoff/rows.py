@@ -153,6 +153,7 @@ SUBJECT = Subject(
             (HANDOFF, HYBRIDS, MACS, TRANSPORTS),
         ),
         Measurement("handoff.handoff_trace", "kvconnector prefill_node decode_node"),
+        Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node"),
     ),
     log=(
         "2026-11-21: a hand-over that hides behind the computation, and blocks that lie together",

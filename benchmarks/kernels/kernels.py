@@ -209,7 +209,7 @@ def measure_prompts(repetitions: int) -> list[dict[str, object]]:
             step = attention_step(1, length, length, BLOCK_SIZE)
             layer, num_blocks = PagedKV(num_kv_heads, head_dim), length // BLOCK_SIZE
             cache = make_cache(layer, 1, BLOCK_SIZE, num_blocks, (dtype, dtype))
-            # All repetitions read the same layer
+            # The cache has one layer in memory, which stands for all layers of the model.
             cache = cache.expand(-1, NUM_LAYERS, -1, -1, -1, -1)
             query = torch.randn(length, num_heads, head_dim).to(dtype)
             backend = NativeAttention()

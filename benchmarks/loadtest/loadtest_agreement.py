@@ -176,7 +176,8 @@ def guidellm_numbers(folder: Path) -> Numbers:
 def others_environment() -> dict[str, str]:
     """Return environment variables without this repository's folders on Python's path.
 
-    Other programs also have packages of these names.
+    Otherwise other programs would import these folders in place of their own packages of the
+    same names.
     """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # By default guidellm starts ten processes, which import torch: half a minute on one core.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.page.measures import at, number, told
-from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
+from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
 
 def _shown(metric: str, name: str, unit: str, target: str = "") -> Row:
@@ -108,6 +108,14 @@ AGREEMENT = Source(
 )
 
 
+def _ratio_beside_images(case: str, name: str) -> Measure:
+    def measure(document: Json) -> Found:
+        found = number(document, "ratios", case, name)
+        return Found(f"{found:.3f}", found)
+
+    return measure
+
+
 def _accuracy(task: str, what: str) -> Row:
     def measure(document: Json) -> Found:
         row = at(document, "tasks", task)
@@ -137,6 +145,24 @@ LM_EVAL = Source(
     "lm-eval on SmolLM2-135M-Instruct from one GGUF file, in float32: through a router, a"
     " prefill node and a decode node, and through `transformers`.",
 )
+IMAGES = Source(
+    "text_beside_images",
+    tuple(
+        Row(
+            f"{what}, {case}, divided by that without images",
+            _ratio_beside_images(case, name),
+            limit,
+        )
+        for case, limit in (
+            ("images on an encode node", "<= 1.05"),
+            ("images on the prefill node", ""),
+        )
+        for name, what in (("itl_p99_ms", "ITL p99"), ("ttft_p99_ms", "TTFT p99"))
+    ),
+    "Text requests beside requests of which a share has images: a random model with SmolVLM-256M's"
+    " widths, a prefill node, a decode node and, in one case, an encode node.",
+    absent="not measured yet",
+)
 SUBJECT = Subject(
     "Load tests and other programs",
     (
@@ -144,6 +170,9 @@ SUBJECT = Subject(
         Measurement("loadtest.load_generator", "loadtest", (LOAD_GENERATOR,)),
         Measurement("loadtest.loadtest_agreement", "loadtest", (AGREEMENT,)),
         Measurement("loadtest.lm_eval_agreement", "models router/intake", (LM_EVAL,)),
+        Measurement(
+            "loadtest.text_beside_images", "encode_node engine/core/images router/fleet", (IMAGES,)
+        ),
     ),
     log=(
         "2026-11-21: colocated against split on two cores that others used too",

@@ -86,7 +86,7 @@ class Ticker:
 
 
 async def serve_nothing(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Make the events and drop them: what the other servers need more is the cost of HTTP."""
+    """Make the events and drop them; the extra time of the other servers is the cost of HTTP."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
 
@@ -138,7 +138,7 @@ async def serve_starlette_h11(ticker: Ticker, listener: socket.socket, num_strea
 
 
 async def serve_bare_asgi(ticker: Ticker, listener: socket.socket, num_streams: int) -> None:
-    """Serve with uvicorn without a framework, which is its cheapest form."""
+    """Serve with uvicorn and no framework, which is the cheapest way to use uvicorn."""
     headers = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

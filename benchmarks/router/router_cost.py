@@ -53,7 +53,7 @@ NODES = ("node/prefill/prefill", "node/decode/decode")  # the names that router_
 
 
 def certificate(folder: Path) -> TlsOptions:
-    """Write a certificate that all programs use, with the names of all of them."""
+    """Write one certificate for all programs, which contains all their names."""
     paths = (*NODES, "infer-look-operate/all")
     holder = Holder(name="all", uri_paths=paths, hosts=LOCAL_HOSTS)
     write_dev_certificates(folder, [holder], days=1)

@@ -42,7 +42,7 @@ WARM_UP_S = 1.0
 
 @dataclass
 class Site:
-    """The ``measured`` process, a router or relay that is alone on core 0, and all others."""
+    """The ``measured`` router or relay, which is alone on core 0, and all other processes."""
 
     addresses: list[str]
     tls: TlsOptions = NO_TLS  # certificates for clients of the measured process
@@ -319,7 +319,10 @@ def ratios(
 
 
 def large_model(folder: Path) -> Path:
-    """Write the demo model's config and tokenizer with a maximum length for endless streams."""
+    """Write the demo model's config and tokenizer, with an enlarged maximum length.
+
+    The maximum is so large that no stream reaches it during a measurement.
+    """
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))

@@ -95,6 +95,18 @@ PREFIX_INDEX = Source("prefix_index", (
     Row("a node's step that names 16 blocks: with a router that listens / without",
         ratio(_STEP.format("sent every 10 ms"), _STEP.format("nobody listens"), ".0f", " us")),
 ))  # fmt: skip
+_SPLIT, _BOTH = ("results > 1:1+local > {}", "results > colocated:1 > {}")
+
+CHAT_PLACES = Source("chat_places", (
+    Row("chats of 8 turns, 6 at a time: TTFT p50 of turn 4, split / one node that does both",
+        ratio(_SPLIT.format("ttft_p50_turn_4_ms"), _BOTH.format("ttft_p50_turn_4_ms"), ".0f",
+              " ms"), "<= 1.2"),
+    Row("prompt tokens computed per turn from turn 4 on, split / one node that does both",
+        ratio(_SPLIT.format("computed_per_later_turn"), _BOTH.format("computed_per_later_turn"),
+              ".0f", "")),
+    Row("turns from turn 4 on that the decode node served alone, of all such turns",
+        ratio(_SPLIT.format("later_turns_alone"), _SPLIT.format("later_turns"), ".0f", "")),
+))  # fmt: skip
 _COST = "results > server={}, num_streams={} > cpu_us_per_token > median"
 HTTP = Source("http_servers", tuple(
     Row(f"CPU per token, {num_streams} streams: aiohttp / {server}",
@@ -122,6 +134,7 @@ SUBJECT = Subject(
             (ROUTER, TLS, TRACING),
         ),
         Measurement("router.prefix_index", "router/fleet", (PREFIX_INDEX,)),
+        Measurement("router.chat_places", "router/policies router/fleet", (CHAT_PLACES,)),
         Measurement("router.http_servers", "baton/serving", (HTTP,)),
     ),
     log=(

@@ -15,9 +15,10 @@ from benchmarks.runner.environment import ROOT
 
 
 def own_environment(*trees: Path, **variables: str) -> dict[str, str]:
-    """Return environment variables with which `python` imports ``trees``, then this checkout.
+    """Return environment variables that let `python` import from ``trees`` and this checkout.
 
-    The folders of this process's PYTHONPATH come last. Python may write compiled modules to files,
+    Python looks into ``trees`` first, then into this checkout, and last into the folders of this
+    process's PYTHONPATH. Python may write compiled modules to files,
     as in an installation, because otherwise each start would compile all modules.
     """
     folders = [folder for tree in trees or (ROOT,) for folder in (tree, tree / "kernels")]

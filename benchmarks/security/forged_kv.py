@@ -172,7 +172,7 @@ class Open:
 
 
 class Scene:
-    """Two nodes, the router's part of the nodes' protocol, and the attacker.
+    """Two nodes, the attacker, and a stand-in that sends the router's messages to the nodes.
 
     Args:
         connector: name of the KV connector between the nodes.
@@ -299,7 +299,7 @@ class Scene:
     # ------------------------------------------------------------------ the attack
 
     def before_it_is_heard(self, payload: bytes) -> None:
-        """Attack on the decode node's I/O thread, before this thread handles an arrived message."""
+        """Attack from the decode node's I/O thread, before it handles an arrived message."""
         if not self.is_attacking or len(payload) < HEADER_BYTES:
             return
         try:

@@ -128,7 +128,7 @@ class Watch:
 
     def begin(self) -> None:
         self._base = self.sizes()
-        # Size with which workers that start later are compared
+        # Assumed size, in MiB, of workers that start later; growth is counted from this size
         for child in self.deployment.children:
             self._base.setdefault(f"{child.name} worker", 60.0)
         self.held = Held()

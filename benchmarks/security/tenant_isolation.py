@@ -93,7 +93,7 @@ def attack(victim: Client, attacker: Client, num_probes: int, seed: int) -> list
 
 
 def auc(scores: Sequence[tuple[bool, float]]) -> float:
-    """Return the AUC with which scores show "sent", by high values or by low, whichever is larger.
+    """Return the AUC of scores that show "sent" by high values, or by low ones if that is larger.
 
     The AUC is the probability that a sent prompt has a higher score than a prompt that was not sent
     (Mann and Whitney).

@@ -1,7 +1,8 @@
 """Measure the disk space of an installation: the requirements of one extra after another.
 
-Counted are the files of all distributions that an extra adds to the earlier extras, as they are
-installed in this environment (torch, too). Nothing is installed or downloaded.
+The size of an extra is that of all distributions that the extra adds to the earlier extras. Their
+files are counted as they are installed in this environment, torch's too. Nothing is installed or
+downloaded.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def words() -> Iterator[str]:
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a BPE tokenizer of ``vocab_size`` tokens: bytes, and words after a space.
 
-    Each merge adds one letter to a shorter word, so each word of a text is read as one token. So
-    load generators that draw tokens and send them as text count tokens as the server does.
+    Each merge adds one letter to a shorter word, so each word of a text is read as one token. So a
+    load generator that draws tokens, and sends them as text, counts as many tokens as the server.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -239,7 +239,7 @@ def vllm(job: Job) -> list[str]:
 
 
 def vllm_environment(job: Job) -> dict[str, str]:
-    """Return variables that let vLLM compute on all cores; by default one is only for HTTP."""
+    """Return variables that let vLLM compute on all cores; by default, one is kept for HTTP."""
     return {
         **others_environment(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -35,8 +35,8 @@ import numpy as np
 from baton.kv.block_hash import BlockHash
 from baton.kv.residency import BlockResidency
 
-# Extents are chosen among the first free blocks: this many times the wanted number of blocks. More
-# candidates give longer extents, but are taken further from the free list's order.
+# Extents are chosen among this many times the wanted number of blocks, the first in the free list.
+# More candidates give longer extents, but depart further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # maximum number of candidates beyond the wanted blocks
 # Never-used blocks are preferred to blank blocks for extents if the blank ones would form more than
@@ -339,7 +339,8 @@ class BlockPool:
     def _take_extents(self, num_blocks: int) -> list[int] | None:
         """Unlink runs of blocks with consecutive ids, preferably from the first half of the window.
 
-        While there are never-used blocks, only blank blocks are considered; None: too few of them.
+        While there are never-used blocks, only blank blocks are considered. Returns None if
+        never-used blocks are better, because blank ones are too few or too scattered.
         """
         # Look into the second half of the window only if the first half has too few blocks.
         window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))

@@ -228,7 +228,7 @@ class Drafts:
         return ended
 
     def keep(self, outputs: Sequence[RequestDelta], drafts: Mapping[str, tuple[int, ...]]) -> None:
-        """Keep the drafts made by the step that was updated last, for the next step to compute.
+        """Keep the drafts that the last ended step made, for the next step to compute.
 
         Drops earlier drafts of all requests in ``outputs``: they are out of date.
         """

@@ -12,6 +12,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.api.images import ImageSpan
 from baton.kv.block_hash import BlockHash, BlockHasher
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_coordinator import KVCacheCoordinator
@@ -74,6 +75,11 @@ class KVCacheManager:
         self.block_pool.reset_prefix_cache()
         if self._hasher is not None:
             self._hasher = self._hasher.in_namespace(namespace)
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Return whether blocks are kept for later prompts with an equal beginning."""
+        return self._hasher is not None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks, over all groups, that ``num_tokens`` tokens need."""
@@ -192,6 +198,27 @@ class KVCacheManager:
         lacking = request.block_hashes[num_blocks:num_full]
         return num_blocks * self.block_size, lacking
 
+    def find_prefix(
+        self, token_ids: Sequence[int], extra_keys: Sequence[bytes], images: Sequence[ImageSpan]
+    ) -> tuple[list[int], BlockHash]:
+        """Find the longest cached prefix of a prompt that another node asks for.
+
+        Takes no references.
+
+        Args:
+            extra_keys: values from `extra_keys_of`.
+            images: the prompt's images, in order.
+
+        Returns:
+            The blocks, and the hash of the last one; no blocks and an empty hash without a prefix.
+        """
+        hashes: list[BlockHash] = []
+        if self._hasher is not None:
+            self._hasher.extend(hashes, token_ids, extra_keys, images)
+        block_ids = self._coordinator.longest_hit(hashes)
+        num_blocks = len(block_ids) // self.num_groups
+        return block_ids, hashes[num_blocks - 1] if num_blocks else b""
+
     # ------------------------------------------------------------------ blocks
 
     def allocate(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -285,7 +312,7 @@ class KVCacheManager:
         return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
-        """Release the blocks of a request that slid out of the windows of their groups."""
+        """Release those of a request's blocks that slid out of their groups' windows."""
         self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:

@@ -73,6 +73,8 @@ class EngineMetrics:
         encodings_received_total: images of prompts whose encoding came from an encode node.
         encoder_cache_hits_total: images of prompts whose encoding was in the encoder cache.
         encoder_seconds_total: seconds in the image encoder; part of ``forward_seconds_total``.
+        expert_rows_busiest_rank_total, expert_rows_mean_rank_total: rows that experts computed on
+            the busiest rank, and on a mean rank; see `Executor.expert_loads`.
         forward_seconds_total: seconds in the model and the sampler.
         step_seconds_total: seconds in whole steps.
         uptime_seconds: seconds since the engine started.
@@ -120,6 +122,8 @@ class EngineMetrics:
     encodings_received_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_seconds_total: float = 0.0
+    expert_rows_busiest_rank_total: float = 0.0
+    expert_rows_mean_rank_total: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -198,7 +202,7 @@ class EngineCounters:
         self.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def note_work(self, scheduled: SchedulerOutput) -> None:
-        """Count the attention pairs and read KV of a step; call before its requests are updated."""
+        """Count a step's attention pairs, and the KV that it reads; call before requests change."""
         ends = list[int]()  # position after the token, for each request that computes one token
         for item in scheduled.scheduled:
             begin, num_tokens = item.request.num_computed_tokens, item.num_scheduled_tokens

@@ -46,6 +46,7 @@ class RequestStatus(Enum):
     WAITING_FOR_SHARED_KVS = "WAITING_FOR_SHARED_KVS"
     WAITING_FOR_GRAMMAR = "WAITING_FOR_GRAMMAR"
     WAITING_FOR_PIXELS = "WAITING_FOR_PIXELS"
+    WAITING_FOR_PREFIX = "WAITING_FOR_PREFIX"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
     FINISHED_STOPPED = "FINISHED_STOPPED", FinishReason.STOP
@@ -84,6 +85,8 @@ class Request:
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as computed.
         num_cached_blocks: number of leading blocks that are entered in the prefix cache.
         cache_class: highest class of cached blocks that the request may use; set by `Drafts`.
+        awaits_prefix: whether another node sends a part of the prompt's KV to this node's prefix
+            cache, before this engine computes the rest.
 
         images: images of the prompt, shared with sibling requests; None: the prompt is only text.
 
@@ -103,6 +106,9 @@ class Request:
         num_prompt_tokens_computed: prompt tokens that this engine computed, counted again after a
             preemption. Stays 0 if all of the prompt's KV came from a remote node.
         num_forwards: number of steps that computed tokens of this request.
+        num_images_encoded: images that the engine encoded for this request.
+        num_encodings_cached: images whose encodings were in the encoder cache.
+        encoder_s: seconds in the image encoder during this request's steps, for any request.
         num_drafts: drafts that were computed for the request.
         num_accepted_drafts: computed drafts that became part of the output.
         started_at: when the request was first scheduled, in seconds of `time.monotonic`.
@@ -133,6 +139,7 @@ class Request:
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_cached_blocks: int = 0
     cache_class: int = 0
+    awaits_prefix: bool = False
     images: PromptImages | None = None
     # Hand-offs and retries.
     num_initial_tokens: int
@@ -147,6 +154,9 @@ class Request:
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0
     num_forwards: int = 0
+    num_images_encoded: int = 0
+    num_encodings_cached: int = 0
+    encoder_s: float = 0.0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     started_at: float | None = None

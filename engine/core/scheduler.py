@@ -43,6 +43,11 @@ from engine.core.waiting_room import WaitingRoom
 # these blocks; without them, a request would be preempted and computed again.
 WATERMARK = 0.01
 
+_RESUMABLE = (
+    RequestStatus.WAITING_FOR_GRAMMAR,
+    RequestStatus.WAITING_FOR_PIXELS,
+    RequestStatus.WAITING_FOR_PREFIX,
+)
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
 
 
@@ -139,8 +144,8 @@ class Scheduler:
         """Give a parked request its cached blocks, new blocks for the prompt, and one decode block.
 
         Leaves the blocks free that waiting requests need (with priorities: only waiting requests of
-        better rank). A request that lacks no blocks, only a place in a step, reserves none. Returns
-        None if too few blocks are free.
+        better rank). Requests that have blocks, and wait only for a place in a step, need none.
+        Returns None if too few blocks are free.
         """
         request, manager = self.requests[request_id], self.kv_cache_manager
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -202,9 +207,15 @@ class Scheduler:
         self._accept(request, request.output_token_ids[grammar.num_accepted :])
 
     def resume(self, request: Request) -> None:
-        """Put a request in line if it waited for its grammar or pixels, and both are ready."""
-        if request.status in (RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_PIXELS):
+        """Put a request in line if all that it waited for is ready."""
+        if request.status in _RESUMABLE:
             self._room.queue(request)
+
+    def end_fetch(self, request: Request) -> None:
+        """Let a request go on with the prefix cache as it is; ignored if the request has ended."""
+        request.awaits_prefix = False
+        if self.requests.get(request.request_id) is request:
+            self.resume(request)
 
     def fail(self, request: Request, error: BatonError) -> None:
         """Record a failure; end the request unless a peer may still write its blocks.
@@ -293,7 +304,7 @@ class Scheduler:
         if is_mixed:
             num_allowed = min(self._prefill_tokens_beside_decodes, num_beside_decodes)
         elif self._room.num_remote:
-            # Keep the step short: a request whose KV arrives meanwhile must wait for its end.
+            # Keep the step short: a request whose KV arrives meanwhile waits for the step's end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
         self.in_flight.limit_decodes(self._running, self._room.num_arrived)
@@ -319,7 +330,7 @@ class Scheduler:
         )
 
     def with_masks(self, scheduled: SchedulerOutput) -> SchedulerOutput:
-        """Remove requests whose grammar masks are not ready from a step that was scheduled ahead.
+        """Take requests whose masks are not ready out of a step that was scheduled ahead.
 
         The previous step has sampled tokens since this step was scheduled, so grammars need new
         masks. Prompt chunks stay in the step: hooks that send their blocks may already exist.
@@ -466,7 +477,7 @@ class Scheduler:
             if self.kv_cache_manager.allocate(request, target) is None:
                 if self._running:
                     break
-                # No request runs, and no arrived request can start: preempt the last one.
+                # No request runs, and no arrived request can start: preempt the last arrived one.
                 self._preempt(self._room.pop_last_arrived())
                 continue
             budget -= self._run(self._room.pop_arrived(), num_tokens, scheduled)

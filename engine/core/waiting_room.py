@@ -8,6 +8,7 @@
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
                  WAITING_FOR_GRAMMAR       their grammar is being compiled
                  WAITING_FOR_PIXELS        their images are being decoded
+                 WAITING_FOR_PREFIX        another node sends a cached part of their prompt's KV
 
 Refuses to know: steps, budgets, blocks.
 """
@@ -26,6 +27,7 @@ PARKED = (
     RequestStatus.WAITING_FOR_SHARED_KVS,
     RequestStatus.WAITING_FOR_GRAMMAR,
     RequestStatus.WAITING_FOR_PIXELS,
+    RequestStatus.WAITING_FOR_PREFIX,
 )
 
 
@@ -162,12 +164,15 @@ class WaitingRoom:
         request.status = status
 
     def queue(self, request: Request) -> None:
-        """Put a request in line, or park it if its grammar or its images are not ready."""
+        """Put a request in line; park it if its grammar, images or fetched prefix are not ready."""
         if request.awaits_grammar:
             self.park(request, RequestStatus.WAITING_FOR_GRAMMAR)
             return
         if request.awaits_pixels:
             self.park(request, RequestStatus.WAITING_FOR_PIXELS)
+            return
+        if request.awaits_prefix:
+            self.park(request, RequestStatus.WAITING_FOR_PREFIX)
             return
         self._count_remote(request, RequestStatus.WAITING)
         request.status = RequestStatus.WAITING
@@ -252,6 +257,7 @@ class WaitingRoom:
                 in_line.append(request)
                 assert not request.awaits_grammar
                 assert not request.awaits_pixels
+                assert not request.awaits_prefix
             if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
                 assert request.awaits_grammar
         num_arrived = sum(bool(request.block_ids) for request in in_line)

@@ -47,8 +47,8 @@ class Executor(Protocol):
         kv_memory: KV memory of the worker in this process.
         runs_ahead: whether a step may be submitted before the previous one has ended; `submit` then
             returns at once. With one pipeline stage, the new step may compute tokens that the
-            previous one samples (`UNKNOWN_TOKEN`). With several stages, as many steps may be in
-            flight, and all tokens that they compute are known.
+            previous one samples (`UNKNOWN_TOKEN`). With several stages, one step per stage
+            may be in flight, and all tokens that the steps compute are known.
     """
 
     config: EngineConfig
@@ -88,7 +88,7 @@ class Executor(Protocol):
         """
 
     def attach(self, entry: str, argument: bytes) -> dict[int, Connection]:
-        """Run a function in each worker of another process, on a thread beside the worker's steps.
+        """Run a function beside the steps, on a thread of each worker that is in another process.
 
         Args:
             entry: ``"package.module:function"``, called with a connection to this process, the
@@ -106,6 +106,13 @@ class Executor(Protocol):
 
         Args:
             num_used_blocks: number of KV blocks that were ever allocated.
+        """
+
+    def expert_loads(self) -> tuple[float, float]:
+        """Return how many rows experts had so far: those of the busiest rank, and of a mean rank.
+
+        A row is a pair of a token and one of its experts. The busiest rank is found anew in each
+        layer and step. Safe from any thread. Returns zeros unless ranks divide the experts.
         """
 
     def check_health(self) -> None:

@@ -69,7 +69,7 @@ class OtherRank(Protocol):
 
 
 class OtherRanks:
-    """All ranks but the leader. A thread watches them; when one rank is gone, it ends all.
+    """All ranks but the leader. A thread watches the ranks, and ends all when one is gone.
 
     Args:
         ranks: the ranks, in order.
@@ -257,7 +257,7 @@ class RanksExecutor:
         self._local.check_adapter(files)
 
     def pack_adapter(self, adapter: Adapter) -> int:
-        return 0  # packing adds values over ranks, which must not mix with a step's sums
+        return 0  # packing sums over ranks, too, and its sums must not mix with a step's
 
     def keep_cores(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: ranks do not lend cores to other nodes."""
@@ -275,6 +275,9 @@ class RanksExecutor:
     def do_idle_work(self, num_used_blocks: int) -> bool:
         """Return False: several ranks never populate KV memory ahead of use."""
         return False
+
+    def expert_loads(self) -> tuple[float, float]:
+        return self._local.expert_loads()
 
     def check_health(self) -> None:
         if self._others.failure is not None:

@@ -118,6 +118,9 @@ class UniprocExecutor:
     def do_idle_work(self, num_used_blocks: int) -> bool:
         return self.worker.do_idle_work(num_used_blocks)
 
+    def expert_loads(self) -> tuple[float, float]:
+        return self.worker.expert_loads()
+
     def check_health(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(self._failure)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.api.errors import BatonError, InvalidRequestError
 from baton.api.images import ImageLayout, ImageSpan, PromptImage
 from engine.core.images.prompt_images import PromptImages
-from engine.core.outputs import ModelRunnerOutput
+from engine.core.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.images.pixel_maker import PixelMaker
 
@@ -97,9 +97,14 @@ class ImageInputs:
         for images in wanted:
             self._pixels.submit(images)
 
-    def note_step(self, output: ModelRunnerOutput, scheduler: Scheduler) -> None:
+    def note_step(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput, scheduler: Scheduler
+    ) -> None:
         """End requests whose images a step could not encode; count the time of its encodings."""
-        scheduler.counters.encoder_s += output.encoding_s
+        if output.encoding_s:
+            scheduler.counters.encoder_s += output.encoding_s
+            for item in scheduled.scheduled:
+                item.request.encoder_s += output.encoding_s
         fail_images(scheduler, output.failed_images)
 
     def wait(self) -> None:
@@ -128,7 +133,7 @@ def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:
 
 
 def set_pixels(scheduler: Scheduler, images: PromptImages, error: BatonError | None = None) -> None:
-    """Give requests that wait for them their pixel values, or end these requests with an error."""
+    """Let the requests that wait for these images go on, or end the requests with an error."""
     for request in list(scheduler.requests.values()):
         if request.images is not images:
             continue

@@ -87,7 +87,7 @@ class _Call:
 
     Attributes:
         loop: the task's loop.
-        is_read: whether the task has read the latest `_News`.
+        is_read: whether the task has read the call's last `_News`.
         answers: the outputs so far; changed only by the engine's thread until they have ended.
     """
 
@@ -463,7 +463,7 @@ class AsyncLLM:
         await self._thread.ask(begin)
 
     def _leave(self, calls: Iterable[_Call]) -> None:
-        """Abort the open requests of calls whose task no longer reads them."""
+        """Abort the open requests of those calls that a task has not read to the end."""
         left = [call for call in calls if not call.is_read]
         if not left:
             return

@@ -93,8 +93,8 @@ class LLM:
         self.tokenizer = (
             Tokenizer(folder, chat_template=template_file) if Tokenizer.exists_in(folder) else None
         )
-        # Offline, only throughput matters, so prompts are not cut into chunks to keep decode steps
-        # short.
+        # Offline, only throughput matters, so prompts need not be cut into chunks, which would keep
+        # decode steps short.
         options.setdefault("prefill_tokens_beside_decodes", MAX_BATCHED_TOKENS)
         if not isinstance(adapters, Mapping):
             problem = f"must be a mapping of names to sources, got {type(adapters).__name__}"
@@ -459,7 +459,7 @@ class LLM:
         return self.engine.metrics()
 
     def _stage(self, begin: Callable[[], None], new: NewWeights | None = None) -> None:
-        """Load and check new weights, and wait for both; drop the weights if one fails."""
+        """Load new weights, and wait until they are checked; drop them on a failure."""
         try:
             begin()
         except BaseException:
@@ -552,7 +552,7 @@ class LLM:
         num_ended = self._end_failed()
         for output in result.outputs:
             answer = self._answers.get(output.request_id)
-            if answer is None:  # a caller submitted the request to the engine itself
+            if answer is None:  # a caller submitted this request directly to the engine
                 continue
             answer.on_delta(output)
             if answer.ended:

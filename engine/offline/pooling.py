@@ -223,7 +223,7 @@ class OfflinePooling:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def _answer_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens for yes and no for a reranker, else none."""
+        """Return a reranker's token ids of yes and no; empty: this is no reranker."""
         if self.setup.task is not PoolingTask.RERANK:
             return ()
         return self.setup.answer_ids or self._needed_tokenizer().answer_ids()

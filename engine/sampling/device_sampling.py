@@ -69,7 +69,7 @@ def sample_on_device(logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     device.
 
     A row with NaN or plus infinity gives `NO_TOKEN`, which is no valid index: callers must clamp it
-    before they use it as one.
+    before they use it as an index.
 
     Args:
         logits: `[num_requests, vocab_size]`, of any floating dtype.

@@ -302,7 +302,7 @@ class GrammarCompiler:
 
 
 def _take_notice(making: asyncio.Future[LLMatcher]) -> None:
-    """Read a future's error, so that asyncio does not log it if no caller waits for it."""
+    """Read a future's error; otherwise, asyncio logs the errors for which no caller waits."""
     if not making.cancelled():
         making.exception()
 

@@ -132,7 +132,7 @@ def _best(logprobs: Tensor, num_top: Sequence[int]) -> tuple[list[list[int]], li
     wanted = torch.tensor(num_top, device=logprobs.device).clamp(max=vocab_size)
     most = min(max(num_top) + 1, vocab_size)
     found = logprobs.topk(most, dim=-1)
-    # Sort by token id, then stably by logprob.
+    # Sort by token id, then stably by logprob, so that ties are in order of token ids.
     ids, order = found.indices.sort(dim=-1)
     values, order = found.values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)

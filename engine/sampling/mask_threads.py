@@ -17,8 +17,8 @@ NUM_THREADS = 2
 # Maximum number of seconds per step that the engine's thread waits for the masks of the previous
 # step.
 WAIT_S = 0.004
-# Maximum number of seconds that the engine's thread waits for masks, if no request can run without
-# them, before it looks for new requests.
+# If all requests need masks before they can run: maximum number of seconds that the engine's thread
+# waits before it looks for new requests.
 IDLE_WAIT_S = 0.01
 # A grammar whose latest mask took less than `CHEAP_S` seconds gets its next mask on the engine's
 # thread, as starting another thread would take longer; the engine's thread spends at most

@@ -80,6 +80,6 @@ class WordTable:
             self._words[rows[first]] = words.reshape(*wanted.shape, 2)
             self._first[rows[first]] = positions[first]
             ahead = positions - self._first[rows]
-            if (ahead >= POSITIONS_AHEAD).any():  # one refill computes too few words
+            if (ahead >= POSITIONS_AHEAD).any():  # more positions than one refill computes
                 return counter_words(seeds, positions)
         return self._pairs.take(rows * POSITIONS_AHEAD + ahead).view(np.uint32).reshape(-1, 2)

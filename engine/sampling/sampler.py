@@ -29,9 +29,9 @@ from engine.sampling.gumbel import NO_TOKEN, Floats, TokenIds, Words, best_score
 from engine.sampling.logits import adjust_logits
 from engine.sampling.sampling_input import SamplingInput
 
-# Numbers of largest logits to sort for top-p, tried in this order until their mass suffices: most
-# distributions have nearly all their mass in few tokens, and sorting a whole vocabulary takes many
-# times longer.
+# How many of the largest logits to sort for top-p: first the smaller number, and if their mass is
+# not enough, the larger one. Most distributions have nearly all their mass in few tokens, and
+# sorting a whole vocabulary takes many times longer.
 TOP_VALUES = (128, 2048)
 # If filters keep more than this fraction of the logits, drawing from all logits is faster.
 MANY_KEPT = 1 / 32
@@ -117,8 +117,8 @@ def choose(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> Tok
 def _choose_by_kernel(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """Choose tokens on the device of the logits; copy all parameters to it in one copy."""
     tensors = upload_parameters(parameters, keys, logits.device)
-    # Other dtypes are not converted, because the kernel adds a converted row in another order,
-    # which would change the rounding.
+    # Only float64 is converted: the kernel would add converted rows of other dtypes in another
+    # order, which would change the rounding.
     if logits.dtype == torch.float64:
         # A large penalty may give values beyond the range of float32, which must not become
         # infinity.
@@ -149,7 +149,10 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw with the noise of a draw without filters; its token wins unless a filter drops it."""
+    """Draw among the kept tokens, with the noise that a draw from all tokens would have.
+
+    So the token that such a draw gives is also drawn here, unless a filter drops the token.
+    """
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]
     if logits.is_cuda:

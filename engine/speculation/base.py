@@ -12,8 +12,9 @@ from engine.core.request import Request
 class Proposer(Protocol):
     """A source of drafts, which propose the next tokens of requests; owned by the engine's thread.
 
-    Wrong drafts do not change any output: a step samples the right token in a draft's place, and
-    accepts the draft only if it equals the sampled token (docs/speculation.md).
+    By default, wrong drafts do not change any output: a step samples the right token in a draft's
+    place, and accepts the draft only if it equals the sampled token. With rejection sampling,
+    drafts do not change the distribution of outputs (docs/speculation.md).
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 YES: Callable[[], bool] = lambda: True  # noqa: E731
-# The cost of a step size (number of tokens) is the median of its samples if it has at least this
-# many; with fewer samples it is their minimum, because the first steps of a size may compile
-# kernels.
+# If a step size (number of tokens) has at least this many samples, their median is the size's cost.
+# Otherwise, their minimum is, because the first steps of a size may compile kernels.
 _ENOUGH = 5
 TRIED = 3  # number of samples from which on the cost of a size is known
-# The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by less than
-# `_MUCH` times, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
+# The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by a factor
+# below `_MUCH`, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
 _SAMPLES = 5  # latest samples kept per size; their median ignores slow moments
 _FORGET_AFTER = 2000  # steps after which the samples of an unused size are dropped
@@ -29,7 +28,7 @@ _MEMORY = 0.93  # decay of one request's acceptance rate, per checked draft
 _MEMORY_OF_ALL = 0.99  # decay of the acceptance rate of all requests, per checked draft
 _PRIOR_WEIGHT = 2.0  # weight, in drafts, of all requests' rate in one request's rate
 _FIRST_PRIOR = 0.7
-_FIRST_TRIED = 8  # times of so many first steps with drafts, which record tapes, are ignored
+_FIRST_TRIED = 8  # first steps with drafts whose times are ignored, as they record tapes
 TRY_AFTER = 512  # steps without drafts until a trial; doubles after each trial
 TRY_AT_LEAST = 8192  # maximum number of steps without drafts until a trial
 TRIAL_SHARE = 0.005  # largest share of all time that trials may take
@@ -39,7 +38,7 @@ _MARGIN = 1.1
 
 
 class StepCosts:
-    """Measured seconds of decode-only steps, by number of tokens; also used for making drafts."""
+    """Measured seconds by size: of decode-only steps by tokens, or of drafting by requests."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
@@ -164,7 +163,7 @@ class Acceptance:
         return cls(_MEMORY_OF_ALL)
 
     def note(self, is_right: bool) -> None:
-        """Count a draft that was compared with a sampled token; no draft after a wrong one is."""
+        """Count a draft that was compared with a sampled token; skip drafts after a wrong one."""
         self._right = self._right * self._memory + is_right
         self._looked_at = self._looked_at * self._memory + 1
 
@@ -237,7 +236,7 @@ class Choice:
 def choose_num_drafts(
     costs: StepCosts, drafting: DraftingCosts, num_rows: int, most: int, rate: float
 ) -> tuple[int, Choice]:
-    """Return how many drafts to make per request if making them takes time, and the reasons.
+    """Return how many drafts to make per request, given what drafting costs, and the reasons.
 
     Args:
         num_rows: number of requests in the next step.

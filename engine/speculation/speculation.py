@@ -31,12 +31,12 @@ from engine.speculation.draft_lengths import (
     choose_num_drafts,
 )
 
-# Maximum number of steps that a chosen number of drafts is kept while the number of requests does
-# not change: if drafts were chosen, and if none were chosen.
+# Maximum number of steps before the number of drafts is chosen anew, even if the number of requests
+# stays: after a choice of some drafts, and after a choice of none.
 _CHOICE_LASTS, _CHOICE_OF_NONE_LASTS = 4, 32
 # If drafts have not paid off for this many steps, the drafter no longer reads new requests.
 _NONE_FOR_LONG = 64
-_LOOK_RARELY = 4  # while drafts do not pay off for long, only one step in this many is measured
+_LOOK_RARELY = 4  # once drafts have not paid off for long, one step in this many is measured
 _ONE_MORE_AFTER = 128  # steps with fewer drafts than allowed before one more is tried
 _NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _SPARE = 16  # number of ended requests whose data may be kept

@@ -23,8 +23,8 @@ class BlockTable:
         max_num_requests: number of rows.
         max_blocks: maximum number of blocks of one request.
         block_size: tokens per block.
-        group: index of the group; its ids have this index, modulo ``num_groups``, in interleaved
-            lists.
+        group: index of the group. An interleaved list has the group's ids at this place and at
+            every ``num_groups``-th place after it.
         num_groups: number of groups of the KV cache.
         sliding_window: the group's window, in tokens; None: full attention.
 

@@ -38,7 +38,7 @@ _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedFormat.INT8]
 
 # Major compute capabilities for which the choice of matrix instructions does not depend on the
-# number of tokens.
+# number of tokens, as batch-invariant results require.
 _ONE_INSTRUCTION = (8, 9, 12)
 
 # Name of the attention backend of each KV cache group; None: the group has state layers.

@@ -50,7 +50,7 @@ def _multiply(device: torch.device) -> None:
 
 
 def _go_on() -> None:
-    """Do nothing: takes the place of ending a graph while a body runs without capture."""
+    """Do nothing; a body that runs without capture calls this where a graph would end."""
 
 
 class DeviceCapture:

@@ -207,7 +207,7 @@ class GraphInputs:
         return tensors
 
     def metadata(self, size: int) -> tuple[AttentionMetadata, ...]:
-        """Return a captured size's attention metadata, by KV cache group; lengths are bounds."""
+        """Return a captured size's attention metadata, by group; lengths are the largest ones."""
         return tuple(
             AttentionMetadata(
                 num_requests=size,

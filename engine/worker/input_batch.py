@@ -48,7 +48,7 @@ class InputBatch:
         has_three_axes: whether the model uses three-axis RoPE positions (M-RoPE) for images.
         num_steps: maximum number of steps in flight, and so the number of sets of buffers.
         whole_image_groups: indices of the groups in whose layers the embeddings of an image attend
-            to each other. A step then computes all embeddings of an image whose KV is missing.
+            to each other. A step then computes all embeddings of an image that have no KV yet.
 
     Attributes:
         device: where the model runs.
@@ -144,7 +144,7 @@ class InputBatch:
         )
 
     def drafting_step(self, plan: StepPlan) -> DraftingStep:
-        """Copy what the drafter needs of the plan that was just written into the buffers."""
+        """Copy what the drafter needs of a plan; call right after `fill` or `fill_or_stage`."""
         return drafting_step(plan, self._rows, self._block_tables, self._block_size)
 
     def _fill_again(self, plan: StepPlan) -> PreparedStep | None:
@@ -242,7 +242,7 @@ class InputBatch:
         buffers.sampling_rows.array[: len(sampling)] = rows[sampling]
         asks = self._rows.parameters["num_prompt_logprobs"][rows] >= 0
         row_ends = self._row_ends(images, positions)
-        # This needs positions in sequences, not positions for RoPE.
+        # The groups need positions in sequences, which `_rotary_positions` overwrites later.
         groups = self._groups(columns, token_rows, positions, row_ends)
         model_input = ModelInput(
             input_ids=self._to_device(buffers.input_ids.tensor[:num_tokens]),

@@ -65,12 +65,12 @@ class MemoryProfile:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Return the bytes of the KV cache: the room, but at most `largest_cache`."""
+        """Return the bytes of the KV cache: `room`, but at most `largest_cache`, and at least 0."""
         return max(min(self.room, self.largest_cache), 0)
 
     @property
     def has_plenty(self) -> bool:
-        """Return whether the KV cache gets `largest_cache`, whatever activations take."""
+        """Return whether the KV cache gets `largest_cache`, however much activations take."""
         return self.room >= PLENTY * (self.weights + self.largest_cache)
 
     def __str__(self) -> str:

@@ -25,9 +25,9 @@ class ModelRunner:
     """Runs a model over the paged cache.
 
     `prepare` takes plans in the order of the steps; `launch` may run on another thread meanwhile.
-    There are ``num_steps`` sets of buffers: a step may be prepared and launched while previous ones
-    run, if the step ``num_steps`` before it has been waited for. Steps are launched in order, and
-    read the previous step's tokens on the device.
+    There are ``num_steps`` sets of buffers: a step may be prepared and launched while previous
+    steps run, once a caller has waited for the step ``num_steps`` earlier. Steps are launched in
+    order, and read the previous step's tokens on the device.
 
     If the host samples, `launch` also waits until the step has ended.
 
@@ -83,7 +83,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Receive tensors that were sent to this runner, which the next runner would read."""
+        """Receive tensors that were sent to this runner; else the next runner would get them."""
         self._tokens.receive(self._input_batch.last_tokens)
 
     @torch.inference_mode()

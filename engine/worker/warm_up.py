@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SAMPLED = SamplingParams(top_p=0.9, seed=0)
 _WITH_LOGPROBS = SamplingParams(top_p=0.9, seed=0, logprobs=MAX_LOGPROBS)
 _MOST_PROBABLE = SamplingParams(temperature=0, logprobs=1)
-_CHECKED_PROMPTS = 4  # more than 1, because one odd length may give NaN
+_CHECKED_PROMPTS = 4  # more than 1, because a single prompt may give NaN by chance
 _PROMPT_TOKENS = 2  # tokens of a dummy prompt; a single token would be a decode
 
 

@@ -70,6 +70,7 @@ from models.adapters.slots import AdapterSlots
 from models.base import CausalLM
 from models.config import ModelConfig
 from models.decoder import DecoderForCausalLM
+from models.layers.moe import loads_of
 from models.loading.finite_weights import check_finite
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import stage_layers
@@ -116,7 +117,9 @@ class Worker:
         # slow the forward.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
-        ranks = replace(ranks, stage_layers=config.stage_layers)
+        ranks = replace(
+            ranks, stage_layers=config.stage_layers, expert_parallel=config.expert_parallel
+        )
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
         described = ModelConfig.from_folder(model_folder)
         self.dtype = choose_dtype(config.dtype, device, described, has_bfloat16(config))
@@ -163,6 +166,7 @@ class Worker:
         self._weights = WorkerWeights(
             self.kv_memory, LoadedWeights(model, drafter), self._load_checked, self._use
         )
+        self._expert_loads = loads_of(model)
         self._lent_cores: LentCores | None = lent_cores(config) if device.type == "cpu" else None
 
     def _kv_cache_spec(
@@ -185,7 +189,7 @@ class Worker:
 
     def _make_runner(self, loaded: LoadedModel, drafter: AnyDrafter | None) -> ModelRunner:
         memory, rejects = self.kv_memory, self.config.draft_acceptance == "rejection"
-        if getattr(drafter, "state_layers", ()):  # graphs keep no states between layers
+        if getattr(drafter, "state_layers", ()):  # the drafter needs states that no graph keeps
             loaded = replace(loaded, config=replace(loaded.config, cuda_graphs=False))
         model, backends = loaded.model, loaded.backends
         return make_captured_runner(
@@ -277,7 +281,7 @@ class Worker:
         self._weights.wake()
 
     def _load_model(self, folder: Path, *, is_kept: bool = True) -> CausalLM:
-        """Load a model from a folder with the configuration of this worker's model."""
+        """Load a folder's model, with the dtype, packing and options of this worker's model."""
         config = self.config
         return load_model(
             folder,
@@ -313,11 +317,19 @@ class Worker:
         """Compute with the given weights from now on; None: free the model and compute nothing."""
         if loaded is None:
             self._adapters = None
+            self._expert_loads = []
             self.runner.close()
             del self.runner
             return
         self._adapters = self._make_adapter_slots(loaded.model, self._ranks)
         self.runner = self._make_runner(self._frame(loaded.model), loaded.drafter)
+        self._expert_loads = loads_of(loaded.model)
+
+    def expert_loads(self) -> tuple[float, float]:
+        """Return the experts' rows of the busiest rank and of a mean rank; see `Executor`."""
+        loads = [one.tolist() for one in self._expert_loads]
+        most, rows = sum(one[0] for one in loads), sum(one[1] for one in loads)
+        return float(most), rows / self._ranks.group.size
 
     def num_blocks(self) -> int:
         """Return the number of KV blocks of this worker; the engine asks all workers."""
@@ -347,7 +359,7 @@ class Worker:
     def do_idle_work(self, num_used_blocks: int) -> bool:
         """Populate memory of a few KV blocks ahead of use; return whether more is left to populate.
 
-        Does nothing while another node computes on this node's cores, which it would slow down.
+        Does nothing while another node computes on this node's cores, to not slow that node down.
         """
         if self._lent_cores is not None and self._lent_cores.are_taken():
             return False

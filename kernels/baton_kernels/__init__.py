@@ -25,8 +25,15 @@ from baton_kernels.packed import (
     WeightFormat,
 )
 from baton_kernels.quantized import GroupedWeight, QuantizedWeight, RoundedWeight
-from baton_kernels.reference import FP8, gather_kv, paged_attention, rotary, store_kv
-from baton_kernels.routing import Routing, Scoring
+from baton_kernels.reference import (
+    FP8,
+    count_loads,
+    gather_kv,
+    paged_attention,
+    rotary,
+    store_kv,
+)
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare, Routing, Scoring
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
@@ -76,10 +83,12 @@ experts = _ops.experts
 packed_experts = _ops.packed_experts
 
 __all__ = [
+    "ALL_EXPERTS",
     "E2M1_TWICE",
     "FORMATS_OF_ROWS",
     "FP8",
     "CodeLayout",
+    "ExpertShare",
     "Float8Rows",
     "GroupedIntegers",
     "GroupedWeight",
@@ -101,6 +110,7 @@ __all__ = [
     "add_rms_norm",
     "attend_runs",
     "causal_conv",
+    "count_loads",
     "experts",
     "gate_mul",
     "gated_delta_rule",

@@ -60,8 +60,8 @@ class Text:
     def continuation(self, num_tokens: int, least: int, most: int) -> tuple[int, ...]:
         """Return the tokens after the earlier copy of the text's last tokens; empty: no copy.
 
-        If fewer than ``num_tokens`` tokens follow the copy, they are repeated, because such a text
-        probably continues to repeat.
+        If fewer than ``num_tokens`` tokens follow the copy, the result repeats these tokens,
+        because such a text probably continues to repeat.
 
         Args:
             num_tokens: number of tokens to return.

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton_kernels.low_rank import LowRankSlots, LowRankSpan
 from baton_kernels.packed import Float8Rows, GroupedIntegers, PackedWeight
 from baton_kernels.quantized import QuantizedWeight
-from baton_kernels.routing import Routing
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare, Routing
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
@@ -177,6 +177,8 @@ class Ops(Protocol):
         biases: tuple[Tensor, Tensor] | None = None,
         activation: str = "silu",
         invariant: bool = False,
+        share: ExpertShare = ALL_EXPERTS,
+        loads: Tensor | None = None,
     ) -> Tensor: ...
 
     def packed_experts(
@@ -190,4 +192,6 @@ class Ops(Protocol):
         base_gate: Tensor | None = None,
         *,
         activation: str = "silu",
+        share: ExpertShare = ALL_EXPERTS,
+        loads: Tensor | None = None,
     ) -> Tensor: ...

@@ -23,7 +23,7 @@ INPUT_BLOCK = 64
 SUPER_GROUP = 256
 _SMALL_GROUPS = (16, 32)
 FLOAT8_GROUP = 128  # group sizes of float8 weights are multiples of this
-# Bits of a code -> number of inputs to a multiple of which rows are padded.
+# Bits of a code -> rows are padded to a multiple of this number of inputs.
 _STEPS = {8: 8, 6: 16, 4: 8}
 # Values of the 16 codes of e2m1 (OCP Microscaling Formats, 1.0), doubled to be integers, as in
 # codes.h.
@@ -461,7 +461,8 @@ class PackedWeight:
         Args:
             empty: function that allocates the large tensors, called as ``torch.empty``.
             layout: layout of the groups; None: the layout that `pack_rows` makes.
-            has_gaps: whether rows in any panel may never be written, so that all must begin as 0.
+            has_gaps: whether some rows of any panel may never be written, so that all panels must
+                begin as zeros.
         """
         num_panels = -(-out_features // width)
         first_filled = 0 if has_gaps else -1
@@ -723,7 +724,7 @@ def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         scale = (size * products - count * total) / spread
         scale = torch.where((spread > 0) & (scale > 0), scale, 0.0)
         minimum = (total - scale * count) / size
-        error = -(scale * products + minimum * total)  # without the constant sum of squares
+        error = -(scale * products + minimum * total)  # squared error, except for a constant term
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)

@@ -47,9 +47,10 @@ class GroupedWeight:
 
     Groups may also have a minimum.
 
-    The inputs that a kernel reads together are a chunk of `SIDE` words; a chunk of all rows is
-    contiguous. A chunk's inputs are divided into planes of 16 adjacent inputs, and each word has
-    one code of every plane, the first plane in the lowest bits::
+    The inputs of a row that a kernel reads together are a chunk of `SIDE` words. The first chunks
+    of all rows are adjacent in memory, then the second chunks, and so on. A chunk's inputs are
+    divided into planes of 16 adjacent inputs, and each word has one code of every plane, the first
+    plane in the lowest bits::
 
         input of the chunk    0 ... 15  16 ... 31  32 ...       16 neighbours are a plane
         in word                0 ... 15   0 ... 15   0 ...
@@ -142,7 +143,7 @@ class GroupedWeight:
 
 
 def is_kept(integers: GroupedIntegers) -> bool:
-    """Return whether `GroupedWeight` supports these integers: their group size, and not e2m1."""
+    """Return whether `GroupedWeight` supports these integers' group size; e2m1 is unsupported."""
     size = integers.group_size
     is_one = integers.groups.scales.shape[1] == 1
     return (is_one or size in (16, 32, 64) or size % 128 == 0) and not integers.is_e2m1

@@ -21,7 +21,7 @@ from baton_kernels.recurrent import causal_conv as causal_conv
 from baton_kernels.recurrent import gated_delta_rule as gated_delta_rule
 from baton_kernels.recurrent import gated_rms_norm as gated_rms_norm
 from baton_kernels.recurrent import selective_scan as selective_scan
-from baton_kernels.routing import Routing, Scoring
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare, Routing, Scoring
 from baton_kernels.row_tiles import RowTiles
 
 # The dtype of a quantized KV cache (Micikevicius et al., arXiv:2209.05433). Reading does not round,
@@ -594,6 +594,8 @@ def experts(
     biases: tuple[Tensor, Tensor] | None = None,
     activation: str = "silu",
     invariant: bool = False,
+    share: ExpertShare = ALL_EXPERTS,
+    loads: Tensor | None = None,
 ) -> Tensor:
     """Apply each token's experts, which are gated MLPs, and sum their weighted results.
 
@@ -612,6 +614,11 @@ def experts(
         activation: activation of the gates, one of ``ACTIVATIONS``, or ``RELU2``.
         invariant: whether a token's result must have equal bits in every batch; ignored by this
             definition.
+        share: the experts whose weights are given, if ranks divide the experts. The results of all
+            other experts count as 0, so that the sum over all ranks is the mixture's result.
+        loads: two int64 numbers, to which are added: how many rows (a row is a pair of a token and
+            one of its experts) the busiest rank has, and how many all ranks have. None: not
+            counted.
 
     Returns:
         ``[num_tokens, hidden_size]``; summed in the order of ``ids``, in float32.
@@ -622,7 +629,7 @@ def experts(
         halves = functional.linear(rows, gate_up[expert], of_halves)
         return functional.linear(_middle(halves, activation), down[expert], of_down)
 
-    return _mix_experts(x, ids, weights, compute, base, base_gate)
+    return _mix_experts(x, ids, weights, compute, base, base_gate, share, loads)
 
 
 def packed_experts(
@@ -635,6 +642,8 @@ def packed_experts(
     base_gate: Tensor | None = None,
     *,
     activation: str = "silu",
+    share: ExpertShare = ALL_EXPERTS,
+    loads: Tensor | None = None,
 ) -> Tensor:
     """Compute `experts` with packed weights, each of which holds all experts, one after another.
 
@@ -659,7 +668,21 @@ def packed_experts(
         middle = _middle(halves, activation)[:, : down.in_features]
         return multiply(middle, down, all_downs, of_hidden)
 
-    return _mix_experts(x, ids, weights, compute, base, base_gate)
+    return _mix_experts(x, ids, weights, compute, base, base_gate, share, loads)
+
+
+def count_loads(ids: Tensor, share: ExpertShare, loads: Tensor) -> None:
+    """Add to ``loads`` how many rows the busiest rank has, and how many all ranks have.
+
+    Args:
+        ids: ``[num_tokens, top_k]``, each token's experts.
+        share: tells how many ranks divide the experts.
+        loads: two int64 numbers.
+    """
+    ranks = torch.arange(share.size, device=ids.device)
+    counts = (ids.reshape(-1, 1) % share.size == ranks).sum(0)
+    loads[0] += counts.max()
+    loads[1] += ids.numel()
 
 
 def _middle(halves: Tensor, activation: str) -> Tensor:
@@ -675,18 +698,23 @@ def _mix_experts(
     compute: Callable[[int, Tensor], Tensor],
     base: Tensor | None,
     base_gate: Tensor | None,
+    share: ExpertShare,
+    loads: Tensor | None,
 ) -> Tensor:
-    """Compute `experts`, where ``compute(expert, rows)`` returns one expert's results."""
-    results = x.new_empty(*ids.shape, x.shape[1])  # [num_tokens, top_k, hidden_size]
+    """Compute `experts`, where ``compute(number, rows)`` returns the results of one own expert."""
+    if loads is not None:
+        count_loads(ids, share, loads)
+    results = x.new_zeros(*ids.shape, x.shape[1])  # [num_tokens, top_k, hidden_size]
     for expert in sorted(set(ids.flatten().tolist())):
-        tokens, places = (ids == expert).nonzero(as_tuple=True)
-        results[tokens, places] = compute(expert, x[tokens])
+        if expert % share.size == share.rank:
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            results[tokens, places] = compute(expert // share.size, x[tokens])
     total = torch.zeros_like(x, dtype=torch.float32)
     for place in range(ids.shape[1]):
         total += weights[:, place : place + 1] * results[:, place]
     if base is not None:
-        share = 1.0 if base_gate is None else base_gate.sigmoid()
-        total += share * base
+        factor = 1.0 if base_gate is None else base_gate.sigmoid()
+        total += factor * base
     return total.to(x.dtype)
 
 

@@ -1,5 +1,7 @@
 """Routing: the rule by which a mixture-of-experts layer chooses each token's experts.
 
+ExpertShare: the experts that a rank has, if ranks divide the experts.
+
 Refuses to know: tensors.
 """
 
@@ -14,7 +16,7 @@ class Scoring(Enum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
-    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # chosen by their logits, without other experts
+    SOFTMAX_OF_CHOSEN = "softmax of the chosen"  # over the logits of the chosen experts only
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,29 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     group_best: int = 1
+
+
+MOST_EXPERT_RANKS = 64  # as in experts.c
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """The experts of one of several ranks: rank ``e % size`` has expert ``e``, as ``e // size``.
+
+    Ranks take experts in turns, because a model may choose a token's experts from few groups of
+    adjacent experts.
+
+    Attributes:
+        rank: index of the rank, from 0.
+        size: number of ranks.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def experts(self, num_experts: int) -> range:
+        """Return this rank's experts, out of ``num_experts``."""
+        return range(self.rank, num_experts, self.size)
+
+
+ALL_EXPERTS = ExpertShare()

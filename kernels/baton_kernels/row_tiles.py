@@ -50,15 +50,16 @@ class RowTiles:
         """Sort rows by their weight, and divide them into tiles.
 
         Args:
-            ids: the weight of each row, from 0; any shape and integer dtype.
+            ids: the weight of each row, from 0; ``num_weights``: this row is in no tile. Any shape
+                and integer dtype.
             num_weights: number of weights.
             tile_rows: maximum number of rows of a tile.
         """
         flat = ids.flatten().long()  # [num_rows]
         num_rows = len(flat)
         order = flat.sort(stable=True).indices
-        sizes = torch.zeros(num_weights, dtype=torch.int64, device=ids.device)
-        sizes.scatter_add_(0, flat, torch.ones_like(flat))
+        sizes = torch.zeros(num_weights + 1, dtype=torch.int64, device=ids.device)
+        sizes = sizes.scatter_add_(0, flat, torch.ones_like(flat))[:num_weights]
         ends = sizes.cumsum(0)
         tiles = (sizes + (tile_rows - 1)) // tile_rows
         tile_ends = tiles.cumsum(0)

@@ -1,7 +1,8 @@
 /* Computes a mixture of experts: each token goes through few of many gated MLPs, whose results are summed.
  *
  * Rows are sorted by expert, so that each weight is read once for all its tokens. A token's results are added in
- * the order of its chosen experts, so they do not depend on the batch.
+ * the order of its chosen experts, so they do not depend on the batch. If ranks divide the experts, a call computes
+ * and adds only the rows of its own experts.
  * Refuses to know: how experts are chosen, how a linear layer is computed.
  */
 #include <string.h>
@@ -12,12 +13,17 @@
 #define MOST_BYTES (64 << 20) /* maximum number of bytes of intermediate results; more tokens are computed in slabs */
 #define JOBS_PER_THREAD 4     /* from this many jobs per thread on, each thread takes whole jobs, not panels */
 
+#define MOST_RANKS 64
+
 enum { PACKED = 0, SHARED = 1, PLAN = 2 }; /* slots of scratch memory, PACKED as in linear.c */
 
 typedef struct {
     linear_call gate_up, down; /* calls for the first expert; x, out and num_rows are set later */
     int64_t num_tokens, num_experts, top_k, hidden, num_threads, x_stride;
     int64_t squares;      /* 1: no gate, the activation is relu(x)^2 */
+    /* The call has the weights of `num_experts` experts. The expert with id e is on rank e % num_ranks, where it is
+     * number e / num_ranks. */
+    int64_t rank, num_ranks;
     /* In both weights, each expert's rows fill whole panels; padding rows are 0. */
     const int64_t *ids;   /* [num_tokens, top_k] */
     const float *weights; /* [num_tokens, top_k] */
@@ -25,6 +31,7 @@ typedef struct {
     const void *base;     /* [num_tokens, hidden], added to the experts' sum, or NULL */
     const float *base_gate; /* [num_tokens], sigmoids of these scale base; NULL: not scaled */
     void *out;            /* [num_tokens, hidden] */
+    int64_t *loads;       /* rows of the busiest rank and of all ranks are added to these two; NULL: not counted */
 } experts_call;
 
 /* Rows of one expert that are multiplied together: order[first, first + count). */
@@ -35,7 +42,8 @@ typedef struct {
 
 typedef struct {
     int64_t num_rows, num_jobs;
-    int64_t *order; /* rows by expert; row = token of the slab * top_k + place */
+    int64_t *order; /* own rows by expert; row = token of the slab * top_k + place */
+    char *is_own;   /* by row */
     job *jobs;
     char *gathered, *middle, *results, *packed; /* results is indexed by row, the others by place in `order` */
 } plan;
@@ -50,16 +58,21 @@ static int make_plan(const experts_call *c, int64_t token, int64_t count, plan *
     most = min64(most, baton_most_rows(&c->gate_up));
     int64_t most_jobs = min64(rows, c->num_experts) + rows / most;
     int64_t counts_bytes = (c->num_experts + 1) * sizeof(int64_t);
-    char *memory = baton_scratch(PLAN, counts_bytes + rows * sizeof(int64_t) + most_jobs * sizeof(job));
+    char *memory = baton_scratch(PLAN, counts_bytes + rows * (sizeof(int64_t) + 1) + most_jobs * sizeof(job));
     if (!memory) return 1;
     int64_t *starts = (int64_t *)memory;
     p->order = starts + c->num_experts + 1;
     p->jobs = (job *)(p->order + rows);
+    p->is_own = (char *)(p->jobs + most_jobs);
     const int64_t *ids = c->ids + token * c->top_k;
     memset(starts, 0, counts_bytes);
-    for (int64_t r = 0; r < rows; r++) starts[ids[r] + 1]++;
+    for (int64_t r = 0; r < rows; r++) {
+        p->is_own[r] = ids[r] % c->num_ranks == c->rank;
+        if (p->is_own[r]) starts[ids[r] / c->num_ranks + 1]++;
+    }
     for (int64_t e = 0; e < c->num_experts; e++) starts[e + 1] += starts[e];
-    for (int64_t r = 0; r < rows; r++) p->order[starts[ids[r]]++] = r; /* starts[e]: now the end */
+    for (int64_t r = 0; r < rows; r++)
+        if (p->is_own[r]) p->order[starts[ids[r] / c->num_ranks]++] = r; /* starts[e]: now the end */
     int64_t middle_at = rows * c->hidden * size, results_at = middle_at + rows * middle_size(c) * size;
     int64_t packed_at = (results_at + rows * c->hidden * size + 63) / 64 * 64, packed = 0;
     p->num_rows = rows;
@@ -183,23 +196,34 @@ INLINE void store_some(int type, void *to, int64_t index, vec x, int64_t count) 
 static void add_up(const experts_call *c, const plan *p, int64_t token, int64_t at_token) {
     int type = c->gate_up.x_type;
     const float *weights = c->weights + (token + at_token) * c->top_k;
+    const char *is_own = p->is_own + at_token * c->top_k;
     float gate = 1;
     if (c->base_gate) gate = 1 / (1 + exp_fast(splat(-c->base_gate[token + at_token]))[0]);
     for (int64_t i = 0; i < c->hidden; i += LANES) {
         int64_t count = min64(LANES, c->hidden - i), place = (token + at_token) * c->hidden + i;
         vec sum = {0};
         for (int64_t k = 0; k < c->top_k; k++)
-            sum = multiply_add(splat(weights[k]),
+            if (is_own[k]) sum = multiply_add(splat(weights[k]),
                                load_some(type, p->results, (at_token * c->top_k + k) * c->hidden + i, count), sum);
         if (c->base) sum = multiply_add(splat(gate), load_some(type, c->base, place, count), sum);
         store_some(type, c->out, place, sum, count);
     }
 }
 
+/* Add to `loads` how many rows the busiest rank has, and how many all ranks have. */
+static void count_loads(const experts_call *c) {
+    int64_t rows = c->num_tokens * c->top_k, most = 0, counts[MOST_RANKS] = {0};
+    for (int64_t r = 0; r < rows; r++) counts[c->ids[r] % c->num_ranks]++;
+    for (int64_t rank = 0; rank < c->num_ranks; rank++) most = max64(most, counts[rank]);
+    c->loads[0] += most;
+    c->loads[1] += rows;
+}
+
 /* Compute the experts. Return 0, or 1 without memory. */
 int baton_experts(const experts_call *c) {
     int64_t token_bytes = c->top_k * (2 * c->hidden + middle_size(c)) * size_of(c->gate_up.x_type);
     int64_t slab = max64(MOST_BYTES / token_bytes, 1);
+    if (c->loads) count_loads(c);
     for (int64_t token = 0; token < c->num_tokens; token += slab) {
         int64_t count = min64(slab, c->num_tokens - token);
         plan p;

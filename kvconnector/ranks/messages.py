@@ -15,10 +15,16 @@ from kvconnector.peer_info import RankMemory
 
 
 class Open(msgspec.Struct, frozen=True):
-    """The first message to a rank: open a transport of this kind for this node."""
+    """The first message to a rank: open a transport of this kind for this node.
+
+    Attributes:
+        address: socket to which the rank connects for this transport; empty: the rank uses its
+            first connection.
+    """
 
     connector: str
     engine_id: str
+    address: str = ""
 
 
 class Learn(msgspec.Struct, tag=True, frozen=True):

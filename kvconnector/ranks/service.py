@@ -46,6 +46,7 @@ from kvconnector.ranks.messages import (
     WriteBlocks,
     WriteSlot,
 )
+from kvconnector.ranks.more_links import connect_rank
 from kvconnector.transports.base import KVTransport, PendingWrite
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,14 @@ def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
     """Serve this rank's transport until the leading process closes the connection.
 
     Args:
+        connection: the rank's first connection; unused if the message names a socket.
         memory: this rank's KV memory.
         argument: an encoded `Open` message.
     """
-    transport = open_transport(msgspec.msgpack.decode(argument, type=Open), memory)
+    start = msgspec.msgpack.decode(argument, type=Open)
+    if start.address:
+        connection = connect_rank(start.address, memory.rank)
+    transport = open_transport(start, memory)
     try:
         RankService(connection, memory, transport).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):

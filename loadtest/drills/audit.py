@@ -21,7 +21,8 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-_NO_REQUEST = "null block"  # owner of a block that is always held, which is no leak
+# Owners that keep blocks without a request, which is no leak. "cache" is that of encode nodes.
+_NO_REQUEST = frozenset({"null block", "cache"})
 _MOST_REQUESTS = 2**31 - 1  # maximum length of a list; more than can be open
 
 # (node name, id of the request that holds the block; empty: none does, block id)
@@ -119,7 +120,7 @@ def _look(
         (one.node_name, holding)
         for one in nodes
         for holding in one.ledger.holdings
-        if holding.owner != _NO_REQUEST
+        if holding.owner not in _NO_REQUEST
     ]
     orphans = {block for node, part in unowned for block in _blocks(node, "", [part])}
     held = {

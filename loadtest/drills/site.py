@@ -1,4 +1,4 @@
-"""Site: the server's processes to which this load test can do something.
+"""Site: the server's processes that this load test can kill, stop and restart.
 
 The load test has started these processes itself (`--up`), or was given their process ids.
 """
@@ -30,7 +30,8 @@ class UpOptions:
     """Options of the deployment that the load test starts; see `baton up`.
 
     Attributes:
-        decode_args: additional arguments for decode nodes.
+        node_args: additional arguments for prefill and decode nodes.
+        decode_args, encode_args: additional arguments for nodes of one role.
         cores: cores that the nodes divide, and on which the router also runs; empty: all cores of
             this process.
         lend_cores: whether a node may compute on another node's idle cores.
@@ -39,9 +40,11 @@ class UpOptions:
     model: str
     num_prefill: int = 1
     num_decode: int = 1
+    num_encode: int = 0
     router_args: tuple[str, ...] = ()
     node_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
+    encode_args: tuple[str, ...] = ()
     admin_token: str = field(default="", repr=False)
     can_inject: bool = False
     cores: tuple[int, ...] = ()
@@ -173,9 +176,11 @@ async def started(options: UpOptions, stop: asyncio.Event) -> AsyncIterator[tupl
             listen=free_address(),
             num_prefill=options.num_prefill,
             num_decode=options.num_decode,
+            num_encode=options.num_encode,
             router_args=options.router_args,
             node_args=(*options.node_args, *faults),
             decode_args=options.decode_args,
+            encode_args=(*options.encode_args, *faults),
             admin_token=options.admin_token,
             lend_cores=options.lend_cores,
         )
@@ -209,6 +214,7 @@ def _fault_files(options: UpOptions, folder: Path) -> dict[str, Path]:
         return {}
     names = [f"p{i}" for i in range(options.num_prefill)]
     names += [f"d{i}" for i in range(options.num_decode)]
+    names += [f"e{i}" for i in range(options.num_encode)]
     files = {name: folder / name for name in names}
     for path in files.values():
         path.touch()

@@ -77,11 +77,16 @@ class CacheReport:
 
 
 def report_cache(records: Sequence[RequestRecord]) -> CacheReport:
-    """Count the cached tokens of the measured prompts, and those that the run itself explains."""
+    """Count the cached tokens of the measured prompts, and those that the run itself explains.
+
+    Prompts with images are left out: only the server knows how many tokens an image has.
+    """
     usages = [
         (record.usage, record.planned.shared_share)
         for record in records
-        if record.usage is not None and record.usage.num_cached_tokens is not None
+        if record.usage is not None
+        and record.usage.num_cached_tokens is not None
+        and not record.planned.images
     ]
     return CacheReport(
         num_requests=len(usages),

@@ -1,10 +1,11 @@
-"""Planned prompts: token ids drawn with a seed, or messages of a data set."""
+"""Planned prompts: token ids or words with images, drawn with a seed, or messages of a data set."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
+from loadtest.load.images import DrawnImage
 from loadtest.load.traces import BLOCK_TOKENS, TraceRequest, block_seed
 
 
@@ -16,8 +17,30 @@ class Message:
     content: str
 
 
-Prompt = list[int] | tuple[Message, ...]
-"""The form in which a target sends prompts: token ids, or messages (see `is_text`)."""
+@dataclass(frozen=True, slots=True)
+class ImageMessage:
+    """A user's message with images, to send with a chat template.
+
+    Attributes:
+        before: text before the images; empty: none.
+        images: PNG files.
+        after: text after the images.
+    """
+
+    before: str
+    images: tuple[bytes, ...]
+    after: str
+
+
+Prompt = list[int] | tuple[Message, ...] | ImageMessage
+"""The form in which a target sends prompts: token ids, messages (see `is_text`), or images."""
+
+# Most tokenizers have a token for each of these words.
+_WORDS = (
+    "the of and to in is was for that on as with by he at from his it an are were which this be "
+    "has also had one new first their not after who they two her she been other when time during "
+    "there into all may more years over only some city up world where later then such"
+)
 
 
 def is_text(messages: tuple[Message, ...]) -> bool:
@@ -77,6 +100,43 @@ class WrittenPrompt:
         return self.messages
 
 
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """Words drawn in parts, with images; only the server knows how many tokens they have.
+
+    Attributes:
+        parts: parts with as many words as they have tokens.
+        num_before: number of parts before the images.
+    """
+
+    parts: tuple[DrawnTokens, ...]
+    num_before: int
+    images: tuple[DrawnImage, ...]
+
+    @property
+    def num_tokens(self) -> None:
+        return None
+
+    @property
+    def sizes(self) -> list[tuple[object, int]]:
+        """The parts before and after the images, each with its number of words."""
+        words = [(("words", part), part.num_tokens) for part in self.parts]
+        return [*words[: self.num_before], (self.images, 0), *words[self.num_before :]]
+
+    def make(self, vocab_size: int) -> ImageMessage:
+        """Draw the words and make the files."""
+        before, after = self.parts[: self.num_before], self.parts[self.num_before :]
+        files = tuple(image.make() for image in self.images)
+        return ImageMessage(_words_of(before), files, _words_of(after))
+
+
+def _words_of(parts: tuple[DrawnTokens, ...]) -> str:
+    known, words = _WORDS.split(), list[str]()
+    for part in parts:
+        words += random.Random(part.seed).choices(known, k=part.num_tokens)
+    return " ".join(words)
+
+
 def prompt_of_trace(request: TraceRequest, seed: str) -> DrawnPrompt:
     """Plan a trace request's prompt, with the tokens that `traces.prompt_token_ids` would draw."""
     left = request.input_length
@@ -93,7 +153,7 @@ class SharedBeginnings:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def share_of(self, prompt: DrawnPrompt | WrittenPrompt) -> float:
+    def share_of(self, prompt: DrawnPrompt | WrittenPrompt | ImagePrompt) -> float:
         """Return which share of a prompt an earlier prompt also begins with; remember the prompt.
 
         Two parts with the same seed but different lengths also begin with equal tokens. Such tokens

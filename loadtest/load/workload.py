@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loadtest.load.generate import gamma_arrivals
+from loadtest.load.images import DrawnImage
 from loadtest.load.prompts import (
     DrawnPrompt,
     DrawnTokens,
+    ImagePrompt,
     SharedBeginnings,
     WrittenPrompt,
     prompt_of_trace,
@@ -44,12 +46,17 @@ class PlannedRequest:
 
     index: int
     due_s: float | None
-    prompt: DrawnPrompt | WrittenPrompt
+    prompt: DrawnPrompt | WrittenPrompt | ImagePrompt
     output_length: int
     think_s: float = 0.0
     turn: int = 0
     shared_share: float = 0.0
     cancel_after_tokens: int | None = None
+
+    @property
+    def images(self) -> tuple[DrawnImage, ...]:
+        """The images of the prompt, in order."""
+        return self.prompt.images if isinstance(self.prompt, ImagePrompt) else ()
 
 
 Conversation = tuple[PlannedRequest, ...]
@@ -114,27 +121,32 @@ def _sent_in_full(plan: LoadPlan) -> Iterator[Conversation]:
 
 
 def _drawn(plan: LoadPlan) -> Iterator[Conversation]:
-    """Yield conversations of drawn token ids without end."""
+    """Yield conversations of drawn token ids, or of words with images, without end."""
     seed = _seed(plan)
     lengths = random.Random(f"{seed} lengths")
     groups = random.Random(f"{seed} groups")
     turns = random.Random(f"{seed} turns")
     pauses = random.Random(f"{seed} pauses")
-    for number in itertools.count():
+    drawn = itertools.repeat(()) if plan.images is None else plan.images.draw(seed)
+    for number, images in enumerate(drawn):
         parts: list[DrawnTokens] = []
         if plan.prefix_groups:
             group = groups.randrange(plan.prefix_groups)
             parts.append(DrawnTokens(f"{seed} group {group}", plan.prefix_tokens))
+        num_before = len(parts)
         requests = []
         for turn in range(plan.turns.draw(turns)):
             name = f"{seed} request {number}.{turn}"
             parts.append(DrawnTokens(name, plan.input_lengths.draw(lengths)))
             output_length = plan.output_lengths.draw(lengths)
+            prompt: DrawnPrompt | ImagePrompt = DrawnPrompt(tuple(parts))
+            if images:
+                prompt = ImagePrompt(tuple(parts), num_before, images)
             requests.append(
                 PlannedRequest(
                     index=0,
                     due_s=None,
-                    prompt=DrawnPrompt(tuple(parts)),
+                    prompt=prompt,
                     output_length=output_length,
                     think_s=_pause_s(plan, pauses) if turn else 0.0,
                 )

@@ -56,6 +56,10 @@ def print_summary(result: RunResult, console: Console) -> None:
         console.print(few)
     if summary.receipts is not None:
         console.print(_receipt_line(summary.receipts))
+    if summary.images is not None:
+        console.print(summary.images.line())
+        if summary.images.encodings is not None:
+            console.print(summary.images.encodings.line(), soft_wrap=True)
     console.print(_token_line(summary))
     console.print(f"{summary.cache.line()}\nseed: {result.plan.seed}")
     warning = summary.cache.warning()
@@ -206,6 +210,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
         "error": record.error,
         "finish_reason": record.finish_reason,
         "turn": record.planned.turn,
+        "num_images": len(record.planned.images),
         "num_prompt_tokens": record.planned.prompt.num_tokens,
         "output_length": record.planned.output_length,
         "cancel_after_tokens": record.planned.cancel_after_tokens,

@@ -13,7 +13,15 @@ from loadtest.compare import Comparison, Trial
 from loadtest.plan import OpenLoop
 from loadtest.report.confidence import Interval, mean_interval
 from loadtest.report.report import empty_table, result_to_json
-from loadtest.report.verdict import METRICS, Values, Verdict, judge_comparison, values_of
+from loadtest.report.verdict import (
+    METRICS,
+    EncodeVerdict,
+    Values,
+    Verdict,
+    judge_comparison,
+    judge_encoding,
+    values_of,
+)
 
 Document = dict[str, Any]
 _COLUMNS = {
@@ -24,7 +32,15 @@ _COLUMNS = {
     "itl_p50_s": ("ITL p50 ms", 1e3, ".1f"),
     "itl_p99_s": ("ITL p99 ms", 1e3, ".1f"),
 }
-_TOLD = {"itl_p99_s": "ITL p99", "ttft_p50_s": "TTFT p50", "ttft_p99_s": "TTFT p99"}
+_TOLD = {
+    "itl_p99_s": "ITL p99",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p99_s": "TTFT p99",
+    "itl_text_p99_s": "ITL p99 of text requests",
+    "ttft_text_p99_s": "TTFT p99 of text requests",
+    "ttft_images_p50_s": "TTFT p50 of requests with images",
+}
+_NO_VERDICT = "no verdict: fewer than two whole repeats"
 _SHARED = ("format", "plan", "environment")
 
 
@@ -63,7 +79,7 @@ def print_comparison(comparison: Comparison, values: Values, console: Console) -
             ),
         )
     console.print(table)
-    for line in verdict_lines(judge_comparison(comparison.deployments, values)):
+    for line in all_verdict_lines(comparison, values):
         console.print(line, soft_wrap=True)
 
 
@@ -83,10 +99,38 @@ def _cell(metric: str, values: Sequence[float], scale: float, form: str) -> str:
     return f"{found.mean * scale:{form}}{ends}"
 
 
+def all_verdict_lines(comparison: Comparison, values: Values) -> list[str]:
+    """Format whether to disaggregate, and whether encode nodes pay, as far as compared."""
+    deployments = comparison.deployments
+    lines = []
+    if any(one.is_colocated for one in deployments):
+        lines += verdict_lines(judge_comparison(deployments, values))
+    if any(one.num_encode for one in deployments) and not all(
+        one.num_encode for one in deployments
+    ):
+        lines += encode_verdict_lines(judge_encoding(deployments, values))
+    return lines
+
+
+def encode_verdict_lines(verdict: EncodeVerdict | None) -> list[str]:
+    """Format whether encode nodes pay, then their effects on latencies."""
+    if verdict is None:
+        return [_NO_VERDICT]
+    with_encode, without = verdict.with_encode, verdict.without
+    difference = f"{_signed(verdict.differences['goodput_per_s'])} requests/s within the SLO"
+    first = {
+        "pay": f"encode nodes pay: {with_encode} beats {without} by {difference}",
+        "do not pay": f"encode nodes do not pay: {with_encode} against {without}: {difference}",
+        "undecided": f"encode nodes, undecided by goodput: {with_encode} against {without}: "
+        f"{difference}",
+    }[verdict.answer]
+    return [first, *_effect_lines(verdict, without)]
+
+
 def verdict_lines(verdict: Verdict | None) -> list[str]:
     """Return lines that say whether to disaggregate, how, and what this does to latencies."""
     if verdict is None:
-        return ["no verdict: fewer than two whole repeats"]
+        return [_NO_VERDICT]
     split, colocated = verdict.split, verdict.colocated
     difference = f"{_signed(verdict.differences['goodput_per_s'])} requests/s within the SLO"
     lines = [
@@ -94,17 +138,23 @@ def verdict_lines(verdict: Verdict | None) -> list[str]:
             "disaggregate": f"disaggregate: {split} beats {colocated} by {difference}",
             "colocate": f"do not disaggregate: {split} against {colocated}: {difference}",
             "undecided": f"undecided by goodput: {split} against {colocated}: {difference}",
-        }[verdict.answer]
+        }[verdict.answer],
+        *_effect_lines(verdict, colocated),
     ]
-    for metric, name in _TOLD.items():
-        ratio, found = verdict.ratios.get(metric), verdict.differences.get(metric)
-        if ratio is not None and found is not None:
-            difference = f"{_signed(found, 1e3)} ms"
-            lines.append(f"{name}: {ratio:.2f} times that of {colocated}, {difference}")
     lines += [
         f"{name} held the SLO at no rate that was tried: its goodput counts as 0"
         for name in verdict.holding_none
     ]
+    return lines
+
+
+def _effect_lines(verdict: Verdict | EncodeVerdict, other: str) -> list[str]:
+    lines = []
+    for metric, name in _TOLD.items():
+        ratio, found = verdict.ratios.get(metric), verdict.differences.get(metric)
+        if ratio is not None and found is not None:
+            difference = f"{_signed(found, 1e3)} ms"
+            lines.append(f"{name}: {ratio:.2f} times that of {other}, {difference}")
     return lines
 
 
@@ -120,10 +170,12 @@ def comparison_to_json(
 ) -> Document:
     """Convert a comparison to JSON: all runs, the compared values, and the verdict."""
     values = values_of(comparison.deployments, trials)
-    verdict = judge_comparison(comparison.deployments, values)
+    has_colocated = any(one.is_colocated for one in comparison.deployments)
+    verdict = judge_comparison(comparison.deployments, values) if has_colocated else None
+    encode_verdict = judge_encoding(comparison.deployments, values)
     runs = [result_to_json(trial.result, target_options) for trial in trials]
     up = dataclasses.asdict(comparison.up)
-    del up["admin_token"], up["num_prefill"], up["num_decode"], up["can_inject"]
+    del up["admin_token"], up["num_prefill"], up["num_decode"], up["num_encode"], up["can_inject"]
     return {
         **{name: runs[0][name] for name in _SHARED},
         "kind": "compare",
@@ -138,6 +190,7 @@ def comparison_to_json(
                 "is_colocated": one.is_colocated,
                 "num_prefill": one.num_prefill,
                 "num_decode": one.num_decode,
+                "num_encode": one.num_encode,
                 "metrics": {
                     metric: interval and dataclasses.asdict(interval)
                     for metric, found in values[one.name].items()
@@ -158,5 +211,6 @@ def comparison_to_json(
             for one in comparison.deployments
         ],
         "verdict": verdict and dataclasses.asdict(verdict),
-        "verdict_text": verdict_lines(verdict),
+        "encode_verdict": encode_verdict and dataclasses.asdict(encode_verdict),
+        "verdict_text": all_verdict_lines(comparison, values),
     }

@@ -116,7 +116,11 @@ def _cdfs(records: Sequence[RequestRecord]) -> dict[str, list[Point]]:
 
 
 def cdf(pairs: Iterable[tuple[float, int]]) -> list[Point]:
-    """Return points of the distribution of weighted values; each point is one of the values."""
+    """Return points of the cumulative distribution of weighted values.
+
+    A point is a value and the share of the weight at or below this value. Values between points
+    are left out, not interpolated.
+    """
     in_order = sorted(pairs)
     total = sum(weight for _, weight in in_order)
     points: list[Point] = []

@@ -18,6 +18,7 @@ from loadtest.load.clock import LoopLag
 from loadtest.load.record import Outcome, RequestRecord
 from loadtest.plan import LoadPlan
 from loadtest.report.distribution import Distribution, distribution, weighted_distribution
+from loadtest.report.image_report import ImageReport, report_images
 from loadtest.report.terms import TTFT_PARTS
 
 
@@ -39,6 +40,8 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "handoff_s": lambda r: r.handoff_s if _push_of(r) else None,
     "parked_s": lambda r: r.decode.parked_s if r.decode else None,
     "first_step_s": lambda r: r.decode.first_step_s if r.decode else None,
+    "encodings_wait_s": lambda r: p.encodings_wait_s or None if (p := r.prefill) else None,
+    "encoder_s": lambda r: p.encoder_s or None if (p := r.prefill) else None,
 }
 
 
@@ -138,6 +141,7 @@ class Summary:
     tokens: TokenReport
     cache: CacheReport
     receipts: ReceiptReport | None
+    images: ImageReport | None
     lag: LagReport
 
 
@@ -207,6 +211,7 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
         tokens=_token_report(measured),
         cache=report_cache(measured),
         receipts=_receipt_report([r.receipt for r in measured if r.receipt is not None]),
+        images=report_images(measured),
         lag=LagReport(
             send=distribution(record.sent_s - record.scheduled_s for record in measured),
             loop=distribution(
@@ -249,12 +254,33 @@ def _latencies(records: Sequence[RequestRecord]) -> dict[str, Distribution]:
         "itl_s": weighted_distribution([(gap_s / tokens, tokens) for gap_s, tokens in gaps]),
         "frame_gap_s": distribution(gap_s for gap_s, _ in gaps),
         "e2e_s": distribution(s["e2e"] for s in each if s["e2e"] is not None),
+        **_latencies_beside_images(records),
     }
     receipts = [record.receipt for record in records if record.receipt is not None]
     for name, seconds_of in RECEIPT_SECONDS.items():
         values = map(seconds_of, receipts)
         found[name] = distribution(value for value in values if value is not None)
     return {name: values for name, values in found.items() if values is not None}
+
+
+def _latencies_beside_images(
+    records: Sequence[RequestRecord],
+) -> dict[str, Distribution | None]:
+    """Compute TTFT and ITL of requests with images and of the others; empty without images."""
+    kinds = {
+        "images": [record for record in records if record.planned.images],
+        "text": [record for record in records if not record.planned.images],
+    }
+    if not kinds["images"]:
+        return {}
+    found = dict[str, Distribution | None]()
+    for kind, those in kinds.items():
+        ttfts = [client_seconds(record)["ttft"] for record in those]
+        found[f"ttft_{kind}_s"] = distribution(ttft for ttft in ttfts if ttft is not None)
+    for kind, those in kinds.items():
+        gaps = [gap for record in those for gap in frame_gaps(record)]
+        found[f"itl_{kind}_s"] = weighted_distribution([(s / number, number) for s, number in gaps])
+    return found
 
 
 def _token_report(records: Sequence[RequestRecord]) -> TokenReport:

@@ -6,6 +6,10 @@ LATENCY_NAMES = {
     "itl_s": "ITL, per token",
     "frame_gap_s": "gap between frames",
     "e2e_s": "E2E",
+    "ttft_images_s": "TTFT, with images",
+    "ttft_text_s": "TTFT, text only",
+    "itl_images_s": "ITL, with images",
+    "itl_text_s": "ITL, text only",
     "server_ttft_s": "TTFT, server's",
     "server_tpot_s": "TPOT, server's",
     "server_total_s": "E2E, server's",
@@ -24,6 +28,8 @@ LATENCY_NAMES = {
     "posting_s": "posting of writes",
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
+    "encodings_wait_s": "wait for encodings",
+    "encoder_s": "encoder, in prefill",
 }
 FIRST_STAGE = "accept_s"  # latencies from here on are parts of a request's time, from receipts
 # The consecutive parts of a request's time up to token 1, which add up to the server's TTFT.

@@ -19,7 +19,7 @@ from baton.client.messages import credentials, models_from_proto
 from baton.serving.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2, types_pb2
 from baton.wire import types as wire_types
-from loadtest.load.prompts import Prompt, is_text
+from loadtest.load.prompts import ImageMessage, Prompt, is_text
 from loadtest.targets.base import Frame, Target, TargetError, TargetOptions, Usage
 
 _GENERATE = "/baton.v1.Inference/Generate"
@@ -72,6 +72,13 @@ class BatonTarget:
         )
         if isinstance(prompt, list):
             request.token_ids.ids.extend(prompt)
+        elif isinstance(prompt, ImageMessage):
+            parts = request.chat.messages.add(role="user").parts
+            if prompt.before:
+                parts.add(text=prompt.before)
+            for image in prompt.images:
+                parts.add(image=image)
+            parts.add(text=prompt.after)
         elif is_text(prompt):
             request.text = prompt[0].content
         else:

@@ -8,6 +8,7 @@ first event earlier.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from baton.access.tls import client_context, read_tls
 from baton.api.errors import ConfigError
 from baton.api.outputs import Receipt
 from baton.client.messages import credentials
-from loadtest.load.prompts import Prompt, is_text
+from loadtest.load.prompts import ImageMessage, Prompt, is_text
 from loadtest.targets.base import (
     COUNT_TOKENS_BY,
     Frame,
@@ -225,10 +226,10 @@ class OpenAITarget:
         own: dict[str, Any]
         if isinstance(prompt, list):
             own = {"prompt": prompt}
-        elif is_text(prompt):
+        elif isinstance(prompt, tuple) and is_text(prompt):
             own = {"prompt": prompt[0].content}
         else:
-            own = {"messages": prompt}
+            own = {"messages": prompt if isinstance(prompt, tuple) else [_with_images(prompt)]}
             if "logprobs" in self._body:
                 own["logprobs"] = True  # a boolean in chats, a number in completions
         return msgspec.json.encode(own | {"max_tokens": output_length} | self._rest(own))
@@ -261,6 +262,18 @@ class OpenAITarget:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _with_images(message: ImageMessage) -> dict[str, Any]:
+    """Return a user's message with its images as data URLs."""
+    parts: list[dict[str, Any]] = []
+    if message.before:
+        parts.append({"type": "text", "text": message.before})
+    for image in message.images:
+        url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    parts.append({"type": "text", "text": message.after})
+    return {"role": "user", "content": parts}
 
 
 async def open_target(options: TargetOptions) -> Target:

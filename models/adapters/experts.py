@@ -142,16 +142,14 @@ class AdaptedExperts:
         # A row is a pair of a token and one of its experts. Rows are sorted by expert and adapter.
         keys = (ids * len(parts) + adapters.unsqueeze(1)).flatten()  # [num_tokens * top_k]
         order = keys.argsort(stable=True)
-        found, counts = torch.unique_consecutive(keys[order], return_counts=True)
-        groups = [
-            _Group(key // len(parts), key % len(parts), count)
-            for key, count in zip(found.tolist(), counts.tolist(), strict=True)
-        ]
-        rows = x[order // top_k]
-        middle = self._middle(self._products(FIRST, rows, groups, parts))
-        products = self._products(SECOND, middle, groups, parts)
-        results = x.new_empty(num_tokens * top_k, x.shape[1])
-        results[order] = products[:, : x.shape[1]]
+        share, loads = self._moe.share, self._moe.loads
+        if share.size > 1:  # other ranks compute the rows of their experts
+            order = order[(ids.flatten() % share.size == share.rank)[order]]
+        if loads is not None:
+            ops.count_loads(ids, share, loads)
+        results = x.new_zeros(num_tokens * top_k, x.shape[1])
+        if len(order):
+            results[order] = self._results(parts, keys[order], x[order // top_k])
         results = results.view(num_tokens, top_k, -1)
         total = torch.zeros_like(x, dtype=torch.float32)
         for place in range(top_k):
@@ -160,12 +158,28 @@ class AdaptedExperts:
             total += shared if gate is None else gate.sigmoid() * shared
         return total.to(x.dtype)
 
+    def _results(self, parts: Sequence[ExpertsLowRank], keys: Tensor, rows: Tensor) -> Tensor:
+        """Return the experts' results for rows that are sorted by expert and adapter.
+
+        Args:
+            keys: each row's expert times the number of adapters, plus the row's adapter.
+            rows: ``[num_rows, width]``, the experts' inputs.
+        """
+        found, counts = torch.unique_consecutive(keys, return_counts=True)
+        groups = [
+            _Group(key // len(parts), key % len(parts), count)
+            for key, count in zip(found.tolist(), counts.tolist(), strict=True)
+        ]
+        middle = self._middle(self._products(FIRST, rows, groups, parts))
+        products = self._products(SECOND, middle, groups, parts)
+        return products[:, : self._moe.width]
+
     def _products(
         self, name: str, rows: Tensor, groups: Sequence[_Group], parts: Sequence[ExpertsLowRank]
     ) -> Tensor:
-        """Return one layer's results with adapters, by each row's expert: ``[num_rows, outputs]``.
+        """Apply each row's expert and adapter in one layer; return ``[num_rows, outputs]``.
 
-        All rows of an expert are multiplied in one call; all adapters' products are added in one.
+        One call multiplies all rows of an expert; one further call adds all adapters' products.
         """
         made: list[Tensor] = []
         spans: list[ops.LowRankSpan] = []
@@ -192,7 +206,7 @@ class AdaptedExperts:
     def _make_layer(self, name: str, expert: int) -> nn.Module:
         every = self._moe.get_submodule(name)
         num_rows = self._padded(name) * (self._moe.num_halves if name == FIRST else 1)
-        first = expert * num_rows
+        first = expert // self._moe.share.size * num_rows
         if isinstance(every, PackedLinear):
             return PackedLinear(_rows_of(every.packed, first, num_rows))
         assert isinstance(every, nn.Linear)
@@ -222,7 +236,7 @@ class AdaptedExperts:
         return self._moe.inner_size if name == FIRST else self._moe.width
 
     def _padded(self, name: str) -> int:
-        """Return the rows of a half (first layer) or of the whole second layer, with padding."""
+        """Return the rows of a half (first layer) or of the second layer, counted with padding."""
         every, size = self._moe.get_submodule(name), self._size(name)
         return every.packed.in_whole_panels(size) if isinstance(every, PackedLinear) else size
 

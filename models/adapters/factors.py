@@ -39,7 +39,7 @@ def read_factors(adapter: Adapter, module: AdaptedModule, config: ModelConfig) -
     """Read the factors of one layer; for stacked experts, the factors of each expert.
 
     Args:
-        config: the base model's configuration, by which the row order of GGUF files is undone.
+        config: the base model's configuration, which tells how to undo the row order of GGUF files.
     """
     a, b = _stored(adapter, module.a), _stored(adapter, module.b)
     if module.scale != 1.0:

@@ -50,7 +50,7 @@ from models.layers.moe import SparseMoe
 from models.parallel.group import ALONE, Ranks
 from models.recipe import LatentSpec
 
-_WIDTH = 16  # width of panels if there are no native kernels, which demand their own
+_WIDTH = 16  # width of panels, unless native kernels demand another
 
 
 class AdaptedLinear(nn.Module):

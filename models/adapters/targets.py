@@ -149,7 +149,7 @@ class Targets:
 
 
 def _why_unknown(name: str) -> str:
-    """Return, for an error, why the model has no layer that adapters may adapt under this name."""
+    """Return why adapters may adapt no layer of this name, as the text of an error."""
     if text_name(name) is None:
         return "adapts the image part, and only text is computed; train with PEFT's exclude_modules"
     return f"the base model has no linear layer {name:.200}"
@@ -234,16 +234,18 @@ def _experts(
     parent = path.rpartition(".")[0]
     names = [name for name, _ in module.part_rows()]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))  # gates before ups
-    num_experts, size = len(names) // len(kinds), module.part_sizes[0]
-    kept = _kept(module, f"{names[0]}.weight")  # the same for all experts
+    # this rank's experts: if ranks divide the experts, only some
+    numbers = list(dict.fromkeys(int(name.split(".")[1]) for name in names))
+    num_experts, size = len(numbers), module.part_sizes[0]
+    kept = _kept(module, f"{names[0]}.weight")  # equal for all experts
     whole = size if kept is None else kept.shape[0]
     own, columns = (None, None) if kept is None else (kept.rows, kept.columns)
     by_turns = _spec_of(model, path).stored_by_turns
     fused: list[TargetPart] = []
     for place, kind in enumerate(kinds):
         rows = slice(place * size, (place + 1) * size)
-        stacked = [TargetPart(path, rows, own, one, columns) for one in range(num_experts)]
-        for expert, part in enumerate(stacked):
+        stacked = [TargetPart(path, rows, own, one, columns) for one in numbers]
+        for expert, part in zip(numbers, stacked, strict=True):
             name = f"{parent}.{_EXPERT.format(expert)}{kind}"
             yield name, Target(module.in_features, size, (part,))
         every = f"{parent}.{_EXPERT.format(ANY_EXPERT)}{kind}"
@@ -253,7 +255,7 @@ def _experts(
             first = place if by_turns else place * whole
             order = torch.arange(first, first + step * whole, step, device="cpu")[:whole]
             order = order if own is None else order[own]
-            fused += [TargetPart(path, rows, order, one, columns) for one in range(num_experts)]
+            fused += [TargetPart(path, rows, order, one, columns) for one in numbers]
         else:
             fused += stacked
     name = f"{parent}.experts.{'gate_up_proj' if len(kinds) > 1 else kinds[0]}"

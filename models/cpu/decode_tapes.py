@@ -157,7 +157,7 @@ class DecodeTapes:
 
 
 def _addresses(caches: tuple[LayerCache, ...]) -> _Key:
-    """Return the addresses of the layers' caches, which takes as long as a small kernel."""
+    """Return the addresses of the layers' caches; this takes as long as a small kernel."""
     return tuple(
         tensor.data_ptr()
         for cache in caches

@@ -198,7 +198,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """Replace the layers whose weights were packed, and write new packed weights to a file."""
+        """Put packed layers in place of the original ones; write newly packed weights to a file."""
         if self._entry is not None:
             self._share(self._entry)
         model, decoder, native = self._model, self._model.model, self._packer.native

@@ -1,8 +1,8 @@
 """EAGLE (Li et al., arXiv 2401.15077, with EAGLE-2 and HASS) and EAGLE-3 (arXiv 2503.01840).
 
 Reads checkpoints in two layouts: the authors' (tensors ``fc``, ``layers.0`` or ``midlayer``), and
-the layout of the library ``speculators`` (``fusion_fc``, ``transformer``; for EAGLE-3 like the
-authors', with ``layers.0``). The tensors' names tell the layout, because a checkpoint's config.json
+the layout of the library ``speculators`` (``fusion_fc``, ``transformer``; for EAGLE-3 ``layers.0``,
+as in the authors' layout). The tensors' names tell the layout, because a checkpoint's config.json
 does not always name it.
 """
 

@@ -34,8 +34,8 @@ class StateLayout:
         names: prefixes of Baton's parameter names -> prefixes in the checkpoint; applied in order.
         state_layers: layers of the target model whose input states are read; empty except for
             EAGLE-3.
-        residual_is_normed: whether EAGLE-3's layer adds its results to the state after the state's
-            norm, rather than before.
+        residual_is_normed: whether EAGLE-3's layer adds its results to the normed state, rather
+            than to the state before the norm.
         has_embedding, has_head: whether the drafter has its own embedding and head; otherwise it
             uses the target model's.
         head_size: number of tokens that the drafter's head can predict.

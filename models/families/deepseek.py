@@ -75,7 +75,7 @@ def _latents(model: ModelFields, *, rope_interleave: bool) -> LatentSpec:
 
 
 def _scale_of_rope(fields: Fields) -> float:
-    """Return YaRN's factor of the dot products: the square of the scale by ``mscale_all_dim``."""
+    """Return YaRN's factor of the dot products: the square of ``mscale_all_dim``'s scale."""
     section = next((name for name in _SCALING if fields.get(name)), None)
     scaling = fields.child(section) if section else Fields({}, "")
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"

@@ -131,7 +131,7 @@ def _gguf(keys: Keys, unlike_others: int) -> Mapping[str, Any]:
     """Return the config.json fields that Gemma 2 and 3 share.
 
     Args:
-        keys: the file's metadata.
+        keys: metadata of the GGUF file.
         unlike_others: number of layers of the model that scales queries differently.
     """
     heads, length = keys.integer("attention.head_count"), keys.integer("attention.key_length", 256)

@@ -76,7 +76,7 @@ GptOssForCausalLM = Family(
 def _gguf(keys: Keys) -> Mapping[str, Any]:
     scaling = rope_scaling(keys)
     if scaling is not None and scaling["rope_type"] == "yarn":
-        scaling = {**scaling, "truncate": False}  # so in all models, though not in files
+        scaling = {**scaling, "truncate": False}  # true of all models, but missing in files
     return {
         "num_local_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),

@@ -135,15 +135,15 @@ GGUF_SHARED_EXPERT: Names = {
 
 
 def _gguf_of_2(keys: Keys) -> Mapping[str, Any]:
-    return {"attention_bias": False}  # Qwen2 always has biases; this field adds none
+    return {"attention_bias": False}  # the recipe has Qwen2's biases, whatever this field says
 
 
 def gguf_experts(keys: Keys, *, normalized: bool) -> Mapping[str, Any]:
     """Return the experts' fields of config.json.
 
     Args:
-        keys: the file's metadata.
-        normalized: whether the weights of a token's experts sum to 1 if the file does not say.
+        keys: metadata of the GGUF file.
+        normalized: whether the weights of a token's experts sum to 1 if the GGUF file does not say.
     """
     with_experts = keys.layers_with(*EXPERTS)
     dense = sorted(set(keys.layers_with("ffn_up.weight")) - set(with_experts))

@@ -99,7 +99,7 @@ class _Packing:
         return True
 
     def finish(self) -> None:
-        """Replace the layers whose weights were packed by quantized layers."""
+        """Put quantized layers in place of the layers whose weights were packed."""
         kinds = Counter(map(_kind, self._packed.values()))
         for parent in list(self._model.modules()):
             for name, child in parent.named_children():

@@ -101,7 +101,7 @@ class ExpertsLinear(JoinedLinear):
 
 
 class HeadsInPairs(JoinedLinear):
-    """Projections to rotated heads, whose rotated dims checkpoints store in adjacent pairs::
+    """Projections to rotated heads; checkpoints store a head's rotated dims in adjacent pairs::
 
         in a checkpoint    | 0 1 | 2 3 | 4 5 | 6 7 |  a head's rotated dims; then the other dims
         in this layer      | 0 2 4 6 | 1 3 5 7 |
@@ -177,7 +177,7 @@ class HeadsWithGates(JoinedLinear):
 
 
 class RegroupedLinear(JoinedLinear):
-    """Several projections of one input, whose rows checkpoints store by group::
+    """Several projections of one input; checkpoints store the projections' rows by group::
 
         in a checkpoint    | a of group 0 | b of group 0 | a of group 1 | b of group 1 | ...
         in this layer      | a of group 0 | a of group 1 | ... | b of group 0 | b of group 1 | ...

@@ -20,6 +20,7 @@ from models.layers.linear import (
     keep_outputs,
 )
 from models.layers.mlp import GatedMLP, SquaredReluMLP
+from models.parallel.experts import expert_share
 from models.parallel.shards import Rank
 from models.recipe import RELU2, ExpertsSpec
 
@@ -58,6 +59,11 @@ class SparseMoe(Computing):
         inner_size: intermediate size of an expert.
         num_halves: projections in an expert's first layer: 2 (gate and up), or 1 (up alone).
         activation: the experts' activation, as ``ops.experts`` names it.
+        num_experts: number of routed experts, on all ranks together.
+        share: the experts that this rank has.
+        loads: ``[2]``, int64, on the CPU, if ranks divide the experts: rows of the busiest rank,
+            and rows of all ranks, summed over all steps on a CPU; see ``ops.experts``. Steps on a
+            GPU are not counted, because reading the count would wait for the GPU.
     """
 
     float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
@@ -73,7 +79,9 @@ class SparseMoe(Computing):
             spec.top_groups,
             spec.group_best,
         )
-        hidden, inner, experts = hidden_size, spec.inner_size, range(spec.num_experts)
+        hidden, inner = hidden_size, spec.inner_size
+        self.num_experts, self.share = spec.num_experts, ops.ALL_EXPERTS
+        self.loads: Tensor | None = None
         self.invariant = False
         self.adapted: AdaptedMix | None = None
         self.gate: nn.Module = ExactLinear(hidden, spec.num_experts, bias=spec.has_biases)
@@ -87,13 +95,12 @@ class SparseMoe(Computing):
         if spec.latent_size is not None:
             self.fc1_latent_proj = nn.Linear(hidden, width, bias=False)
             self.fc2_latent_proj = nn.Linear(width, hidden, bias=False)
-        first = ("up",) if spec.activation == RELU2 else ("gate", "up")
-        self.width, self.inner_size, self.num_halves = width, inner, len(first)
-        halves = [f"experts.{expert}.{half}_proj" for expert in experts for half in first]
-        downs = [f"experts.{expert}.down_proj" for expert in experts]
-        bias, self.activation = spec.has_biases, spec.activation
-        self.gate_up: nn.Module = ExpertsLinear(width, dict.fromkeys(halves, inner), bias=bias)
-        self.down: nn.Module = ExpertsLinear(inner, dict.fromkeys(downs, width), bias=bias)
+        self.width, self.inner_size, self.activation = width, inner, spec.activation
+        self.num_halves = 1 if spec.activation == RELU2 else 2
+        self._has_biases = spec.has_biases
+        self.gate_up: nn.Module
+        self.down: nn.Module
+        self._make_experts(range(spec.num_experts))
         self.shared_expert: GatedMLP | SquaredReluMLP | None = None
         self.shared_expert_gate: nn.Module | None = None
         if spec.shared_size and self.num_halves == 1:
@@ -105,18 +112,39 @@ class SparseMoe(Computing):
         if spec.has_shared_gate:
             self.shared_expert_gate = ExactLinear(hidden, 1, bias=False)
 
+    def _make_experts(self, experts: range) -> None:
+        """Make the two layers of these experts, without weights."""
+        names = ("gate_proj", "up_proj")[-self.num_halves :]
+        halves = [f"experts.{expert}.{half}" for expert in experts for half in names]
+        downs = [f"experts.{expert}.down_proj" for expert in experts]
+        width, inner, bias = self.width, self.inner_size, self._has_biases
+        self.gate_up = ExpertsLinear(width, dict.fromkeys(halves, inner), bias=bias)
+        self.down = ExpertsLinear(inner, dict.fromkeys(downs, width), bias=bias)
+
     can_share = True
 
     def shard(self, rank: Rank) -> None:
-        """Keep this rank's part of every expert's inner size; call before weights are loaded."""
+        """Keep this rank's experts, or its part of every expert; call before weights are loaded.
+
+        Every rank has the whole router. Shared experts are always divided by their inner size.
+
+        Raises:
+            ConfigError: there are too few experts for all ranks, or experts are too small.
+        """
+        if self.shared_expert is not None:
+            self.shared_expert.shard(rank)
+        share = expert_share(rank, self.num_experts, self.inner_size)
+        if share is not None:
+            self.share = share
+            self.loads = torch.zeros(2, dtype=torch.int64, device="cpu")
+            self._make_experts(share.experts(self.num_experts))
+            return
         assert isinstance(self.gate_up, ExpertsLinear)
         assert isinstance(self.down, ExpertsLinear)
         first, end = span = rank.wide_span(self.inner_size)
         keep_outputs(self.gate_up, *(span for _ in self.gate_up.part_sizes))
         keep_inputs(self.down, span, adds_bias=rank.rank == 0)
         self.inner_size = end - first
-        if self.shared_expert is not None:
-            self.shared_expert.shard(rank)
 
     def forward(self, x: Tensor) -> Tensor:
         """Route each token to its experts, and return the mixture's results, shaped like ``x``."""
@@ -150,7 +178,10 @@ class SparseMoe(Computing):
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return self.ops.packed_experts(
-                x, ids, weights, *packed, shared, gate, activation=self.activation
+                *(x, ids, weights, *packed, shared, gate),
+                activation=self.activation,
+                share=self.share,
+                loads=self.loads,
             )
         assert isinstance(self.gate_up, nn.Linear)
         assert isinstance(self.down, nn.Linear)
@@ -168,4 +199,13 @@ class SparseMoe(Computing):
             biases=biases,
             activation=self.activation,
             invariant=self.invariant,
+            share=self.share,
+            loads=self.loads if x.device.type == "cpu" else None,
         )
+
+
+def loads_of(model: object) -> list[Tensor]:
+    """Return the counts of rows (`SparseMoe.loads`) of all layers whose experts ranks divide."""
+    assert isinstance(model, nn.Module)
+    layers = [one for one in model.modules() if isinstance(one, SparseMoe)]
+    return [one.loads for one in layers if one.loads is not None]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.layers.rope_frequencies import rope_frequencies
 from models.rope_config import RopeConfig
 
-LEAST_POSITIONS = 2048  # a CPU's table has at least so many positions
+LEAST_POSITIONS = 2048  # minimum number of positions in a CPU's table
 MAX_TABLE_BYTES = 2**27  # 256k positions of 128 dims in bfloat16
 
 

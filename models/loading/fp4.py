@@ -12,7 +12,7 @@ from baton_kernels import E2M1_TWICE, GroupedIntegers, Groups
 
 # Magnitudes of codes 0 to 7; codes 8 to 15 are their negatives.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127  # what is subtracted from a scale's exponent (e8m0)
+_BIAS = 127  # bias of a scale's exponent (e8m0)
 _NOT_A_NUMBER = 255
 _GROUP, _SMALL_GROUP = 32, 16  # number of adjacent inputs that share a scale
 

@@ -33,7 +33,7 @@ from models.loading.fp4 import mxfp4, mxfp4_integers
 from models.loading.stored_weights import StoredTensor, release_pages
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-# For each fused tensor: one expert's projections, and which half of the outputs each is; None: all.
+# Fused tensor -> one expert's projections, and the half of the outputs that each has; None: all.
 _PARTS: Mapping[str, Mapping[str, int | None]] = {
     _GATE_UP: {"gate_proj": 0, "up_proj": 1},
     _DOWN: {"down_proj": None},

@@ -119,9 +119,9 @@ def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _offset_groups(scales: Tensor, minima: Tensor, blocks: Tensor, start: int) -> Groups:
-    """Return groups whose scales are multiples of their block's `d`, and minima of its `-dmin`.
+    """Return groups with factors: scales are multiples of `d`, and minima multiples of `-dmin`.
 
-    Byte ``start`` of a block begins `d`, which `dmin` follows.
+    Each block has its own `d`, which begins at byte ``start``, and then its own `dmin`.
     """
     scales, minima = (one.flatten(1).to(torch.int8) for one in (scales, minima))
     return Groups(scales, minima, _halves(blocks, start), -_halves(blocks, start + 2))

@@ -1,4 +1,4 @@
-"""Undoes what converters to GGUF changed in tensors, so that they equal the original checkpoint's.
+"""Undoes the changes of converters to GGUF, which gives the tensors of the original checkpoint.
 
 `baton/checkpoint/gguf` names the changes of each tensor. A tensor of unexpected shape is returned
 unchanged, because the loader will report its shape. Refuses to know: files, names of tensors.

@@ -125,7 +125,7 @@ def _shape(tensor: _Tensor) -> tuple[int, ...] | None:
 
 
 def _integers(parts: Sequence[Place], contents: Sequence[Any]) -> GroupedIntegers | None:
-    """Unpack and stack quantized matrices; None: types differ, or do not consist of integers."""
+    """Unpack and stack quantized matrices; None: the types differ, or have no integers."""
     kinds = {(part.type_id, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or len(parts[0].shape) != 2:
         return None

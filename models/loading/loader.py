@@ -28,7 +28,7 @@ from baton.checkpoint.gguf.folder import WEIGHTS
 from baton.checkpoint.gguf.folder import weight_files as gguf_files
 from baton.checkpoint.model_folder import MODELOPT_FILE
 from baton.checkpoint.weights_cache import CacheEntry, WeightsCache, WeightsCacheError
-from baton_kernels import Float8Rows, GroupedIntegers
+from baton_kernels import ALL_EXPERTS, Float8Rows, GroupedIntegers
 from baton_kernels.ops import Ops
 from models.base import CausalLM
 from models.config import ModelConfig
@@ -38,6 +38,7 @@ from models.layers.attention import Attention
 from models.layers.computing import use_ops
 from models.layers.latent_attention import LatentAttention
 from models.layers.linear import JoinedLinear
+from models.layers.moe import SparseMoe
 from models.layers.norm import RMSNorm
 from models.loading.fused_experts import split_fused_experts
 from models.loading.gguf_weights import read_gguf
@@ -104,6 +105,7 @@ def load_model(
         whole = _Names([name for name, _ in _checkpoint_parameters(model)], [*_kv_scales(model)])
         if ranks.everyone.size > 1:
             model.shard(ranks)
+            _log_experts(model, ranks)
     dtype = dtype or getattr(torch, config.dtype)
     if config.quantization is not None:
         kind, method = str(dtype).removeprefix("torch."), config.quantization.method
@@ -130,6 +132,16 @@ def load_model(
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
+def _log_experts(model: DecoderForCausalLM, ranks: Ranks) -> None:
+    """Log how the ranks of a stage divide the experts, if there are experts."""
+    layers = [one for one in model.modules() if isinstance(one, SparseMoe)]
+    if not layers or ranks.group.size == 1:
+        return
+    num_whole = sum(one.share != ALL_EXPERTS for one in layers)
+    text = "%d of %d layers with experts have whole experts on each of %d ranks"
+    logger.info(text, num_whole, len(layers), ranks.group.size)
+
+
 def _hold_entry(
     cache: WeightsCache,
     folder: Path,
@@ -147,11 +159,13 @@ def _hold_entry(
     if packer.cache_key is None or not cache.takes(size):
         return None
     everyone, group = ranks.everyone, ranks.group
+    experts = [item for item in model.named_modules() if isinstance(item[1], SparseMoe)]
     packing = [
         packer.cache_key,
         *(_content_digest(folder / name) for name in ("config.json", MODELOPT_FILE)),
         *(f"{name} {list(one.shape)}" for name, one in model.named_parameters()),
         f"{everyone.rank} {everyone.size} {group.rank} {group.size} {ranks.stage}",
+        *(f"{name} {one.share}" for name, one in experts if one.share != ALL_EXPERTS),
     ]
     try:
         return files.enter_context(cache.hold(sources, "\n".join(packing)))
@@ -228,7 +242,7 @@ class PackingModel(Protocol):
         """Pack the rows of ``owner.weight``; return whether they were packed."""
 
     def finish(self) -> None:
-        """Replace the layers whose weights were packed by packed layers."""
+        """Put packed layers in place of the layers whose weights were packed."""
 
 
 class WeightPacker(Protocol):

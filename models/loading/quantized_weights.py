@@ -356,7 +356,7 @@ def _dense_zero_point(parts: Parts, num_bits: int) -> Tensor | None:
     zero_point = parts.get("weight_zero_point")
     if zero_point is None or zero_point.dtype != torch.int32:
         return zero_point
-    num_rows = int(parts["weight_shape"][0])  # words hold zero points of adjacent rows
+    num_rows = int(parts["weight_shape"][0])  # a word packs zero points of adjacent rows
     return _unpack(zero_point.T.contiguous(), num_bits, num_rows).T - (1 << (num_bits - 1))
 
 

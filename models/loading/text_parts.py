@@ -79,7 +79,7 @@ def text_part(fields: Fields, part: TextPart) -> tuple[str, Fields]:
 
 
 def rope_fields(fields: Fields) -> Fields:
-    """Return the section about RoPE in the text part's fields: ``rope_scaling`` if it exists."""
+    """Return the text part's section about RoPE, preferably ``rope_scaling``; empty: none."""
     text = fields.child("text_config") if fields.has("text_config") else fields
     return next((text.child(name) for name in _ROPES if text.get(name)), Fields({}, ""))
 

@@ -97,11 +97,13 @@ class Ranks:
         everyone: all ranks, stage by stage.
         group: the ranks of this rank's stage.
         stage_layers: number of layers of each stage; empty: all stages have equal numbers.
+        expert_parallel: whether a stage's ranks have whole experts: ``auto``, ``on`` or ``off``.
     """
 
     everyone: Collective = SINGLE_RANK
     group: Collective = SINGLE_RANK
     stage_layers: tuple[int, ...] = ()
+    expert_parallel: str = "auto"
 
     @property
     def num_stages(self) -> int:

@@ -27,10 +27,13 @@ class Rank:
     Attributes:
         rank: index of the rank, from 0.
         size: number of ranks.
+        expert_parallel: ``on``: each rank has whole experts; ``off``: a part of every expert;
+            ``auto``: the division that is faster (`models.parallel.experts`).
     """
 
     rank: int = 0
     size: int = 1
+    expert_parallel: str = "auto"
 
     def span(self, size: int) -> Span:
         """Return this rank's share of an axis of ``size`` indices; shares differ by at most 1.

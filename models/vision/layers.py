@@ -29,7 +29,7 @@ class VisionEncoder(nn.Module):
     Attributes:
         width: size of an embedding: the text network's ``hidden_size``, or, with DeepStack, a
             multiple: then further vectors follow, to be added after layers of the text network.
-        ignored: prefixes of the encoder's tensors in checkpoints that are not used.
+        ignored: prefixes of those tensors of the encoder in checkpoints that are not used.
     """
 
     width: int

@@ -3,9 +3,9 @@
     command -> adapter in memory? -> start
                  `-- no -> read and pack it on another thread -> wait for a slot -> load -> start
 
-Adapters are loaded in the order in which they were first requested. Once an adapter has waited long
-for a slot, commands of loaded adapters that are not pinned queue behind its commands, so that no
-adapter waits for ever. Used on the engine's thread. Refuses to know: how commands are computed,
+Adapters are loaded in the order in which they were first requested. No adapter waits for ever: once
+one has waited long for a slot, commands of other adapters wait behind its commands, unless their
+adapter is pinned. Used on the engine's thread. Refuses to know: how commands are computed,
 names of adapters.
 """
 
@@ -42,8 +42,8 @@ LOAD_TIMEOUT_S = 45.0
 # Once an adapter has waited this many seconds for a slot, commands of other adapters may no longer
 # overtake it.
 PATIENCE_S = 1.0
-# Niceness of a thread that reads with low priority: on a core that steps use all the time, it gets
-# a sixteenth of the time.
+# Niceness of a thread that reads with low priority: on a core that steps use all the time, the
+# thread gets a sixteenth of the time.
 NICENESS = 12
 _FADING = 0.5  # weight of a new value in the moving average
 
@@ -139,8 +139,9 @@ class AdapterQueue:
     def take_ready(self) -> Iterator[tuple[float, JobCommand] | Failure]:
         """Load adapters that can be loaded now; yield failures, and commands to start.
 
-        Each command comes with the time of its arrival. The caller must start it before it asks for
-        the next: otherwise, the next adapter could take the slot of the command's adapter.
+        Each command comes with the time of its arrival. The caller must start a command before it
+        asks for the next one: otherwise, another adapter could take the slot of the command's
+        adapter.
         """
         if not self._loads:
             return
@@ -177,7 +178,7 @@ class AdapterQueue:
             ]
 
     def abort(self, abort: AbortAll) -> None:
-        """Remove the waiting commands that an abort concerns from the queue."""
+        """Remove from the queue the waiting commands that an abort concerns."""
         for load in self._loads.values():
             load.commands = [
                 item for item in load.commands if not abort.concerns(item[1].request_id)

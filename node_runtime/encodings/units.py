@@ -1,4 +1,4 @@
-"""Units: which units of a memory for encodings are free, and how many references others have.
+"""Units: which units of a memory for encodings are free, and the references to those in use.
 
 Refuses to know: bytes, images, requests.
 """

@@ -106,6 +106,27 @@ class TransferCollector(Collector):
             "Images encoded here because no encode node's encoding came.",
             handoffs.encodings_lost,
         )
+        yield self._gauge(
+            "fetches_open",
+            "Cached prefixes that are sent, expected or in quarantine.",
+            handoffs.fetches_open,
+        )
+        ends = dict.fromkeys(("expected", "received", "lost"), 0) | dict(handoffs.fetches)
+        yield self._family(
+            CounterMetricFamily,
+            "fetches",
+            "Cached prefixes, by what became of them.",
+            _by("state", ends),
+        )
+        yield self._counter(
+            "fetched_tokens", "Tokens of the received prefixes.", handoffs.fetched_tokens
+        )
+        yield self._counter(
+            "fetched_bytes", "Bytes of the received prefixes.", handoffs.fetched_bytes
+        )
+        yield self._counter(
+            "shared_tokens", "Tokens of prefixes sent to other nodes.", handoffs.shared_tokens
+        )
 
     def _of_connector(self, connector: ConnectorMetrics) -> Iterator[Metric]:
         pairs = [
@@ -148,8 +169,8 @@ class TransferCollector(Collector):
         )
         yield gauge("block_references", "References that the pool counts.", ledger.num_references)
         yield gauge("block_references_owned", "References that have an owner.", held.total())
-        yield gauge("blocks_orphaned", "More references than owners: leaked.", len(ledger.orphans))
-        yield gauge("blocks_overdrawn", "More owners than references.", len(ledger.overdrawn))
+        yield gauge("blocks_orphaned", "More references than owners: leaked.", ledger.num_orphans)
+        yield gauge("blocks_overdrawn", "More owners than references.", ledger.num_overdrawn)
 
     def _histogram(
         self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
@@ -279,6 +300,7 @@ class NodeCollector(TransferCollector):
         )
         yield counter("step_seconds", "Time in whole steps.", engine.step_seconds_total)
         yield from self._of_work(engine)
+        yield from self._of_experts(engine)
         yield from self._of_images(engine)
         yield gauge("uptime_seconds", "Since the engine was made.", engine.uptime_seconds)
 
@@ -333,6 +355,13 @@ class NodeCollector(TransferCollector):
         ):
             if peak:
                 yield self._gauge(name, text, peak)
+
+    def _of_experts(self, engine: EngineMetrics) -> Iterator[Metric]:
+        for name, text, rows in (
+            ("busiest", "Rows of the busiest rank.", engine.expert_rows_busiest_rank_total),
+            ("mean", "Rows of a mean rank.", engine.expert_rows_mean_rank_total),
+        ):
+            yield self._counter(f"expert_rows_{name}_rank", text, rows)
 
     def _of_images(self, engine: EngineMetrics) -> Iterator[Metric]:
         counter = self._counter

@@ -92,7 +92,7 @@ class KVEventFeed:
 def _sum_up(
     events: Sequence[KVCacheEvent],
 ) -> tuple[bool, tuple[ShortHash, ...], tuple[ShortHash, ...]]:
-    """Return the net effect of events: was the cache cleared, stored hashes, removed hashes.
+    """Return the net effect of events: whether all was cleared, and stored and removed hashes.
 
     A hash is stored only while it is absent, and removed only while it is present, so two
     successive events of one hash cancel out.

@@ -21,8 +21,8 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     Call this on the engine's thread, between two steps.
 
     Args:
-        held: blocks that owners other than the engine's requests hold. The request of a GRANT,
-            which holds the same blocks, is left out of the ledger.
+        held: blocks that owners other than the engine's requests hold. A request whose blocks are
+            in a holding of the kind GRANT is not listed a second time.
     """
     others = list(held)
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}

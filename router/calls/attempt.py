@@ -16,14 +16,18 @@ from baton.link.words import (
     NodeRole,
     PrefillCommand,
     RequestError,
+    ShareCommand,
 )
 from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
 from router.fleet.node import LegDelta, LegWork, Node
+from router.fleet.prefix_sources import PrefixSource
 
 # Nodes end a request themselves this many seconds after the router's deadline, in case the router
 # did not cancel the request.
 NODE_EXTRA_TIMEOUT_S = 5.0
+# A node stops sending a cached prefix after this many seconds; prefill nodes wait less long.
+SHARE_TIMEOUT_S = 30.0
 
 
 class Attempt:
@@ -58,7 +62,7 @@ class Attempt:
         self.prefill = prefill
         self.decode = decode
         self.epoch = terms.epoch
-        self._encodings = terms.encodings
+        self._encodings, self._source = terms.encodings, terms.prefix_source
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
         self._request_id = call.scoped_id
@@ -82,7 +86,9 @@ class Attempt:
     def _send_legs(self, call: Call, terms: AttemptTerms) -> None:
         output_token_ids, params = tuple(self._buffer.token_ids), call.sampling_params
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
-        num_uncomputed = max(num_tokens - terms.num_cached_tokens, 1)
+        source = self._source
+        num_cached = max(terms.num_cached_tokens, source.num_tokens if source else 0)
+        num_uncomputed = max(num_tokens - num_cached, 1)
         if output_token_ids:  # an earlier attempt has delivered the prompt's logprobs
             params = dataclasses.replace(params, prompt_logprobs=None)
         for_both: dict[str, Any] = {
@@ -126,10 +132,31 @@ class Attempt:
                     images=call.images,
                     pooling=call.pooling,
                     encode_engine_ids=self._encodings.engine_ids,
+                    fetch_engine_id=source.node.engine_id if source else "",
+                    fetch_num_tokens=source.num_tokens if source else 0,
                     **for_both,
                 )
             )
+            if source is not None:
+                self._send_share_command(call, source, self.prefill)
             self._encodings.send_commands(for_both["timeout_s"])
+
+    def _send_share_command(self, call: Call, source: PrefixSource, prefill: Node) -> None:
+        """Tell a node to send the prompt's cached prefix to the prefill node."""
+        token_ids = [*call.prompt_token_ids, *self._buffer.token_ids][: source.num_tokens]
+        images = without_files(call.images)
+        source.node.send(
+            ShareCommand(
+                request_id=self._request_id,
+                epoch=self.epoch,
+                prefill_engine_id=prefill.engine_id,
+                timeout_s=SHARE_TIMEOUT_S,
+                prompt_token_ids=token_ids,
+                cache_salt=call.cache_salt,
+                adapter=call.terms.adapter,
+                images=tuple(image for image in images if image.span.end <= len(token_ids)),
+            )
+        )
 
     @property
     def nodes(self) -> list[Node]:
@@ -210,6 +237,8 @@ class Attempt:
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
+            if self._source is not None:
+                self._source.note_receipt(item.delta.prefill)
             prefill.relieve_leg(self.epoch)
             self._encodings.note_computed(item.delta.prefill)
         if self._kv_arrived:  # the prefill node's work for this attempt is done

@@ -17,6 +17,7 @@ from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
 from router.fleet.adapter_places import NO_SOURCE, AdapterSource
 from router.fleet.encodings.encode_work import EncodeWork
 from router.fleet.prefix.prompt_hashes import PromptHashes
+from router.fleet.prefix_sources import PrefixSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,7 @@ class AttemptTerms:
         trace: the attempt's span, which is the parent of the nodes' spans; None: the call is not
             traced.
         adapter_source: where nodes find the files of the call's adapter.
+        prefix_source: node that sends a cached prefix to the prefill node; None: no node.
     """
 
     epoch: int
@@ -124,3 +126,4 @@ class AttemptTerms:
     num_cached_tokens: int = 0
     trace: TraceContext | None = None
     adapter_source: AdapterSource = NO_SOURCE
+    prefix_source: PrefixSource | None = None

@@ -74,7 +74,7 @@ class Placer:
             leaves_room=call.leaves_room,
             num_waiting=self._num_queued(),
             now=pool.clock(),
-            find_cached_tokens=functools.cache(lambda: pool.prefix_index.match_tokens(hashes)),
+            find_cached_tokens=functools.cache(lambda: pool.find_cached_tokens(hashes)),
             adapter_load_s=pool.adapters.load_s(pool.fleet, adapter) if adapter else {},
         )
         num_tokens = query.num_prompt_tokens

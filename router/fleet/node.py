@@ -81,7 +81,12 @@ def num_bytes_of(registration: NodeRegistration) -> int:
     """Return the size in bytes of what the router keeps of a registration while the node lives."""
     entries = registration.compatibility
     texts = sum(map(sys.getsizeof, (*entries, *entries.values())))
-    return len(registration.peer_info) + len(registration.encodings_peer_info) + texts
+    infos = (
+        registration.peer_info,
+        registration.encodings_peer_info,
+        registration.fetch_peer_info,
+    )
+    return sum(map(len, infos)) + texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +202,8 @@ class Node:
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; call once per beat interval."""
         load = self.load
-        if self.beat.num_waiting_for_adapters:  # a node that reads adapter files is not stalled
+        # A node that reads adapter files, or waits for encode nodes, is not stalled.
+        if self.beat.num_waiting_for_adapters or load.awaits_encodings:
             load.note_stalled()
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")

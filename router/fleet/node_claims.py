@@ -80,16 +80,10 @@ def registration_problem(registration: NodeRegistration) -> str:
     revision = registration.revision
     if len(revision) > MAX_REVISION_CHARS or not revision.isprintable():
         return f"revision: must have at most {MAX_REVISION_CHARS} printable characters"
-    if len(registration.peer_info) > MAX_PEER_INFO_BYTES:
-        return (
-            f"peer_info: must have at most {MAX_PEER_INFO_BYTES} bytes, "
-            f"got {len(registration.peer_info)}"
-        )
-    if len(registration.encodings_peer_info) > MAX_PEER_INFO_BYTES:
-        return (
-            f"encodings_peer_info: must have at most {MAX_PEER_INFO_BYTES} bytes, "
-            f"got {len(registration.encodings_peer_info)}"
-        )
+    for field in ("peer_info", "encodings_peer_info", "fetch_peer_info"):
+        num_bytes = len(getattr(registration, field))
+        if num_bytes > MAX_PEER_INFO_BYTES:
+            return f"{field}: must have at most {MAX_PEER_INFO_BYTES} bytes, got {num_bytes}"
     entries = registration.compatibility
     longest = max(map(len, (*entries, *entries.values())), default=0)
     if len(entries) > MAX_COMPATIBILITY_ENTRIES or longest > MAX_COMPATIBILITY_CHARS:
@@ -239,6 +233,9 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s, prefill.encodings_wait_s
+        times.append(prefill.fetch_wait_s)
+        if prefill.num_fetched_tokens > vocabulary.max_model_len:
+            return f"prefill: num_fetched_tokens: must be at most {vocabulary.max_model_len}"
         # ``num_computed_tokens`` is not checked: tokens of a preempted request may be counted
         # several times, and `NodeLoad` limits the number.
         if prefill.num_cached_tokens > vocabulary.max_model_len:
@@ -263,8 +260,8 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
             f"got {beat.num_free_blocks}"
         )
     for field in (
-        "num_waiting", "num_waiting_for_remote_kvs", "num_waiting_for_adapters", "num_running",
-        "num_transfers",
+        "num_waiting", "num_waiting_for_remote_kvs", "num_waiting_for_adapters",
+        "num_waiting_for_encodings", "num_running", "num_transfers",
     ):  # fmt: skip
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"

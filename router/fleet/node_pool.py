@@ -21,6 +21,7 @@ from baton.api.images import PromptImage
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.kv.block_hash import HASH_ALGORITHMS, cache_namespace
+from baton.kv.prefixes import is_fetch_end, node_of
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.link.words import (
     PAIR_ROLES,
@@ -46,14 +47,15 @@ from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet, make_prompt_fleet
 from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
-from router.fleet.load.forecast import ForecastCounts
+from router.fleet.load.forecast import PlaceForecasts
 from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
 from router.fleet.pairing import Reach, are_peers, introduce, may_meet, why_no_pair
 from router.fleet.prefix.prefix_index import PrefixIndex
-from router.fleet.prefix.prompt_hashes import HashKind
+from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
+from router.fleet.prefix_sources import PrefixSource, PrefixSources
 from router.fleet.rollout import Rollout
 from router.fleet.served_identity import ServedIdentity
 
@@ -96,6 +98,7 @@ class NodePool:
         vocabulary: limits of token ids and lengths in nodes' messages.
         adapters: which nodes have or can load which adapters.
         encode_places: which nodes encode which images.
+        prefix_sources: which nodes send cached prefixes to prefill nodes.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class NodePool:
         self.prefix_index = PrefixIndex(clock=clock)
         self.adapters = AdapterPlaces(clock)
         self.encode_places = EncodePlaces(clock)
+        self.prefix_sources = PrefixSources(clock)
 
     @property
     def nodes(self) -> list[Node]:
@@ -153,6 +157,11 @@ class NodePool:
     def num_nodes(self) -> int:
         """Number of nodes that have joined."""
         return len(self._nodes)
+
+    @property
+    def num_pair_nodes(self) -> int:
+        """Number of prefill and decode nodes that have joined."""
+        return sum(len(self._of(role)) for role in PAIR_ROLES)
 
     def can_load_adapter(self, digest: str) -> bool:
         """Return whether each role has a node that has an adapter in memory or can load it.
@@ -164,7 +173,7 @@ class NodePool:
         return takes == {node.registration.role for node in nodes}
 
     @property
-    def forecasts(self) -> ForecastCounts:
+    def forecasts(self) -> PlaceForecasts:
         """Counts of how well the times of prompts were forecast, over all nodes."""
         return self._rates.forecasts
 
@@ -217,6 +226,34 @@ class NodePool:
             ]
             plan = self.encode_places.plan(images, prefill, nodes, num_cached_tokens, epoch)
         return EncodeWork(request_id, images, plan, self.encode_places)
+
+    def choose_prefix_source(
+        self, prefill: Node, hashes: PromptHashes, num_prompt_tokens: int
+    ) -> PrefixSource | None:
+        """Choose a node that sends a cached prefix of a prompt to its prefill node; None: none.
+
+        Args:
+            hashes: block hashes of the prompt.
+        """
+        if not prefill.registration.fetch_peer_info:
+            return None
+        holders = [
+            node
+            for node in self._of(NodeRole.DECODE)
+            if node.registration.fetch_peer_info and not node.is_silent and self.is_eligible(node)
+        ]
+        cached = self.prefix_index.match_tokens(hashes)
+        return self.prefix_sources.choose(prefill, holders, cached, num_prompt_tokens)
+
+    def find_cached_tokens(self, hashes: PromptHashes) -> Mapping[str, int]:
+        """Return how many leading tokens of a prompt each node need not compute, by engine id.
+
+        These tokens are in the node's cache, or the node can fetch them.
+        """
+        cached = self.prefix_index.match_tokens(hashes)
+        if not self.prefix_sources or not cached:
+            return cached
+        return self.prefix_sources.add_fetchable(cached, self._nodes)
 
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
         """Return the tokens of the longest request that all of these nodes can take."""
@@ -352,12 +389,14 @@ class NodePool:
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
-            # If the router was held up, the node hung up for this reason, and is not lost
-            if not self._is_held_up:
+            # If the router was held up, the node hung up for this reason, and is not lost. Encode
+            # nodes get no attempts, so no request is suspected of ending one.
+            if not self._is_held_up and node.registration.role in PAIR_ROLES:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
         self.prefix_index.remove(node.engine_id)
         self.encode_places.forget(node.engine_id)
+        self.prefix_sources.forget(node.engine_id)
         logger.info("%s node %s %s", node.registration.role.value, node.name, why)
         self._review_identity(left=node.identity if node.is_draining else None)
         self._reach.forget(node.engine_id)
@@ -478,20 +517,26 @@ class NodePool:
                 node.send(SendKVSnapshot())
         elif isinstance(event, AdminReply):
             node.replies.on_reply(event)
-        elif (
-            isinstance(event, PeerReport)
-            and (peer := self._nodes.get(event.engine_id)) is not None
-            and are_peers(node, peer)
-        ):
-            # The problem is cut, because one is kept per pair of nodes, and characters that could
-            # control a terminal are escaped.
-            problem = printable(event.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
-            event = dataclasses.replace(event, problem=problem)
-            node.reports[event.engine_id] = event
-            self._reach.note_report(node, peer)
-            self._note_change()
-            if event.problem:
-                logger.warning("%s cannot reach %s: %s", node.name, event.engine_id, event.problem)
+        elif isinstance(event, PeerReport):
+            self._take_report(node, event)
+
+    def _take_report(self, node: Node, report: PeerReport) -> None:
+        is_of_prefixes = is_fetch_end(report.engine_id)
+        peer = self._nodes.get(node_of(report.engine_id))
+        if peer is None or not are_peers(node, peer):
+            return
+        # The problem is cut, because one is kept per pair of nodes, and characters that could
+        # control a terminal are escaped.
+        problem = printable(report.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
+        report = dataclasses.replace(report, problem=problem)
+        if problem:
+            logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
+        if is_of_prefixes:
+            self.prefix_sources.note_report(node, peer, report)
+            return
+        node.reports[report.engine_id] = report
+        self._reach.note_report(node, peer)
+        self._note_change()
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
         was_draining, had = node.is_draining, node.beat.adapters
@@ -510,22 +555,29 @@ class NodePool:
     def _watch_progress(self, node: Node) -> None:
         """Mark a node as stuck, or as no longer stuck.
 
-        A node is marked as stuck only if another node can do its work. A stuck process ends itself
-        a little later; if it goes on instead, it is used again.
+        A node is marked as stuck only if another node can do its work; prefill nodes can do the
+        work of an encode node. A stuck process ends itself a little later; if it goes on instead,
+        it is used again.
         """
         is_stuck = node.looks_stuck(self._engine_timeout_s)
-        others = (one for one in self._of(node.registration.role) if one is not node)
-        if is_stuck is node.is_stuck or (is_stuck and not any(map(self.is_eligible, others))):
+        if is_stuck is node.is_stuck or (is_stuck and not self._is_replaceable(node)):
             return
         node.is_stuck = is_stuck
         self._note_change()
         if is_stuck:
-            self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
+            if node.registration.role in PAIR_ROLES:
+                self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             why = f"stands still: its {node.beat.stalled_thread} thread is busy with one thing for "
             node.fail_legs(f"{why}{node.beat.stalled_s:g} s")
         else:
             self.lost_nodes.note_joined(node.engine_id, node.name)
         logger.warning("%s %s", node.name, "stands still" if is_stuck else "goes on")
+
+    def _is_replaceable(self, node: Node) -> bool:
+        """Return whether another node that may get requests can do a node's work."""
+        role = node.registration.role
+        others = (one for one in self._of(role) if one is not node)
+        return role not in PAIR_ROLES or any(map(self.is_eligible, others))
 
     # ------------------------------------------------------------------ pairs
 

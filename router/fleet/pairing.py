@@ -6,7 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.link.words import REVISION, NodeRegistration, NodeRole, PeerReport, PeerUpdate
+from baton.link.words import (
+    PAIR_ROLES,
+    REVISION,
+    NodeRegistration,
+    NodeRole,
+    PeerReport,
+    PeerUpdate,
+)
 from router.fleet.node import Node
 
 logger = logging.getLogger(__name__)
@@ -73,7 +80,11 @@ def _update_about(node: Node, reader: Node) -> PeerUpdate:
     told, info = node.registration, node.registration.peer_info
     if reader.registration.role is NodeRole.ENCODE:
         info = told.encodings_peer_info
-    return PeerUpdate(node.engine_id, info)
+    are_pair = {told.role, reader.registration.role} == set(PAIR_ROLES)
+    fetches = are_pair and bool(reader.registration.fetch_peer_info)
+    return PeerUpdate(
+        node.engine_id, info, fetch_peer_info=told.fetch_peer_info if fetches else b""
+    )
 
 
 def are_peers(one: Node, other: Node) -> bool:
@@ -88,7 +99,8 @@ def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> i
 
     A pair is down if one of the two nodes reports that it is not connected to the other, or if one
     of them left unexpectedly. Nobody reports on a lost node, so each lost node counts as one pair
-    with every node of the other role and the same revision.
+    with every node of the other role and the same revision; an encode node, only with prefill
+    nodes that receive encodings.
     """
     nodes = list(nodes)
     down: set[frozenset[str]] = set()
@@ -97,13 +109,17 @@ def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> i
             # the report on an incompatible node has no engine id
             if report.engine_id and not report.connected:
                 down.add(frozenset((node.engine_id, engine_id)))
-    present = Counter((node.registration.role, node.registration.revision) for node in nodes)
-    gone = ((one.role, one.revision) for one in lost)
+    present: Counter[tuple[NodeRole, str, bool]] = Counter()
+    for node in nodes:
+        said = node.registration
+        present[said.role, said.revision, bool(said.encodings_peer_info)] += 1
     return len(down) + sum(
         count
-        for role, revision in gone
-        for (other, same), count in present.items()
-        if {role, other} in _PAIRED and same == revision
+        for one in lost
+        for (other, revision, receives), count in present.items()
+        if {one.role, other} in _PAIRED
+        and revision == one.revision
+        and (NodeRole.ENCODE not in (one.role, other) or receives or one.encodings_peer_info)
     )
 
 

@@ -118,4 +118,5 @@ class ScalingSignals:
 
 
 def _has_prompts(load: NodeLoad) -> bool:
-    return bool(load.num_uncomputed_requests or load.beat.num_uncomputed_tokens)
+    has_prompts = load.num_uncomputed_requests or load.beat.num_uncomputed_tokens
+    return bool(has_prompts) and not load.awaits_encodings

@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 from baton.adapters.digest import shorten_digest
 from baton.api.outputs import Receipt
 from baton.link.words import NodeRole
-from router.fleet.load.forecast import RATIOS, ForecastCounts
+from router.fleet.load.forecast import RATIOS, PlaceForecasts
 from router.fleet.node_pool import NodePool
 from router.gate.scaling import ScalingSignals
 
@@ -114,18 +114,20 @@ class AdapterCollector(Collector):
         )
 
 
-def collect_forecasts(forecasts: ForecastCounts) -> Iterable[Metric]:
+def collect_forecasts(forecasts: PlaceForecasts) -> Iterable[Metric]:
     """Collect histograms of the expected times of prompts divided by the measured times."""
     histogram = HistogramMetricFamily(
         f"{PREFIX}_prefill_forecast_ratio",
         "Expected over measured time of a prompt on its node: to compute it, and until its "
         "first token.",
-        labels=["of"],
+        labels=["of", "place"],
     )
-    for of, ratios in (("compute", forecasts.compute), ("first_token", forecasts.first_token)):
-        bounds = [*map(floatToGoString, RATIOS), "+Inf"]
-        counts = itertools.accumulate(map(float, ratios.counts))
-        histogram.add_metric([of], list(zip(bounds, counts, strict=True)), ratios.total)
+    for place, counted in (("pair", forecasts.pair), ("alone", forecasts.alone)):
+        for of, ratios in (("compute", counted.compute), ("first_token", counted.first_token)):
+            bounds = [*map(floatToGoString, RATIOS), "+Inf"]
+            counts = itertools.accumulate(map(float, ratios.counts))
+            buckets = list(zip(bounds, counts, strict=True))
+            histogram.add_metric([of, place], buckets, ratios.total)
     yield histogram
 
 

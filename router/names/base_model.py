@@ -39,7 +39,7 @@ class BaseModel:
         Without this check, a request would wait for nodes that may never join.
         """
         pool = self.pool
-        if not pool.num_nodes and not pool.awaits_nodes(
+        if not pool.num_pair_nodes and not pool.awaits_nodes(
             self.dispatcher.recoveries.options.return_timeout_s
         ):
             with self.metrics.accepting():

@@ -57,6 +57,8 @@ class Candidate(NamedTuple):
         cost: cost in the policy's own unit; the lowest wins.
         terms: parts of the cost, by name.
         assumed: names of the nodes whose speed has not been measured yet.
+        num_computed_tokens: prompt tokens that the computing node has not cached; 0: the policy
+            does not tell.
     """
 
     prefill: str
@@ -64,6 +66,7 @@ class Candidate(NamedTuple):
     cost: float
     terms: Mapping[str, float]
     assumed: tuple[str, ...] = ()
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,12 @@ DECODE_WEIGHT = 0.5
 # about q more arrive until this prompt is done (Little's law, random arrivals). These delay further
 # prompts, so q / (1 - utilization) prompts are delayed in all. Assumes a utilization of one half.
 BUSY_FACTOR = 2.0
+# A prompt on D delays all requests that decode there; D bounds each single step
+# (`--max-step-stretch`). The weight of the delay depends on the share of an average answer's time
+# that prompts on D take: from this share on, each second of delay counts as a second; below it, the
+# weight falls with the square of the share. So a few short prompts cost little, and a long prompt
+# or many prompts cost as much as a standstill.
+WHOLE_HARM_SHARE = 0.2
 # Computing a prompt on the decode node must be cheaper by this margin, because the next prompt has
 # to wait. If the decode node is idle, the margin shrinks with the share of the prompt that must be
 # computed: a conversation with a short new part stays where its KV is, and no prefill node computes
@@ -160,7 +166,8 @@ class Place:
         decode = self.decode.node.node_name
         assumed = [prefill] if self.prefill and not self.prefill.is_measured else []
         assumed += [] if self.decode.is_measured else [decode]
-        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed))
+        num_missing = (self.prefill or self.decode).num_missing
+        return Candidate(prefill, decode, 1e3 * self.cost_s, terms, tuple(assumed), num_missing)
 
 
 # ---------------------------------------------------------------- all nodes, computed fast
@@ -314,11 +321,14 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
     compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
     factor = node.beside_factor if node.num_batch else 1.0
     wait_s = max(factor * decode.stall_s, decode.room_s)
+    delay_s = node.delay_s(decode.num_missing)
+    share = node.prompt_share(terms.now, delay_s)
+    harm = min(share / WHOLE_HARM_SHARE, 1.0) ** 2
     terms_s = {
         "local_queue_ms": wait_s,
         "prefill_ms": compute_s,
         "beside_ms": (factor - 1) * compute_s,
-        "stall_ms": compute_s * node.num_batch,
+        "stall_ms": harm * delay_s * node.num_batch,
         "decode_ms": decode.steps_s,
         "damage_ms": decode.damage_s,
     }
@@ -354,7 +364,7 @@ def room_wait_s(node: NodeLoad, num_tokens: int) -> float:
     if num_lacking > 0:
         num_held = max(node.num_blocks * node.block_size - node.num_free_tokens, 1)
         wait_s = residence_s * num_lacking / num_held
-    if beat.num_waiting:  # requests whose KV has arrived wait for a place in the batch
-        ahead = (beat.num_waiting + 1) / max(beat.num_running, 1)
+    if node.num_waiting_for_room:  # KV has arrived, and waits for a place in the batch
+        ahead = (node.num_waiting_for_room + 1) / max(beat.num_running, 1)
         wait_s = max(wait_s, residence_s * ahead)
     return wait_s

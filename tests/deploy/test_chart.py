@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.deploy.conftest import CHART, ROOT, Document, problems_of, render, run, tool
+from tests.deploy.pods import allowed_ports
+from tools.kustomize_base import BASES
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(1500)]
 
@@ -74,7 +76,10 @@ def value_sets(draw: st.DrawFn) -> Document:
     if ports is not None:
         low, high = sorted((ports.get("from", 41000), ports.get("to", 41099)))
         values["kv"]["ucx"]["portRange"] = {"from": low, "to": high}
-    for role in ("prefill", "decode"):
+    kv = values.get("kv", {})
+    if kv.get("encodingsPort", 7101) == kv.get("port", 7100):
+        kv["encodingsPort"] = 7102 if kv["port"] != 7102 else 7103
+    for role in ("prefill", "decode", "encode"):
         scaled = values.get("autoscaling", {}).get(role)
         if scaled is not None:
             low, high = sorted((scaled.get("minReplicas", 1), scaled.get("maxReplicas", 8)))
@@ -85,7 +90,9 @@ def value_sets(draw: st.DrawFn) -> Document:
 def test_the_schema_is_drawn_from_widely() -> None:
     assert len(LEAVES) > 50
     roots = {path[0] for path, _ in LEAVES}
-    assert roots >= {"tls", "kv", "router", "prefill", "decode", "autoscaling", "networkPolicy"}
+    assert roots >= {
+        "tls", "kv", "router", "prefill", "decode", "encode", "autoscaling", "networkPolicy",
+    }  # fmt: skip
 
 
 @settings(
@@ -110,7 +117,13 @@ def check_what_no_schema_says(documents: list[Document]) -> None:
     names = [(one["kind"], one["metadata"]["name"]) for one in documents]
     assert len(names) == len(set(names))
     workloads = {one["metadata"]["name"]: one for one in by_kind["Deployment"]}
-    assert len(workloads) == 3
+    has_encode = any(name.endswith("-encode") for name in workloads)
+    assert len(workloads) == 3 + has_encode
+    arguments_of = {
+        name.rpartition("-")[2]: one["spec"]["template"]["spec"]["containers"][0]["args"]
+        for name, one in workloads.items()
+    }
+    assert ("--encode-nodes" in arguments_of["prefill"]) == has_encode
     revisions = set()
     for workload in workloads.values():
         template = workload["spec"]["template"]
@@ -155,6 +168,7 @@ def check_what_no_schema_says(documents: list[Document]) -> None:
         ({"prefill": {"replicas": -1}}, "replicas"),
         ({"prefil": {}}, "prefil"),
         ({"kv": {"connector": "smoke"}}, "connector"),
+        ({"kv": {"port": 7101}}, "must differ from kv.port 7101"),
     ],
 )
 def test_what_makes_no_sense_is_refused(values: Document, problem: str) -> None:
@@ -164,6 +178,32 @@ def test_what_makes_no_sense_is_refused(values: Document, problem: str) -> None:
     )
     assert done.returncode != 0
     assert problem in done.stderr
+
+
+def test_encode_nodes_come_with_their_policy_budget_scaler_and_certificate() -> None:
+    assert not [one for one in render({}) if one["metadata"]["name"].endswith("-encode")]
+    documents = render({
+        "encode": {"replicas": 2}, "autoscaling": {"encode": {"enabled": True}},
+        "monitoring": {"enabled": True},
+    })  # fmt: skip
+    assert problems_of(documents) == []
+    own = [one for one in documents if one["metadata"]["name"] == "baton-encode"]
+    assert {one["kind"] for one in own} == {
+        "ServiceAccount", "Service", "PodDisruptionBudget", "Deployment", "NetworkPolicy",
+        "ScaledObject", "Certificate", "PodMonitor",
+    }  # fmt: skip
+    assert ("TCP", 7101) in allowed_ports(documents, "prefill")
+    assert ("TCP", 7100) in allowed_ports(documents, "encode")
+    (deployment,) = (one for one in own if one["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["baton", "encode"]
+    (prefill,) = (
+        one
+        for one in documents
+        if (one["kind"], one["metadata"]["name"]) == ("Deployment", "baton-prefill")
+    )
+    given = prefill["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert {"--encode-nodes", "--encodings-listen=$(POD_IP):7101"} <= set(given)
 
 
 def test_a_change_of_one_role_is_a_new_revision_of_both_and_a_replica_is_none() -> None:
@@ -180,24 +220,27 @@ def test_a_change_of_one_role_is_a_new_revision_of_both_and_a_replica_is_none() 
     assert len(usual) == 1
     assert revision({"prefill": {"replicas": 7}, "decode": {"maxSurge": 2}}) == usual
     assert revision({"router": {"drainTimeoutS": 7}}) == usual
+    assert revision({"encode": {"args": ["--encoder-cache-tokens=9"]}}) == usual
     for changed in (
         {"prefill": {"args": ["--block-size=32"]}},
         {"images": {"node": {"tag": "0.2.0"}}},
         {"config": {"decode": {"dtype": "float32"}}},
         {"model": {"path": "/models/other"}},
+        {"encode": {"replicas": 1}},
     ):
         assert revision(changed).isdisjoint(usual), changed
     assert revision({"revision": "blue"}) == {"--revision=blue"}
 
 
-def test_the_kustomize_base_is_what_the_defaults_make() -> None:
-    """`python tools/kustomize_base.py --write` makes it."""
-    base = run(tool("kubectl"), "kustomize", str(ROOT / "deploy" / "kustomize" / "base"))
+@pytest.mark.parametrize("name", list(BASES))
+def test_the_kustomize_bases_are_what_the_chart_makes(name: str) -> None:
+    """`python -m tools.kustomize_base` makes them."""
+    base = run(tool("kubectl"), "kustomize", str(ROOT / "deploy" / "kustomize" / name))
 
     def by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
         return {(one["kind"], one["metadata"]["name"]): one for one in documents}
 
-    assert by_name(list(yaml.safe_load_all(base))) == by_name(render({}))
+    assert by_name(list(yaml.safe_load_all(base))) == by_name(render(BASES[name]))
 
 
 def test_checkov_finds_nothing_that_is_not_accepted(tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ def deployment(checkpoint: VisionCheckpoint) -> Iterator[LocalDeployment]:
         "--kv-digests",
         model=checkpoint.folder,
         num_encode=1,
-        encode_args=["--dtype", "float32", "--kv-digests"],
         prefill_args=["--metrics-listen", METRICS],
     ) as running:
         yield running
@@ -157,7 +156,7 @@ def test_an_image_in_fifty_prompts_of_two_prefill_nodes_is_encoded_once(
         model=checkpoint.folder,
         num_prefill=2,
         num_encode=1,
-        encode_args=["--dtype", "float32", "--kv-connector", "tls", "--metrics-listen", page],
+        encode_args=["--metrics-listen", page],
         log_folder=tmp_path,
         router_args=["--policy", "round_robin"],
     ) as running:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_kernels import Routing, Scoring, reference
+from baton_kernels import ExpertShare, Routing, Scoring, reference
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.triton.experts import FEW_ROWS, MANY_ROWS, experts
 from tests.kernels.poison import poisoned_memory as poisoned_memory
@@ -85,6 +85,24 @@ def test_all_rows_of_one_expert_and_none(device: torch.device) -> None:
         weights = torch.rand(num_tokens, 1, device=device)
         found = experts(x, ids, weights, gate_up, down)
         assert_close(found, reference.experts(x, ids, weights, gate_up, down))
+
+
+def test_a_rank_with_some_experts(device: torch.device) -> None:
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(6, 32, 16, device=device), torch.randn(6, 16, 16, device=device)
+    x, weights = torch.randn(9, 16, device=device), torch.rand(9, 2, device=device)
+    ids = torch.rand(9, 6, device=device).argsort(dim=1)[:, :2]
+    total = torch.zeros_like(x)
+    for rank in range(4):  # ranks 2 and 3 have one expert
+        share, loads = ExpertShare(rank, 4), torch.zeros(2, dtype=torch.int64, device=device)
+        own = list(share.experts(6))
+        part = experts(x, ids, weights, gate_up[own], down[own], share=share, loads=loads)
+        plain = reference.experts(x, ids, weights, gate_up[own], down[own], share=share)
+        assert_close(part, plain)
+        counts = (ids.reshape(-1, 1) % 4 == torch.arange(4, device=device)).sum(0)
+        assert loads.tolist() == [counts.max(), 18]
+        total += part
+    assert_close(total, experts(x, ids, weights, gate_up, down))
 
 
 @pytest.mark.parametrize("tile_rows", [4, 16])

@@ -13,6 +13,7 @@ import baton_kernels as ops
 from baton_kernels import (
     FORMATS_OF_ROWS,
     CodeLayout,
+    ExpertShare,
     PackedWeight,
     Routing,
     Scoring,
@@ -141,6 +142,37 @@ def test_experts_in_c(
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         alone = [compute(slice(row, row + 1), shared=shared) for row in range(num_tokens)]
         assert torch.equal(found, torch.cat(alone))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("num_tokens", [1, 7, 150])
+def test_ranks_with_whole_experts(native: NativeOps, num_tokens: int, size: int) -> None:
+    """The sum over the ranks is the mixture; with 8 ranks, some rows' ranks have one expert."""
+    torch.manual_seed(0)
+    hidden, inner, num_experts, top_k = 64, 32, 8, 3
+    x, weights = torch.randn(num_tokens, hidden), torch.rand(num_tokens, top_k)
+    ids = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].contiguous()
+    gate_up = torch.randn(num_experts, 2 * inner, hidden) / 8
+    down = torch.randn(num_experts, hidden, inner) / 6
+    expected = reference.experts(x, ids, weights, gate_up, down)
+    counts = torch.stack([(ids % size == rank).sum() for rank in range(size)])
+    total = torch.zeros_like(x)
+    for rank in range(size):
+        share = ExpertShare(rank, size)
+        own = list(share.experts(num_experts))
+        first, second = (
+            PackedWeight.pack(one[own].flatten(0, 1), None, WeightFormat.FP32, native.panel_width)
+            for one in (gate_up, down)
+        )
+        loads = torch.zeros(2, dtype=torch.int64)
+        part = native.packed_experts(x, ids, weights, first, second, share=share, loads=loads)
+        assert loads.tolist() == [counts.max(), num_tokens * top_k]
+        plain = (x, ids, weights, gate_up[own], down[own])
+        found = reference.experts(*plain, share=share, loads=loads)
+        assert loads.tolist() == [2 * counts.max(), 2 * num_tokens * top_k]
+        torch.testing.assert_close(part, found, rtol=1e-5, atol=1e-5)
+        total += part
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_that_are_no_whole_panels_mean_what_plain_ones_mean(native: NativeOps) -> None:

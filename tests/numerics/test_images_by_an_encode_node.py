@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+import pytest
+import torch
 
 from baton.engine_config import EngineConfig
 from baton.kv.encodings import RECEIVER_ENDING
@@ -12,8 +16,12 @@ from encode_node.encoder import Encoder
 from encode_node.node import EncodeNode
 from encode_node.store import EncodingStore
 from engine import LLM
+from engine.core.images.image_plan import PixelArray
+from engine.core.images.prompt_images import ImagePixels
+from engine.worker.device_choice import choose_packer
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.in_memory import InMemoryTransport
+from models import load_model
 from models.vision.specs import encoding_width
 from node_runtime.encodings.memory import EncodingMemory
 from node_runtime.encodings.units import Units
@@ -129,7 +137,14 @@ def test_encodings_of_another_node_give_the_same_tokens(
     cluster.d.engine.block_pool.reset_prefix_cache()
     cluster.e_stands_still = True
     cluster.place_with_encodings("again", prompts[3])
+    cluster.step("p")
+    beat = cluster.p.beat()
+    assert (beat.num_waiting, beat.num_waiting_for_encodings) == (1, 1)
+    encodings = cluster.p.ledger().encodings
+    assert encodings is not None
+    assert encodings.num_blocks == 128
     cluster.settle()
+    assert cluster.p.beat().num_waiting_for_encodings == 0
     assert tokens_of(cluster, "again") == wanted[3]
     assert cluster.p.engine.metrics().images_encoded_total == 3
     assert cluster.p.jobs.arrivals is not None
@@ -138,3 +153,29 @@ def test_encodings_of_another_node_give_the_same_tokens(
     assert cluster.p.jobs.arrivals.num_transfers == 0
     assert cluster.units.num_free == cluster.units.num_units
     assert cluster.p.engine.block_pool.num_free == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_an_encode_node_encodes_as_a_prefill_node_with_any_weights(
+    checkpoint: VisionCheckpoint, prompts: list[Expanded], weights: str
+) -> None:
+    cpu, images = torch.device("cpu"), prompts[1][1]
+    config = EngineConfig(dtype="float32", device="cpu", num_threads=1)
+    encoder = Encoder(checkpoint.folder, config)
+    config = dataclasses.replace(config, weights=weights)
+    whole = load_model(
+        checkpoint.folder,
+        dtype=torch.float32,
+        device=cpu,
+        max_model_len=100,
+        packer=choose_packer(config, cpu, torch.float32),
+        images=True,
+    )
+    arrays = preprocessor(checkpoint.folder).pixels(images[0].data)
+    pixels = ImagePixels(
+        tuple(PixelArray(name, a.dtype.name, a.shape, a.tobytes()) for name, a in arrays.items())
+    )
+    assert whole.vision is not None
+    with torch.inference_mode():
+        wanted = whole.vision.encode({name: torch.from_numpy(a) for name, a in arrays.items()})
+    assert torch.equal(encoder.encode(pixels), wanted)

@@ -230,11 +230,12 @@ def test_chats_are_tokenized_as_by_the_processor(checkpoint: VisionCheckpoint) -
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_ranks_encode_for_themselves(
-    checkpoint: VisionCheckpoint, prompts: tuple[list[Any], list[list[int]]]
+    checkpoint: VisionCheckpoint, prompts: tuple[list[Any], list[list[int]]], kind: str
 ) -> None:
     asked, wanted = prompts
-    llm = load(checkpoint, tensor_parallel_size=2)
+    llm = load(checkpoint, **{f"{kind}_parallel_size": 2})
     assert_equal(llm.generate(asked, GREEDY), wanted)
     llm.engine.close()
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from baton.v1 import admin_pb2
 
+# Titles of a place's first columns; "tokens" are prompt tokens that are computed there.
+_PLACE, _NUMBERS = ("prefill", "decode", "tokens", "cost"), ("tokens", "cost")
+
 
 def explain(
     request_id: Annotated[str, typer.Argument(help="Id of one of the last requests.")] = "",
@@ -115,7 +118,7 @@ def _columns(decision: admin_pb2.DecisionDescription) -> Table:
     """Make a table of the considered places, with a column per term of the cost."""
     terms = list(dict.fromkeys(term.name for one in decision.candidates for term in one.terms))
     titles = [name.replace("_", " ") for name in terms]
-    table = make_table("prefill", "decode", "cost", *titles, right=("cost", *titles))
+    table = make_table(*_PLACE, *titles, right=(*_NUMBERS, *titles))
     for one in decision.candidates:
         values = {term.name: term.value for term in one.terms}
         cells = (format_number(values[name]) if name in values else "" for name in terms)
@@ -125,7 +128,7 @@ def _columns(decision: admin_pb2.DecisionDescription) -> Table:
 
 def _sentences(decision: admin_pb2.DecisionDescription) -> Table:
     """Make a table of the considered places, with all nonzero terms of the cost in one column."""
-    table = make_table("prefill", "decode", "cost", "made of", right=("cost",))
+    table = make_table(*_PLACE, "made of", right=_NUMBERS)
     for one in decision.candidates:
         parts = (
             f"{term.name.removesuffix('_ms').replace('_', ' ')} {format_number(term.value)}"
@@ -136,5 +139,6 @@ def _sentences(decision: admin_pb2.DecisionDescription) -> Table:
     return table
 
 
-def _place(one: admin_pb2.CandidateDescription) -> tuple[str, str, str]:
-    return escape(one.prefill_node or "-"), escape(one.decode_node), format_number(one.cost, 4)
+def _place(one: admin_pb2.CandidateDescription) -> tuple[str, str, str, str]:
+    nodes = escape(one.prefill_node or "-"), escape(one.decode_node)
+    return *nodes, str(one.num_computed_tokens or "-"), format_number(one.cost, 4)

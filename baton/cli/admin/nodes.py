@@ -182,6 +182,8 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{beat.num_running} running, {beat.num_waiting} waiting, "
         f"{beat.num_waiting_for_remote_kvs} waiting for KV, of all routers",
     )
+    if beat.num_waiting_for_encodings:
+        table.add_row("", f"{beat.num_waiting_for_encodings} of the waiting wait for encodings")
     table.add_row("transfers", str(beat.num_transfers))
     num_used = str(one.num_blocks - beat.num_free_blocks) if one.HasField("beat") else "?"
     table.add_row(

@@ -198,8 +198,18 @@ def _computing_account(receipt: types_pb2.Receipt) -> str:
     return (
         f": {name} queued the prompt for {format_seconds(prefill.queue_s)}, "
         f"computed {prefill.num_computed_tokens} tokens in {format_seconds(prefill.prefill_s)} and "
-        f"had {prefill.num_cached_tokens} cached" + _encodings_account(prefill)
+        f"had {prefill.num_cached_tokens} cached"
+        + _fetch_account(prefill)
+        + _encodings_account(prefill)
     )
+
+
+def _fetch_account(prefill: types_pb2.PrefillReceipt) -> str:
+    """Return how much of the prompt another node sent; empty if no node was asked to."""
+    waited = format_seconds(prefill.fetch_wait_s)
+    if prefill.num_fetched_tokens:
+        return f", {prefill.num_fetched_tokens} of them fetched within {waited}"
+    return f"; a fetch was lost within {waited}" if prefill.num_fetches_lost else ""
 
 
 def _encodings_account(prefill: types_pb2.PrefillReceipt) -> str:

@@ -56,8 +56,10 @@ def run(options: RunOptions) -> None:
             model=options.up,
             num_prefill=options.prefill,
             num_decode=options.decode,
+            num_encode=options.encode,
             router_args=tuple(options.router_args.split()),
             node_args=tuple(options.node_args.split()),
+            encode_args=tuple(options.encode_args.split()),
             admin_token=options.admin_token,
             can_inject=any(one.act == "inject" for one in faults),
         )
@@ -88,11 +90,12 @@ def run(options: RunOptions) -> None:
 @app.command()
 @program
 def compare(options: CompareOptions) -> None:
-    """Compare deployments, disaggregated or not, with the same requests on the same cores.
+    """Compare deployments, disaggregated or not, with and without encode nodes, on equal cores.
 
-    Restarts each deployment before each repeat. With --find-max-goodput, starts each only once and
-    compares them at the highest rate that each sustains. Goodput within --slo decides; effects on
-    ITL and TTFT are shown too. Exit codes are the same as for `run`.
+    All get the same requests. Restarts each deployment before each repeat. With
+    --find-max-goodput, starts each only once and compares them at the highest rate that each
+    sustains. Goodput within --slo decides; effects on ITL and TTFT are shown too. Exit codes are
+    the same as for `run`.
     """
 
     async def main() -> int:
@@ -115,6 +118,7 @@ def compare(options: CompareOptions) -> None:
                 model=options.up,
                 router_args=tuple(options.router_args.split()),
                 node_args=tuple(options.node_args.split()),
+                encode_args=tuple(options.encode_args.split()),
                 cores=chosen_cores(options.cores),
             ),
             repeats=options.search.repeats,

@@ -29,7 +29,6 @@ _FOR_NODES = (
     "dtype", "kv_cache_dtype", "kv_cache_memory", "executor", "speculative_method",
     "speculative_model", "adapter_root",
 )  # fmt: skip
-_FOR_ENCODE_NODES = ("dtype",)
 _MAX_ADAPTERS = 8  # slots per node if a folder of adapters is given
 
 
@@ -102,7 +101,11 @@ class UpOptions:
     )
     prefill_args: str = option("", help="More options of every prefill node, as one string.")
     decode_args: str = option("", help="More options of every decode node, as one string.")
-    encode_args: str = option("", help="More options of every encode node, as one string.")
+    encode_args: str = option(
+        "",
+        help="More options of every encode node, as one string. Encode nodes also get "
+        "--kv-connector, --kv-digests, --dtype and --revision of the prefill nodes.",
+    )
     log_folder: str = option("", help="Folder for logs; a temporary folder if not given.")
     admin_token: str = option(
         "", is_secret=True, help="Token that admin calls must bring; empty: none."
@@ -174,9 +177,7 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         ],
         prefill_args=options.prefill_args.split(),
         decode_args=options.decode_args.split(),
-        encode_args=[
-            *(*file_args, *passed_on(context, _FOR_ENCODE_NODES), *options.encode_args.split()),
-        ],
+        encode_args=[*file_args, *options.encode_args.split()],
         log_folder=Path(options.log_folder) if options.log_folder else None,
         admin_token=options.admin_token,
         tls_folder=Path(options.tls_folder) if options.tls_folder else None,

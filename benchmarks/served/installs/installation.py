@@ -186,7 +186,8 @@ class Installation:
             environment |= {"PIP_CONSTRAINT": "/torch.txt", "UV_CONSTRAINT": "/torch.txt"}
         words = ["/usr/bin/env", "-i", *(f"{name}={text}" for name, text in environment.items())]
         script = f"exec chroot {self._root} {shlex.join([*words, '/bin/sh', '-ec', command])}"
-        script = f"mount -t proc proc {self._root / 'proc'}; {script}"  # uvx looks for itself there
+        # uvx looks for its own path in /proc.
+        script = f"mount -t proc proc {self._root / 'proc'}; {script}"
         if self._system.tool == "uv":
             kept = self._root / "cache"
             self._cache.mkdir(exist_ok=True)

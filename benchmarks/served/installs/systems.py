@@ -73,7 +73,7 @@ def documented_commands() -> dict[str, str]:
 
 
 def _emulated(kernels: str) -> System:
-    # The last release whose package for this machine type is built for CPUs only.
+    # torch's last release whose package for this machine type is built for CPUs only.
     torch = ("torch==2.9.1",)
     name = f"debian12-python3.11-{kernels}"
     return System(

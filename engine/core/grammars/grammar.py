@@ -89,7 +89,7 @@ class GrammarState:
         """Return whether a step needs grammar masks for the tokens that it samples.
 
         Args:
-            num_pending: number of tokens that the step in flight will sample before.
+            num_pending: number of tokens that the step in flight will sample before this step.
             num_ahead: number of drafts in the step, at most as many as `look_ahead` returned.
         """
         if num_ahead:
@@ -141,7 +141,7 @@ class GrammarState:
         if num_consumed:
             assert self._matcher is not None
             self._matcher.rollback(num_consumed)
-        if num_ahead and self.problem == _STUCK:  # stuck after a draft, which may still be rejected
+        if num_ahead and self.problem == _STUCK:  # a draft is stuck, but may still be rejected
             self.problem = ""
         return num_ahead
 

@@ -110,7 +110,10 @@ class EncoderCache:
             self.release(digest, holder)
 
     def remove(self, digest: bytes) -> None:
-        """Drop an encoding that the workers failed to make; the caller ends its holders."""
+        """Drop an encoding that the workers failed to make.
+
+        The caller must end the requests that hold the encoding.
+        """
         if digest not in self._sizes:
             return
         for holder in list(self._holders.get(digest, ())):

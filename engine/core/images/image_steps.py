@@ -185,6 +185,7 @@ class ImageSteps:
                 missing.append(index)
             elif span.first >= start:
                 self._counters.encoder_cache_hits += 1
+                request.num_encodings_cached += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
         for index in missing:  # last, because new encodings may evict free ones
@@ -192,7 +193,7 @@ class ImageSteps:
             holder = (request.request_id, span.first)
             # An image that comes twice in the prompt is in the cache the second time.
             if not self.cache.hold(span.digest, holder):
-                self._encode_image(images, index, holder)
+                self._encode_image(request, images, index)
 
     def add_to(self, plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> StepPlan:
         """Add to a step's plan the images to encode and to place; call once per planned step."""
@@ -204,7 +205,7 @@ class ImageSteps:
         Call once per planned step.
         """
         placed: list[PlacedImage] = []
-        row = 0  # row in the step of the request's first scheduled token
+        row = 0  # the step's row of the request's first scheduled token
         for item in scheduled:
             request, num_tokens = item.request, item.num_scheduled_tokens
             if request.images is not None:
@@ -251,8 +252,9 @@ class ImageSteps:
         assert set(self._encode) <= set(self.cache)
         assert not set(self._forget) & (set(self.cache) - set(self._encode))
 
-    def _encode_image(self, images: PromptImages, index: int, holder: tuple[str, int]) -> None:
+    def _encode_image(self, request: Request, images: PromptImages, index: int) -> None:
         span = images.spans[index]
+        holder = (request.request_id, span.first)
         assert images.pixels is not None, "a request without pixel values is not scheduled"
         for digest in self.cache.add(span.digest, span.num_tokens, holder):
             if self._encode.pop(digest, None) is None:  # the encoding was made, or is being made
@@ -266,6 +268,7 @@ class ImageSteps:
         self._num_tokens_left -= span.num_tokens
         self._encodes_any = True
         self._counters.images_encoded += 1
+        request.num_images_encoded += 1
 
 
 def _is_encoded(images: PromptImages, span: ImageSpan) -> bool:

@@ -54,7 +54,7 @@ class ChunkInputs:
         self._block_tables = [
             zeros(max_num_requests, max_blocks, dtype=torch.int32) for _ in range(num_groups)
         ]
-        for slot_mapping in self._slot_mappings:  # valid inputs, because capturing computes
+        for slot_mapping in self._slot_mappings:  # valid slots: a capture first runs the step
             slot_mapping.fill_(_NO_SLOT)
 
     def size_for(self, inputs: ModelInput) -> int | None:

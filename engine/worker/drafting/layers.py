@@ -1,6 +1,7 @@
 """LayersDrafting: makes drafts one by one, with a drafter that has its own KV.
 
-The drafter's KV lies in the same blocks as the model's, as further layers, and catches up with it:
+The drafter's KV lies in the same blocks as the model's KV, as further layers. In each step, the
+drafter reads the tokens that it has not read yet:
 
     model      computes   t0 t1 t2 | t3           step: samples t4
     drafter    reads      t0 t1 t2 | t3 t4        then t4 -> draft 1 -> draft 2 ...
@@ -26,8 +27,8 @@ from engine.worker.drafting.base import DraftChooser, DraftingStep, Drafts, Samp
 from engine.worker.drafting.passes import MANY_TOKENS, Passes
 from models.drafters.base import GreedyDrafter, LayersDrafter
 
-# Maximum number of unread output tokens of a request whose states are stored, to limit memory. The
-# drafter skips older tokens, which only makes drafts worse.
+# Maximum number of a request's unread output tokens for which states are stored, to limit memory.
+# The drafter skips older tokens, which only makes drafts worse.
 MAX_UNREAD = 256
 
 
@@ -40,8 +41,8 @@ class _Row:
         token_ids: unread tokens, from ``position`` on.
         states: the model's states that are read with ``token_ids``, if the drafter reads states:
             tensors `[n, ...]` in order.
-        drafts: drafts from ``position`` on that the drafter has read, so that the cache has its KV
-            of them.
+        drafts: drafts from ``position`` on that the drafter has read already, so that the cache has
+            the drafter's KV of these drafts.
     """
 
     position: int
@@ -155,7 +156,7 @@ class LayersDrafting:
         """
         shift = self._shift
         next_position = row.position + len(row.token_ids)
-        if start > next_position:  # the steps before were not stored
+        if start > next_position:  # the tokens before ``start`` were not stored
             row.token_ids.clear()
             row.states.clear()
             row.drafts = []

@@ -18,8 +18,8 @@ from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from engine.worker.drafting.base import Ints
 from models.base import ForwardContext, LayerCache
 
-# From this many tokens of one request on, a pass is not run as a decode step. No request has so
-# many drafts.
+# A pass with at least this many tokens of one request is not run as a decode step. The number is
+# larger than any request's number of drafts.
 MANY_TOKENS = 33
 _MOST_ROWS = 64  # maximum number of rows of a pass that runs as a decode step
 

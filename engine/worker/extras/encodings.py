@@ -75,8 +75,8 @@ class Encodings:
                 failed[image.digest] = problem
         seconds = time.monotonic() - began_at if step.encode else 0.0
         placed = [one for one in step.placed if one.digest in self._kept]
-        # The scheduler ends requests whose image could not be encoded, or has no encoding, after
-        # this step.
+        # After this step, the scheduler ends the requests of images that could not be encoded, or
+        # that have no encoding.
         for one in step.placed:
             if one.digest not in self._kept:
                 failed.setdefault(one.digest, "its encoding is missing")

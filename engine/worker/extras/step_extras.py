@@ -31,7 +31,7 @@ NO_IMAGES = ReadImages()
 
 
 class StepExtras:
-    """Adds this work to the steps of one model runner. Steps without any pass unchanged.
+    """Adds encodings, pooled results and drafts to the steps of one model runner.
 
     Args:
         model: the model, with its encoder of images.
@@ -92,7 +92,7 @@ class StepExtras:
     # ------------------------------------------------------------------ drafts
 
     def prepare(self, plan: StepPlan, batch: InputBatch) -> None:
-        """Copy what the drafter needs of a plan that was just written into the input batch."""
+        """Copy what the drafter needs of a plan, right after the batch has read the plan."""
         if self._drafting is not None:
             self._drafting_steps.append(batch.drafting_step(plan))
 

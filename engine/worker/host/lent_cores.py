@@ -145,7 +145,7 @@ class LentCores:
         if not self._is_busy:
             give_up_at = time.monotonic() + _LONGEST_LOCK_S
             while not (is_locked := _lock(self._busy)) and time.monotonic() < give_up_at:
-                pass  # another node tests the lock, for microseconds
+                pass  # another node holds the lock for microseconds, to test it
             self._is_busy = is_locked
             self._bytes[_IS_BUSY] = 1
             self._wait_for_borrower()
@@ -199,7 +199,7 @@ class LentCores:
                 continue
             try:
                 share = _Share(self._folder, name)
-            except (ConfigError, OSError):  # the name is no list of cores, or no access
+            except (ConfigError, OSError):  # not a list of cores, or the file is not accessible
                 continue
             if share.cores.isdisjoint(self._own):
                 self._others[name] = share
@@ -283,6 +283,6 @@ def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock a file without waiting; return False if the lock is held, or the kernel fails."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:  # another process holds it, or no kernel memory
+    except OSError:  # another process holds the lock, or the kernel lacks memory
         return False
     return True

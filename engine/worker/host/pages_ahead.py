@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # Maximum number of bytes that are populated beyond the used blocks, so that an idle node takes
 # little memory.
 AHEAD_BYTES = 2**26
-SHARE = 8  # limit, too: the machine's available memory divided by this number
+SHARE = 8  # second limit: the machine's available memory divided by this number
 STEP_BYTES = 2**21  # bytes of a huge page, populated at a time in less than a ms
 _POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE (Linux 5.14), missing in `mmap`
 

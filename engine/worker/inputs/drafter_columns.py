@@ -13,7 +13,7 @@ from engine.worker.inputs.request_rows import RequestRows
 def drafting_step(
     plan: StepPlan, batch: RequestRows, block_tables: Sequence[BlockTable], block_size: int
 ) -> DraftingStep:
-    """Copy a plan that was just written into the input batch, for the drafter."""
+    """Copy a plan for the drafter, right after the input batch has read the plan."""
     undrafted = batch.undrafted
     if undrafted and not plan.new_rows and undrafted.issuperset(plan.shares[::SHARE]):
         return FOR_NOBODY

@@ -199,7 +199,7 @@ def _fastest(device: torch.device | str, *, native: bool) -> tuple[str, str]:
 
 
 def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
-    import torch  # not needed to import this module
+    import torch  # imported here, so that this module needs no torch
 
     return ATTENTION_BACKENDS.load(name).reason_against_fp8(torch.device(device))
 

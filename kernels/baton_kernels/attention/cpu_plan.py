@@ -36,7 +36,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes (requests that compute one token) of one SDPA call; all have as many blocks.
+    """Decodes (requests that compute one token) of one SDPA call, with equally many blocks each.
 
     ::
 

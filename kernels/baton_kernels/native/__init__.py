@@ -1,4 +1,4 @@
-"""Ops for CPUs in C, called through ctypes. They are compiled on first use, or built ahead.
+"""Ops for CPUs in C, called through ctypes; compiled on first use, or ahead of time.
 
 Refuses to know: models, other implementations of the ops.
 """

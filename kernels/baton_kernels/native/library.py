@@ -83,7 +83,8 @@ class ExpertsCall(Structure):
         ("gate_up", LinearCall),
         ("down", LinearCall),
         *_fields(c_int64, "num_tokens num_experts top_k hidden num_threads x_stride squares"),
-        *_fields(c_void_p, "ids weights x base base_gate out"),
+        *_fields(c_int64, "rank num_ranks"),
+        *_fields(c_void_p, "ids weights x base base_gate out loads"),
     )
 
 

@@ -50,7 +50,13 @@ from baton_kernels.native.tape import Recorder, Result, Tape, check, record
 from baton_kernels.packed import Float8Rows, GroupedIntegers, Groups, PackedWeight, WeightFormat
 from baton_kernels.quantized import QuantizedWeight
 from baton_kernels.reference import FP8
-from baton_kernels.routing import Routing, Scoring
+from baton_kernels.routing import (
+    ALL_EXPERTS,
+    MOST_EXPERT_RANKS,
+    ExpertShare,
+    Routing,
+    Scoring,
+)
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.state_metadata import StateMetadata
 
@@ -519,7 +525,7 @@ class NativeOps:
         gated: int,
     ) -> LinearCall:
         groups = _tensors_of(weight.groups)
-        # Indices (int64) have no code, and the C function needs none.
+        # Indices (int64) have no dtype code, and the C function needs none for them.
         code = 0 if rows.dtype == torch.int64 else _CODES[rows.dtype]
         types = (0 if one is None else _CODES[one.dtype] for one in groups[:3])
         out_code = code if out is None else _CODES[out.dtype]
@@ -566,6 +572,8 @@ class NativeOps:
         base_gate: Tensor | None = None,
         *,
         activation: str = "silu",
+        share: ExpertShare = ALL_EXPERTS,
+        loads: Tensor | None = None,
     ) -> Tensor:
         """Compute ``reference.packed_experts`` with native kernels."""
         hidden, middle = x.shape[1], gate_up.in_whole_panels(down.in_features)
@@ -573,7 +581,10 @@ class NativeOps:
         fits = _plain(x) and (base is None or _plain(x, base)) and gate_up.width == self.panel_width
         if not fits:
             return reference.packed_experts(
-                *(x, ids, weights, gate_up, down, base, base_gate), activation=activation
+                *(x, ids, weights, gate_up, down, base, base_gate),
+                activation=activation,
+                share=share,
+                loads=loads,
             )
         num_experts = down.out_features // down.in_whole_panels(hidden)
         assert down.out_features == num_experts * down.in_whole_panels(hidden)
@@ -581,16 +592,17 @@ class NativeOps:
         assert ids.dtype == torch.int64
         assert weights.dtype == torch.float32
         assert base_gate is None or base_gate.dtype == torch.float32
+        assert share.size <= MOST_EXPERT_RANKS
         out = torch.empty_like(x)
         call = ExpertsCall(
             self._linear_call(x, gate_up, middle, gated=0 if squares else _ACTIVATIONS[activation]),
             self._linear_call(x, down, hidden, gated=0),
             *(len(x), num_experts, ids.shape[1], hidden),
-            *(torch.get_num_threads(), x.stride(0), squares),
+            *(torch.get_num_threads(), x.stride(0), squares, share.rank, share.size),
             *(ids.data_ptr(), weights.data_ptr(), x.data_ptr()),
-            *(_address(base), _address(base_gate), out.data_ptr()),
+            *(_address(base), _address(base_gate), out.data_ptr(), _address(loads)),
         )
-        tensors = (x, ids, weights, *gate_up.tensors, *down.tensors, base, base_gate, out)
+        tensors = (x, ids, weights, *gate_up.tensors, *down.tensors, base, base_gate, out, loads)
         self._run(self._library.baton_experts, call, *tensors)
         return out
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.reference import count_loads
+from baton_kernels.routing import ALL_EXPERTS, ExpertShare
 from baton_kernels.row_tiles import RowTiles
 from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
@@ -37,6 +39,8 @@ def experts(
     biases: tuple[Tensor, Tensor] | None = None,
     activation: str = "silu",
     invariant: bool = False,
+    share: ExpertShare = ALL_EXPERTS,
+    loads: Tensor | None = None,
 ) -> Tensor:
     """Compute `baton_kernels.reference.experts` with Triton."""
     num_tokens, hidden = x.shape
@@ -48,7 +52,9 @@ def experts(
     # With `invariant`, all batches use one tile size, because others may add in another order.
     is_many = invariant or num_rows >= MANY_ROWS // 2 * num_experts
     tile_rows = MANY_ROWS if is_many else FEW_ROWS
-    tiles = RowTiles.of(ids, num_experts, tile_rows)
+    if loads is not None:
+        count_loads(ids, share, loads)
+    tiles = RowTiles.of(_own_numbers(ids, share, num_experts), num_experts, tile_rows)
     x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
     gate_up_bias, down_bias = biases or (None, None)
     middle = x.new_empty(num_rows, inner)
@@ -63,7 +69,8 @@ def experts(
         ),
         (num_experts, hidden, inner, top_k),
     )
-    results = x.new_empty(num_rows, hidden)
+    # other ranks' rows must be 0
+    results = x.new_zeros(num_rows, hidden) if share.size > 1 else x.new_empty(num_rows, hidden)
     _down_launcher(tile_rows)(
         (tiles.count, triton.cdiv(hidden, 64)),
         (
@@ -82,6 +89,13 @@ def experts(
         (hidden, top_k),
     )
     return out
+
+
+def _own_numbers(ids: Tensor, share: ExpertShare, num_experts: int) -> Tensor:
+    """Return each row's number among this rank's experts; ``num_experts``: another rank's."""
+    if share.size == 1:
+        return ids
+    return (ids // share.size).masked_fill(ids % share.size != share.rank, num_experts)
 
 
 @functools.cache

@@ -240,7 +240,10 @@ class _Variant:
 
 
 class _Numbers:
-    """Finds out which of a kernel's numbers Triton specializes on, for keys of variants."""
+    """Finds the integer arguments on which Triton specializes a kernel.
+
+    Their values are part of the key of a compiled kernel.
+    """
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:
         params = kernel.params[first : first + count]

@@ -39,8 +39,8 @@ from baton_kernels.triton.launch import Launcher
 # Maximum number of tokens of a tile, and of a batch for which a row's inputs are summed in several
 # parts.
 FEW_TOKENS = 64
-# Batches of at least so many tokens are computed with a weight that is first unpacked in memory, by
-# measured times and the memory that this takes.
+# Batches of at least this many tokens are computed with a weight that is first unpacked in memory.
+# The numbers follow from measured times, and from the memory that an unpacked weight takes.
 GROUPED_UNPACKED_FROM, FLOAT8_UNPACKED_FROM = 129, 513
 _ROUND_BLOCK = 1024
 WANTED_PROGRAMS = {4: 512, 8: 384}  # number of programs that fill a GPU, by bits of a code
@@ -364,8 +364,8 @@ def _bytes_fp16(less: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-# The base is 128 in bfloat16 and 1,024 in float16. A code stands for the number code, or (without
-# FROM_0) code - 8 for 4 bits and code - 128 for 8 bits.
+# The base is 128 in bfloat16 and 1,024 in float16. A code is unpacked to itself or, without
+# FROM_0, to the code minus 8 (4 bits) or minus 128 (8 bits).
 _BF16_4_FROM_0 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC300C300))
 _BF16_4 = tl.constexpr(_nibbles("bf16", 0x43004300, 0x3F803F80, 0xC308C308))
 _FP16_4_FROM_0 = tl.constexpr(_nibbles("f16", 0x64006400, 0x3C003C00, 0xE400E400))

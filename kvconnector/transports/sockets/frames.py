@@ -106,7 +106,7 @@ class Sink(Protocol):
         """Return the memory for the payload's next bytes; not empty until all have arrived."""
 
     def advance(self, num_bytes: int) -> None:
-        """Note that ``num_bytes`` bytes have been written to the start of `buffer`."""
+        """Record that the caller has written ``num_bytes`` bytes to the start of `buffer`."""
 
     def finish_payload(self) -> bool:
         """Finish a payload after its last byte; return whether its bytes were kept."""
@@ -171,7 +171,7 @@ class FrameReader:
         return self._part[self._num_filled :]
 
     def advance(self, num_bytes: int) -> Frame | None:
-        """Note that ``num_bytes`` bytes have been written to the start of `buffer`.
+        """Record that the caller has written ``num_bytes`` bytes to the start of `buffer`.
 
         Return a frame once it is complete.
 

@@ -39,7 +39,7 @@ def layer_types(keys: Keys, interval: int) -> list[str]:
     """Return each layer's type: attention in a sliding window, or full attention.
 
     Args:
-        keys: the file's metadata.
+        keys: metadata of the GGUF file.
         interval: without a pattern in the file, every ``interval``-th layer has full attention.
 
     Raises:
@@ -59,7 +59,7 @@ def kinds(keys: Keys, recurrent: str, names: tuple[str, str]) -> list[str]:
     """Return the name of each layer's kind: recurrent or other.
 
     Args:
-        keys: the file's metadata.
+        keys: metadata of the GGUF file.
         recurrent: name of a tensor that only recurrent layers have.
         names: name of the kind of recurrent layers, and of all other layers.
     """

@@ -34,8 +34,12 @@ class NodeCalls:
         return (await self._ask(node, request)).list_requests
 
     async def list_blocks(self, node: Node) -> admin_pb2.ListBlocksResponse:
+        return (await self.list_ledgers(node)).list_blocks
+
+    async def list_ledgers(self, node: Node) -> admin_pb2.NodeAdminResponse:
+        """Return ``list_blocks``, and ``encodings`` if the node has memory for encodings."""
         request = admin_pb2.NodeAdminRequest(list_blocks=admin_pb2.ListBlocksRequest())
-        return (await self._ask(node, request)).list_blocks
+        return await self._ask(node, request)
 
     async def flush_cache(self, node: Node) -> admin_pb2.FlushCacheResponse:
         request = admin_pb2.NodeAdminRequest(flush_cache=admin_pb2.FlushCacheRequest())

@@ -28,6 +28,7 @@ from router.api.admin.names import describe_name, describe_names, name_from_prot
 from router.api.admin.node_calls import NodeCalls
 from router.api.admin.request_stats import DEFAULT_WINDOW_S, window_stats
 from router.api.admin.views import (
+    audits_of,
     describe_decision,
     describe_lost,
     describe_node,
@@ -397,17 +398,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.AuditResponse:
         """Return which requests hold which KV blocks, on one node or all."""
 
-        async def ask(node: Node) -> admin_pb2.NodeAudit:
-            audit = admin_pb2.NodeAudit(node_name=node.name)
+        async def ask(node: Node) -> list[admin_pb2.NodeAudit]:
             try:
-                audit.ledger.CopyFrom(await _calls(context).list_blocks(node))
+                return audits_of(node.name, await _calls(context).list_ledgers(node))
             except BatonError as error:
-                audit.problem = str(error)
-            return audit
+                return [admin_pb2.NodeAudit(node_name=node.name, problem=str(error))]
 
-        return admin_pb2.AuditResponse(
-            nodes=await asyncio.gather(*map(ask, self._chosen(request.node)))
-        )
+        asked = await asyncio.gather(*map(ask, self._chosen(request.node)))
+        return admin_pb2.AuditResponse(nodes=[audit for audits in asked for audit in audits])
 
     async def FlushCache(  # gRPC prescribes this name
         self, request: admin_pb2.AdminFlushCacheRequest, context: Context

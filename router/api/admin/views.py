@@ -209,6 +209,7 @@ def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
                 prefill_node=candidate.prefill,
                 decode_node=candidate.decode,
                 cost=candidate.cost,
+                num_computed_tokens=candidate.num_computed_tokens,
                 terms=[
                     admin_pb2.CostTerm(name=name, value=value)
                     for name, value in candidate.terms.items()
@@ -234,3 +235,15 @@ def _describe_forecast(forecast: PrefillForecast) -> admin_pb2.PrefillForecast:
 
 def _percentiles(values: Percentiles) -> admin_pb2.Percentiles:
     return to_message(admin_pb2.Percentiles, values)
+
+
+def audits_of(node_name: str, answer: admin_pb2.NodeAdminResponse) -> list[admin_pb2.NodeAudit]:
+    """Return the audit of a node's KV blocks, and that of its memory for encodings if it has one.
+
+    Both memories count their blocks from 0.
+    """
+    audits = [admin_pb2.NodeAudit(node_name=node_name, ledger=answer.list_blocks)]
+    if answer.HasField("encodings"):
+        name = f"{node_name} (encodings)"
+        audits.append(admin_pb2.NodeAudit(node_name=name, ledger=answer.encodings))
+    return audits

@@ -36,8 +36,9 @@ class WeightsChanges:
         """Pass an operator's request to a node; return the state of its weights without waiting.
 
         Raises:
-            InvalidRequestError: the node refuses the change, or the node could not join this router
-                again, because two base models differ only in their weights.
+            InvalidRequestError: the node refuses the change, or this router serves two base models
+                that differ only in their weights. The router could then not tell to which of the
+                two the changed node belongs.
             NodeUnavailableError: the node does not answer.
         """
         if request.action == admin_pb2.WeightsAction.WEIGHTS_ACTION_USE:

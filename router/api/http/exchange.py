@@ -317,7 +317,7 @@ def check_num_returned(num_token_ids: int) -> None:
 
 
 async def read_body(request: web.Request, kind: type[T], options: HttpOptions) -> T:
-    """Return the request's fields; store what its model name maps to under `SERVED`.
+    """Return the request's fields; store the served name in the web request, under `SERVED`.
 
     Raises:
         InvalidRequestError: a field is wrong.

@@ -243,7 +243,7 @@ class Recovery:
             if self._suspicion is None:
                 pause_s = self._options.trial_pause_s
                 self._suspicion = Suspicion(suspects, self._call, pause_s)
-            self._suspicion.note_loss(attempt, losses, len(pool.nodes))
+            self._suspicion.note_loss(attempt, losses, pool.num_pair_nodes)
         elif self._suspicion is not None:
             self._suspicion.close()
 

@@ -67,7 +67,7 @@ class Suspicion:
         """Note that an attempt ended because its nodes were lost.
 
         Args:
-            num_nodes: number of joined nodes that are left.
+            num_nodes: number of joined prefill and decode nodes that are left.
         """
         suspects, now = self._suspects, self._suspects.clock()
         tried_on, num_tokens = self._tried_on, attempt.start_index + attempt.num_tokens

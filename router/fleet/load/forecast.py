@@ -59,7 +59,7 @@ class RatioCounts:
 
 @dataclass(slots=True)
 class ForecastCounts:
-    """Histograms that show how good one router's forecasts were, over all nodes.
+    """Histograms that show how good one router's forecasts were, over all nodes of one role.
 
     Attributes:
         compute: ratios for the time to compute a prompt.
@@ -75,3 +75,16 @@ class ForecastCounts:
         if wait_s is not None and compute_s is not None:
             self.compute.note(forecast.compute_s, compute_s)
             self.first_token.note(forecast.wait_s + forecast.compute_s, wait_s + compute_s)
+
+
+@dataclass(slots=True)
+class PlaceForecasts:
+    """Histograms of forecasts, by the place where prompts were computed.
+
+    Attributes:
+        pair: forecasts of prompts on prefill nodes.
+        alone: forecasts of prompts on decode nodes.
+    """
+
+    pair: ForecastCounts = field(default_factory=ForecastCounts)
+    alone: ForecastCounts = field(default_factory=ForecastCounts)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from baton.api.outputs import PrefillReceipt
 from baton.link.words import NodeBeat, NodeRegistration, NodeRole
-from router.fleet.load.forecast import ForecastCounts, PrefillForecast
+from router.fleet.load.forecast import PlaceForecasts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
 
@@ -34,6 +34,7 @@ STEPS_MEASURED_TOGETHER = 8
 _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
+_LEAST_RESIDENCE_S = 0.01
 # A profile gets one more point, for a prompt this many times as long as its largest step
 _LONG_PROMPT = 4
 # How many times longer a prompt takes while other requests decode on its node: the first assumed
@@ -65,7 +66,7 @@ class SharedRates:
     long_output_tokens: float = 200.0
     residence_s: float = 4.0
     kv_bytes_per_token: float = 0.0
-    forecasts: ForecastCounts = field(default_factory=ForecastCounts)
+    forecasts: PlaceForecasts = field(default_factory=PlaceForecasts)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +121,10 @@ class NodeLoad:
         num_placed_tokens: tokens of all requests that this router ever placed on the node, counted
             like ``num_open_tokens``.
         prefill: predicted seconds to compute a prompt, by its number of uncomputed tokens.
-        prefill_queue_s: predicted seconds to compute all open prompts, of all routers.
+        awaits_encodings: whether all open prompts wait for encodings from encode nodes, so that
+            the node has nothing to compute.
+        prefill_queue_s: predicted seconds to compute all open prompts of all routers that do not
+            wait for encodings.
         prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
             queue included: base + per token * uncomputed tokens. Larger if the weight is below 1.
         prefill_front_s: mean seconds per prompt in ``prefill_queue_s``: the assumed whole time of
@@ -138,6 +142,8 @@ class NodeLoad:
         num_free_tokens: number of tokens whose KV finds room once the KV of all placed requests has
             arrived; may be negative.
         num_room_tokens: tokens of the longest prompt whose KV finds room without waiting.
+        num_waiting_for_room: number of requests that wait for blocks or for a place in the batch,
+            as the node last reported; prompts that the node computes itself are left out.
         shared: measurements of all nodes of this router.
     """
 
@@ -171,6 +177,7 @@ class NodeLoad:
             shared_units=_SHARED_UNITS,
         )
         self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
+        self.awaits_encodings = False
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -178,8 +185,12 @@ class NodeLoad:
         self.step_units = 0.0
         self.step_base_s = self.step_s_per_unit = 0.0
         self.num_free_tokens = self.num_room_tokens = self.num_blocks * self.block_size
+        self.num_waiting_for_room = 0
         self._is_decode = registration.role is NodeRole.DECODE
         self._clock = clock
+        # Seconds of recent prompts on this decode node, which fade with time, and when they were
+        # last faded
+        self._prompts_s, self._prompts_at = 0.0, self.prefill_asked_at
         self.has_beat = False
         # Number of prompt tokens of this router's requests that are not computed
         self._num_uncomputed = 0
@@ -224,6 +235,9 @@ class NodeLoad:
             forecast = self._forecast(num_uncomputed, now, self.beside_factor if is_beside else 1.0)
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
+            if self._is_decode:
+                self._prompts_s = self._recent_prompts_s(now) + self.delay_s(num_uncomputed)
+                self._prompts_at = now
         self.num_open_requests += 1
         self.num_open_tokens += num_tokens
         self.num_placed_tokens += num_tokens
@@ -249,7 +263,8 @@ class NodeLoad:
         if forecast is not None:
             forecast.measured_compute_s = compute_s
             forecast.measured_wait_s = max(now - forecast.placed_at - compute_s, 0.0)
-            self.shared.forecasts.note(forecast)
+            forecasts = self.shared.forecasts
+            (forecasts.alone if self._is_decode else forecasts.pair).note(forecast)
 
     def note_computed(self, account: Account) -> None:
         """Take the prompt of an open request off the load, because it is computed."""
@@ -345,6 +360,11 @@ class NodeLoad:
         # from prompts with fewer cached tokens than expected.
         self._num_foreign = max(0, beat.num_uncomputed_tokens - self._num_uncomputed)
         self._note_foreign_units()
+        # A prompt that this node computes itself may wait for the prompts before it. Such a wait is
+        # part of `prefill_queue_s`, and is no sign that room is short.
+        num_prompts = self.num_uncomputed_requests + bool(self._num_foreign)
+        num_waiting = beat.num_waiting - beat.num_waiting_for_adapters
+        self.num_waiting_for_room = max(num_waiting - num_prompts, 0)
         self.prefill.refresh()
         self.step.refresh()
         self._derive()
@@ -429,23 +449,49 @@ class NodeLoad:
         """
         return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 
+    def delay_s(self, num_tokens: int) -> float:
+        """Return the seconds by which a prompt of this length delays the decodes on this node.
+
+        The fixed time of a prompt is left out: a decode step has a fixed time with and without
+        prompt tokens.
+        """
+        return self.prefill.per_unit * num_tokens / self._weight
+
+    def prompt_share(self, now: float, more_s: float) -> float:
+        """Return the share of an average answer's time that goes to prompts here, from 0 to 1.
+
+        Args:
+            more_s: seconds of a further prompt.
+        """
+        residence_s = max(self.shared.residence_s, _LEAST_RESIDENCE_S)
+        return min((self._recent_prompts_s(now) + more_s) / residence_s, 1.0)
+
+    def _recent_prompts_s(self, now: float) -> float:
+        """Return the seconds of prompts within about one average answer's time."""
+        if not self._prompts_s:
+            return 0.0
+        residence_s = max(self.shared.residence_s, _LEAST_RESIDENCE_S)
+        return self._prompts_s * math.exp(-max(now - self._prompts_at, 0.0) / residence_s)
+
     def _derive(self) -> None:
         """Compute the values that policies read: they are read more often than they change."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
-        self.prefill_queue_s = line.base * num_requests + line.per_unit * (
+        open_s = line.base * num_requests + line.per_unit * (
             self._num_uncomputed + self._num_foreign
         )
+        self.prefill_queue_s = open_s * (1 - self._share_without_encodings())
         self.prefill_base_s = (self.prefill_queue_s + line.base) / weight
         self.prefill_s_per_token = line.per_unit / weight
-        self.prefill_front_s = self.prefill_queue_s / max(num_requests, 1) / weight
+        front_s = min(open_s / max(num_requests, 1), self.prefill_queue_s)
+        self.prefill_front_s = front_s / weight
         if not self._is_decode:
             return
         self.num_batch = self.num_open_requests + self._num_foreign_requests
         num_free = (beat.num_free_blocks if self.has_beat else self.num_blocks) * self.block_size
         self.num_free_tokens = num_free - self.num_arriving_tokens
-        waits_for_room = beat.num_waiting > beat.num_waiting_for_adapters
-        self.num_room_tokens = 0 if waits_for_room else self.num_free_tokens - self.block_size
+        num_room_tokens = self.num_free_tokens - self.block_size
+        self.num_room_tokens = 0 if self.num_waiting_for_room else num_room_tokens
         num_own_tokens = self.num_arriving_tokens + self._num_decoding_tokens
         own_units = REQUEST_UNITS * self.num_open_requests + num_own_tokens
         self.step_units = own_units + self._foreign_units
@@ -454,6 +500,19 @@ class NodeLoad:
         # A slower step also delays the other requests, which have half of their steps left on
         # average.
         self.step_s_per_unit = step.per_unit * (1 + self.num_batch / 2 / weight)
+
+    def _share_without_encodings(self) -> float:
+        """Return which share of the open prompts waits for encodings; set `awaits_encodings`.
+
+        The node does not say which prompts wait, so each prompt counts as an average prompt.
+        """
+        beat = self.beat
+        if not beat.num_waiting_for_encodings:  # by far the most frequent case
+            self.awaits_encodings = False
+            return 0.0
+        num_prompts = max(self.num_uncomputed_requests, beat.num_waiting + beat.num_running)
+        self.awaits_encodings = beat.num_waiting_for_encodings >= num_prompts
+        return min(beat.num_waiting_for_encodings / max(num_prompts, 1), 1.0)
 
 
 def _profile(registration: NodeRegistration) -> tuple[Point, ...]:

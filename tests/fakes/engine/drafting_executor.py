@@ -120,6 +120,9 @@ class DraftingExecutor:
     def do_idle_work(self, num_used_blocks: int) -> bool:
         return self._executor.do_idle_work(num_used_blocks)
 
+    def expert_loads(self) -> tuple[float, float]:
+        return self._executor.expert_loads()
+
     def check_health(self) -> None:
         self._executor.check_health()
 

@@ -6,6 +6,7 @@ A prompt with such an image must be answered like the prompt with these tokens i
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from baton.api.errors import InvalidRequestError
@@ -37,6 +39,9 @@ class FakeProcessor:
         self._folder = folder
 
     def pixels(self, data: bytes) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        if data.startswith(b"\x89PNG"):  # a token per 64 pixels
+            width, height = Image.open(io.BytesIO(data)).size
+            return {"tokens": np.arange(width * height // 64)}
         match data:
             case b"die":
                 os._exit(1)

@@ -140,6 +140,11 @@ def _make_latents(folder: Path) -> Path:
     return save(make_hugging_face_model("DeepseekV3ForCausalLM", **shape), folder)
 
 
+def _make_experts(folder: Path) -> Path:
+    shape = {"num_experts": 5, "max_position_embeddings": 200, "initializer_range": 0.5}
+    return save(make_hugging_face_model("Qwen2MoeForCausalLM", **shape), folder)
+
+
 def _make_gguf(folder: Path) -> Path:
     shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     model = make_hugging_face_model("Qwen3ForCausalLM", **shape)
@@ -152,6 +157,15 @@ _FP8_KV: dict[str, Any] = {
     "token_bytes": DEMO_TOKEN_NUMBERS,
 }
 _BY_HEADS = ("--kv-layout", "heads")
+_EXPERTS: dict[str, Any] = {
+    "make": _make_experts,
+    "vocabulary": 61,
+    "longest": 100,
+    "chunk": 16,
+    "options": {"block_size": 4},
+    "node_args": ["--expert-parallel", "on"],
+    "token_bytes": 2 * 2 * 2 * 8 * FLOAT32_BYTES,
+}
 _FEW: dict[str, Any] = {"num_prompts": 4, "longest": 160}
 
 SPLIT_CASES = (
@@ -207,6 +221,14 @@ SPLIT_CASES = (
     SplitCase(name="4 ranks to 2", prefill=(4, 1), decode=(2, 1), is_lengthy=True, **_FEW),
     SplitCase(name="2 ranks to 2 stages", prefill=(2, 1), decode=(1, 2), is_lengthy=True, **_FEW),
     SplitCase(name="2 stages of 2 to 1", prefill=(2, 2), is_lengthy=True, **_FEW),
+    SplitCase(name="experts by rank, 1 to 2", decode=(2, 1), **_EXPERTS),
+    SplitCase(
+        name="experts by rank, 4 to 2 stages of 2",
+        prefill=(4, 1),
+        decode=(2, 2),
+        is_lengthy=True,
+        **_EXPERTS,
+    ),
     SplitCase(
         name="4 + 2 to 3 + 2 + 1 layers",
         prefill=(1, 2, "4,2"),

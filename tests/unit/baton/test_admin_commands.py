@@ -133,7 +133,7 @@ def test_explain_breaks_no_word_however_narrow_the_terminal_is(
     decision = admin_pb2.DecisionDescription(
         candidates=[
             admin_pb2.CandidateDescription(
-                prefill_node="p0", decode_node=f"d{i}", cost=100 + i,
+                prefill_node="p0", decode_node=f"d{i}", cost=100 + i, num_computed_tokens=77,
                 terms=[admin_pb2.CostTerm(name=name, value=198.7) for name in terms],
             )
             for i in range(2)
@@ -145,7 +145,7 @@ def test_explain_breaks_no_word_however_narrow_the_terminal_is(
     explain._print(decision, "now")
     words = set(re.findall(r"\w+", shown.getvalue()))
     assert {word for name in terms for word in name.removesuffix("_ms").split("_")} <= words
-    assert {"p0", "d0", "d1", "100", "101", "199"} <= words
+    assert {"p0", "d0", "d1", "77", "100", "101", "199"} <= words
     assert max(map(len, shown.getvalue().splitlines())) <= width
 
 

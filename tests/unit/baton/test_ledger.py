@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from baton.cli.app import app
 from baton.link import wire_ledger
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance, to_ranges
 from baton.v1 import admin_pb2, admin_pb2_grpc
+from router.api.admin.views import audits_of
 
 
 def hold(owner: BlockOwner, *block_ids: int) -> BlockHolding:
@@ -118,3 +120,21 @@ def test_audit_ends_with_1_when_a_node_or_the_router_cannot_be_asked(admin: Admi
     admin.address = "127.0.0.1:1"
     code, output = audit(admin)
     assert (code, "cannot be reached (is it up?)" in output) == (1, True)
+
+
+def test_the_memory_for_encodings_is_audited_beside_the_kv_blocks() -> None:
+    encodings = take(hold(BlockOwner.GRANT, 1, 2), ref_counts={1: 1, 2: 1, 5: 1})
+    ledger = dataclasses.replace(
+        take(hold(BlockOwner.REQUEST, 1), ref_counts={1: 1}), encodings=encodings
+    )
+    assert (ledger.num_orphans, ledger.num_overdrawn) == (1, 0)
+    merged = admin_pb2.NodeAdminResponse()
+    for part in wire_ledger.ledger_to_answers(ledger, 1):
+        merged.MergeFrom(part)
+    own, landing = audits_of("p0", merged)
+    assert (own.node_name, landing.node_name) == ("p0", "p0 (encodings)")
+    assert [one.owner for one in own.ledger.holdings] == ["request"]
+    assert [one.owner for one in landing.ledger.holdings] == ["grant"]
+    assert [(one.first_block_id, one.num_blocks) for one in landing.ledger.orphans] == [(5, 1)]
+    (alone,) = wire_ledger.ledger_to_answers(dataclasses.replace(ledger, encodings=None), 2**16)
+    assert [one.node_name for one in audits_of("p0", alone)] == ["p0"]

@@ -128,7 +128,12 @@ def test_a_node_takes_what_its_role_uses() -> None:
     prefill, decode = (
         {one.name: one for one in options_of(PROGRAMS.load(role))} for role in ("prefill", "decode")
     )
-    assert prefill.keys() - decode.keys() == {"push", "encode_nodes", "encode_timeout_s"}
+    assert prefill.keys() - decode.keys() == {
+        "push",
+        "encode_nodes",
+        "encode_timeout_s",
+        "fetch_timeout_s",
+    }
     assert decode.keys() - prefill.keys() == {
         "preemption", "adaptive_speculation", "max_receiving_requests", "max_receiving_tokens",
         "local_prefill_threshold",

@@ -30,6 +30,7 @@ from baton.link.words import (
     NodeBeat,
     NodeEvent,
     NodeRole,
+    PeerReport,
     PeerUpdate,
     PrefillCommand,
     RouterBeat,
@@ -367,3 +368,13 @@ async def test_messages_of_many_logprobs_are_made_beside_the_loop(
     assert await link._say(many) == [long]
     own = threading.get_ident()
     assert [thread == own for thread in threads] == [True, False, True]
+
+
+def test_an_encode_node_does_not_make_a_prefill_node_ready() -> None:
+    """`--ready-with-peer` waits for a decode node."""
+    links = Scene("127.0.0.1:1").links
+    links.emit(PeerReport("e", True, is_encode_node=True))
+    assert links.reached == set()
+    links.emit(PeerReport("d", True))
+    links.emit(PeerReport("d2", False))
+    assert links.reached == {"d"}

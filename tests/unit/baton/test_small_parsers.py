@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError
-from baton.deployment.local_deployment import divide_cores, num_ranks_of
+from baton.deployment.local_deployment import divide_cores, encode_args_of, num_ranks_of
 from baton.options import parse_bytes
 
 
@@ -105,3 +105,33 @@ def test_cores_are_divided_by_ranks_and_not_shared_while_there_are_enough(
 )
 def test_ranks_of_a_node_are_known_before_it_starts(arguments: list[str], num_ranks: int) -> None:
     assert num_ranks_of(arguments) == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], []),
+        (["--kv-cache-memory", "64M", "--kv-connector", "tls"], ["--kv-connector=tls"]),
+        (
+            [
+                "--kv-connector=tls",
+                "--dtype",
+                "float32",
+                "--push",
+                "chunks",
+                "--kv-connector",
+                "shm",
+            ],
+            ["--kv-connector=shm", "--dtype=float32"],
+        ),
+        (
+            ["--kv-digests", "--no-kv-digests", "--weights", "int8", "--revision", "b"],
+            ["--revision=b", "--no-kv-digests"],
+        ),
+        (["--dtype"], []),  # each prefill node says what is missing
+    ],
+)
+def test_encode_nodes_get_the_options_that_must_equal_those_of_prefill_nodes(
+    arguments: list[str], expected: list[str]
+) -> None:
+    assert encode_args_of(arguments) == expected

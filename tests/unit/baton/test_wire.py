@@ -180,6 +180,7 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         serving_state=st.sampled_from(link.ServingState),
         adapters=st.lists(texts, max_size=2).map(tuple),
         num_waiting_for_adapters=uint32,
+        num_waiting_for_encodings=uint32,
         adapter_load_s=seconds,
     ),
     st.builds(

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from baton.link.words import AbortAll, PeerReport, PeerUpdate
-from tests.fakes.handoff.encode_pair import TIMEOUT_S, EncodePair, encoding_of_file, rows_of
+from baton.telemetry.ledger import BlockOwner
+from tests.fakes.handoff.encode_pair import (
+    ROUND_S,
+    TIMEOUT_S,
+    EncodePair,
+    encoding_of_file,
+    rows_of,
+)
 from tests.fakes.images.fake_images import file_of, pixels_of, prompt_with
 
 CAT, DOG = file_of(range(20)), file_of(range(100, 110))
@@ -83,6 +90,42 @@ def test_an_image_that_cannot_be_encoded_is_left_to_the_prefill_node(
     assert pair.engine.prompts == [prompt]
     assert (waiting.num_received, waiting.num_lost) == (1, 1)
     assert list(prompt.received) == [images[1].span.digest]
+    assert waiting.lost_images == (0,)
+    pair.assert_at_rest()
+
+
+def test_a_refusal_that_overtakes_its_prompt_is_remembered(pair: EncodePair) -> None:
+    tokens, images = prompt_with([b"bad", DOG, [1]])
+    pair.order("r", images)
+    pair.run(1.0)
+    prompt, waiting = pair.expect("r", images, tokens)
+    assert waiting is not None
+    assert waiting.num_lost == 1
+    pair.run(0.5)
+    assert pair.engine.prompts == [prompt], "well before the time is up"
+    assert (waiting.num_received, waiting.num_lost) == (1, 1)
+    pair.assert_at_rest()
+
+
+def test_an_encode_node_is_told_at_once_that_nobody_expects_its_encoding() -> None:
+    pair = EncodePair()
+    pair.expect("r", IMAGES, TOKENS)  # the nodes are not connected yet
+    pair.meet()
+    pair.order("r", IMAGES)
+    pair.run(1.5)
+    pair.assert_at_rest()
+
+
+def test_an_attempt_that_has_ended_is_not_expected_again(pair: EncodePair) -> None:
+    pair.expect("r", IMAGES, TOKENS)
+    pair.order("r", IMAGES)
+    pair.run(0.1)
+    pair.cancel("r")
+    prompt, waiting = pair.expect("r", IMAGES, TOKENS)
+    assert waiting is not None
+    assert waiting.num_lost == 2
+    assert not prompt.awaits_encodings
+    pair.run(3.0)
     pair.assert_at_rest()
 
 
@@ -132,6 +175,65 @@ def test_a_cancelled_prompt_leaves_nothing(pair: EncodePair, when_s: float) -> N
     pair.order("r", IMAGES, epoch=2)
     pair.run()
     assert len(prompt.received) == 2
+    pair.assert_at_rest()
+
+
+def test_a_command_that_comes_twice_holds_nothing_twice(pair: EncodePair) -> None:
+    prompt, _ = pair.expect("r", IMAGES, TOKENS)
+    for _ in range(2):
+        pair.order("r", IMAGES)
+    pair.run(0.1)
+    pair.order("r", IMAGES)
+    pair.run(2.0)
+    assert len(prompt.received) == 2
+    pair.assert_at_rest()
+
+
+def test_an_encode_node_that_joins_again_is_used_again(pair: EncodePair) -> None:
+    for pause_s in (0.0, 1.0):
+        pair.arrivals.lose_peer(pair.e)
+        pair.node.submit(PeerUpdate(pair.p, removed=True))
+        pair.run(pause_s)
+        pair.meet()
+        pair.run(3.0)
+        prompt, _ = pair.expect(f"r{pause_s}", IMAGES, TOKENS)
+        pair.order(f"r{pause_s}", IMAGES)
+        pair.run(2.0)
+        assert len(prompt.received) == 2
+        pair.assert_at_rest()
+
+
+def test_prompts_hold_few_encodings_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = EncodePair(num_units=2)  # room for one encoding on its way
+    pair.meet()
+    monkeypatch.setattr("prefill_node.arrivals.MAX_RECEIVED_BYTES", 300)
+    tokens, images = prompt_with([CAT, [1]])  # 320 bytes
+    prompts = []
+    for number in range(3):
+        prompts.append(pair.expect(f"r{number}", images, tokens)[0])
+        pair.order(f"r{number}", images)
+    for number in range(3):
+        pair.run(0.5)
+        assert [bool(one.received) for one in prompts] == [one == number for one in range(3)]
+        prompts[number].remove_user("")  # the prompt is computed
+    pair.assert_at_rest()
+
+
+def test_granted_and_quarantined_units_have_owners(pair: EncodePair) -> None:
+    pair.expect("r#1", IMAGES, TOKENS)
+    pair.order("r#1", IMAGES)
+    while not (granted := pair.arrivals.ledger().holdings):
+        pair.run(ROUND_S)
+    assert {(one.owner, one.request_id) for one in granted} == {(BlockOwner.GRANT, "r#1")}
+    pair.stopped.add("e")
+    pair.cancel("r#1")
+    held = pair.arrivals.ledger()
+    assert {(one.owner, one.request_id) for one in held.holdings} == {
+        (BlockOwner.QUARANTINE, "r#1")
+    }
+    assert (held.num_orphans, held.num_overdrawn) == (0, 0)
+    pair.stopped.clear()
+    pair.run(2.0)
     pair.assert_at_rest()
 
 

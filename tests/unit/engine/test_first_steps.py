@@ -13,7 +13,7 @@ from baton.link.words import NodeRole
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import PendingStep
 from node_runtime.node_engine import LoadedEngine, load_engine
-from node_runtime.threads import ENGINE_THREAD, NodeThreads
+from node_runtime.threads import ENGINE_THREAD, ConnectorEnds, NodeThreads
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 
@@ -62,7 +62,7 @@ def deaths() -> list[Exception]:
 
 @pytest.fixture
 def node(loaded: LoadedEngine, deaths: list[Exception]) -> Iterator[NodeThreads]:
-    made = cast("Any", (NoNode(), NoEnd(), None))
+    made = cast("Any", (NoNode(), ConnectorEnds(cast("Any", NoEnd()))))
     node = NodeThreads(
         "d0", NodeRole.DECODE, loaded, lambda wake: made, lambda event: None, deaths.append
     )

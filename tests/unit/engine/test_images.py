@@ -146,6 +146,8 @@ def test_the_encoding_of_another_node_takes_the_place_of_pixels(budget: int) -> 
     assert encoder.num_encoded == 1
     metrics = engine.metrics()
     assert (metrics.images_encoded_total, metrics.encodings_received_total) == (1, 1)
+    assert (request.num_images_encoded, request.num_encodings_cached) == (1, 0)
+    assert request.encoder_s == metrics.encoder_seconds_total > 0
     engine.close()
 
 
@@ -161,10 +163,13 @@ def test_other_images_hit_nothing(engine: Engine) -> None:
 def test_an_image_in_many_prompts_is_encoded_once(engine: Engine) -> None:
     encoder = encoder_of(engine)
     prompts = [[[index] * 5, A, [index] * 3] for index in range(20, 28)]
-    outputs = run(engine, *(request_of(str(i), prompt) for i, prompt in enumerate(prompts)))
+    requests = [request_of(str(i), prompt) for i, prompt in enumerate(prompts)]
+    outputs = run(engine, *requests)
     assert list(outputs.values()) == [expected(prompt) for prompt in prompts]
     assert encoder.num_encoded == 1
     assert engine.metrics().encoder_cache_hits_total == 7
+    assert [request.num_images_encoded for request in requests] == [1, *[0] * 7]
+    assert [request.num_encodings_cached for request in requests] == [0, *[1] * 7]
 
 
 def test_encodings_leave_for_others_and_are_made_again() -> None:

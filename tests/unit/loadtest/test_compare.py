@@ -15,6 +15,7 @@ from baton.api.errors import ConfigError
 from loadtest.compare import Comparison, Trial, _in_turn
 from loadtest.drills.site import UpOptions
 from loadtest.load.generate import Lengths
+from loadtest.load.images import ImageLoad
 from loadtest.load.shapes import Deployment
 from loadtest.options import chosen_cores
 from loadtest.page.page import render_figures, render_page
@@ -26,7 +27,7 @@ from loadtest.report.report_compare import (
     trial_line,
     verdict_lines,
 )
-from loadtest.report.verdict import judge_comparison, values_of
+from loadtest.report.verdict import judge_comparison, judge_encoding, values_of
 from loadtest.slo import Slo
 from tests.fakes.outside.load_targets import Answer, ScriptedTarget, run_virtually
 from tests.unit.loadtest.test_page import assert_numbers_are_those_of
@@ -63,7 +64,7 @@ def trials_of(comparison: Comparison, traits: dict[str, Trait], repeats: int = 3
                 gaps = [gap_s * (10 if chance.random() < share else 1) for _ in range(length - 1)]  # noqa: B023
                 return Answer(frames=((ttft_s, 1), *((gap, 1) for gap in gaps)))  # noqa: B023
 
-            plan = dataclasses.replace(PLAN, round=repeat)
+            plan = dataclasses.replace(comparison.plan, round=repeat)
             result = run_virtually(plan, ScriptedTarget(script))
             trials.append(Trial(deployment=shape, repeat=repeat, result=result))
     return trials
@@ -208,3 +209,27 @@ def test_cores() -> None:
     for wrong in ("x", "0-", "99999", "-1", ","):
         with pytest.raises(ConfigError, match="cores: must be like"):
             chosen_cores(wrong)
+
+
+def test_encode_nodes_pay_if_goodput_is_higher_with_them() -> None:
+    shapes = tuple(map(Deployment.parse, ("1:1", "1:1+encode:2")))
+    images = ImageLoad(counts=Lengths(1), sizes=((8, 8),), share=0.5, repeats=0.0)
+    with pytest.raises(ConfigError, match="images: must be given"):
+        compared(shapes)
+    comparison = compared(shapes, plan=dataclasses.replace(PLAN, images=images))
+    assert [one.num_encode for one in map(comparison.up_options, shapes)] == [0, 2]
+    trials = trials_of(comparison, {"1:1": (0.3, 0.02, 0.2), "1:1+encode:2": (0.2, 0.02, 0.0)})
+    verdict = judge_encoding(shapes, values_of(shapes, trials))
+    assert verdict is not None
+    assert (verdict.answer, verdict.with_encode, verdict.without) == ("pay", "1:1+encode:2", "1:1")
+    assert verdict.ratios["itl_text_p99_s"] == pytest.approx(0.1, rel=0.1)
+    document = plain(comparison_to_json(comparison, trials, {"url": "", "model": ""}))
+    assert_numbers_are_those_of(document, render_page(document))
+    assert document["verdict"] is None
+    lines = document["verdict_text"]
+    assert lines[0].startswith("encode nodes pay: 1:1+encode:2 beats 1:1 by +")
+    assert any(line.startswith("ITL p99 of text requests: 0.1") for line in lines)
+    reverse = {"1:1": (0.2, 0.02, 0.0), "1:1+encode:2": (0.3, 0.02, 0.2)}
+    worse = judge_encoding(shapes, values_of(shapes, trials_of(comparison, reverse)))
+    assert worse is not None
+    assert worse.answer == "do not pay"

@@ -20,13 +20,22 @@ NEVER = ["nan", "inf", "-inf", "-1", "1e300", HUGE, "", "x", "0x10"]
 TEXTS = {
     "input-tokens": ["0", "uniform:5-1", "lognormal:nan,1", "lognormal:5,inf", f"fixed:{HUGE}"],
     "output-tokens": ["-1", "nan", "uniform:1-", "gamma:1"],
+    "images": ["0", "65", "nan", HUGE, "lognormal:2,1", "uniform:2-1"],
+    "image-size": ["0x1", "8", HUGE, "8x8x8"],
     "turns": ["0", "nan", "lognormal:1e300,1"],
     "slo": ["ttft=0", "ttft=nan", "ttft=inf", "ttft=-1", "ttft=1,ttft=1", f"ttft={HUGE}", "x=1"],
     "sweep": ["rate=", "rate=0", "rate=nan,1", "rate=1e300", "concurrency=0.5", "concurrency=1e8"],
     "fault": ["kill p0 @nans", f"kill p0 @{HUGE}s", "drop 200% of pushes @1-2s", "stop d0 @5-1s"],
     "pid": ["p0=x", "p0=-1", "p0=4294967297", f"p0={HUGE}", "p0"],
     "cores": ["0-99999999999", "-1", "nan", HUGE, "5-1", "0,,99999"],
-    "deployments": ["colocated:0", f"colocated:{HUGE}", "0:1", f"1:{HUGE}", "nan:1"],
+    "deployments": [
+        "colocated:0",
+        f"colocated:{HUGE}",
+        "0:1",
+        f"1:{HUGE}",
+        "nan:1",
+        "1:1+encode:0",
+    ],
     "log-level": ["loud", "-1"],
 }
 COMMANDS = {
@@ -39,6 +48,9 @@ BESIDE = {
     "burstiness": ["--arrivals", "gamma"],
     "prefix-groups": ["--prefix-tokens", "1"],
     "prefix-tokens": ["--prefix-groups", "1"],
+    "image-size": ["--images", "1"],
+    "image-share": ["--images", "1"],
+    "image-repeats": ["--images", "1"],
 }
 INSTEAD = {
     "concurrency": ["--concurrency", "1"],

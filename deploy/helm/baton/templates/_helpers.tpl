@@ -18,14 +18,27 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end -}}
 
+{{/* Roles of nodes that the chart makes, as words. */}}
+{{- define "baton.roles" -}}
+prefill decode{{ if include "baton.encodes" . }} encode{{ end }}
+{{- end -}}
+
+{{/* Not empty if there are encode nodes. */}}
+{{- define "baton.encodes" -}}
+{{- if or (gt (.Values.encode.replicas | int) 0) .Values.autoscaling.encode.enabled }}yes{{ end -}}
+{{- end -}}
+
 {{/* One for nodes of both roles: whatever makes the pods of one role anew is a revision of both. */}}
 {{- define "baton.revision" -}}
 {{- if .Values.revision -}}
 {{ .Values.revision }}
 {{- else -}}
-{{- $values := dict "image" .Values.images.node "app" .Chart.AppVersion "model" .Values.model "config" .Values.config "tls" .Values.tls.source "kv" .Values.kv -}}
+{{- $values := dict "image" .Values.images.node "app" .Chart.AppVersion "model" .Values.model "config" (omit .Values.config "encode") "tls" .Values.tls.source "kv" (omit .Values.kv "encodingsPort") -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $_ := set $values $role (omit (index $.Values $role) "replicas" "maxSurge" "maxUnavailable") -}}
+{{- end -}}
+{{- if include "baton.encodes" . -}}
+{{- $_ := set $values "encodingsPort" .Values.kv.encodingsPort -}}
 {{- end -}}
 {{ $values | toJson | sha256sum | trunc 12 }}
 {{- end -}}

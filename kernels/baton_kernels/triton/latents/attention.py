@@ -80,7 +80,7 @@ class LatentShape:
 
     @property
     def num_warps(self) -> int:
-        """Number of warps; with 8, the sums of 16 heads of rank 512 fill 32 registers."""
+        """Number of warps; with 8, sums of 16 heads of rank 512 take 32 registers per thread."""
         return 8 if self.rank > 128 else 4
 
     @property

@@ -24,8 +24,8 @@ from baton_kernels.triton.aot import AotCase
 from baton_kernels.triton.launch import Launcher
 from baton_kernels.triton.sampling.kernels import choose_kernel, partials_kernel, search_kernel
 
-# Number of tokens in a part, which a program of the first kernel reads, and in a group, whose
-# logits the second kernel reads or skips together.
+# Number of tokens in a part and in a group: one program of the first kernel reads a part, and the
+# second kernel reads or skips the logits of a group together.
 PART, GROUP = 2048, 64
 # Maximum number of candidates that the second kernel can hold, and its k for rows without top-k.
 MOST, DEFAULT_K = 1024, 256

@@ -120,14 +120,16 @@ def test_forecasts_of_prompts_are_counted_by_how_near_they_were() -> None:
     pool = make_pool()
     for compute_s, wait_s in ((0.09, 0.05), (0.3, 0.1)):
         forecast = PrefillForecast(10, 0.0, 0.1, 0.0, wait_s, compute_s)
-        pool.forecasts.note(forecast)
+        pool.forecasts.alone.note(forecast)
     found = values(RouterMetrics(pool))
     name = "prefill_forecast_ratio"
-    assert found[f'{name}_count{{of="compute"}}'] == 2
-    assert found[f'{name}_sum{{of="compute"}}'] == pytest.approx(0.1 / 0.09 + 0.1 / 0.3)
-    assert found[f'{name}_bucket{{le="0.5",of="compute"}}'] == 1
-    assert found[f'{name}_bucket{{le="0.5",of="first_token"}}'] == 1
-    assert found[f'{name}_bucket{{le="0.8",of="first_token"}}'] == 2
+    assert found[f'{name}_count{{of="compute",place="alone"}}'] == 2
+    assert found[f'{name}_count{{of="compute",place="pair"}}'] == 0
+    total = found[f'{name}_sum{{of="compute",place="alone"}}']
+    assert total == pytest.approx(0.1 / 0.09 + 0.1 / 0.3)
+    assert found[f'{name}_bucket{{le="0.5",of="compute",place="alone"}}'] == 1
+    assert found[f'{name}_bucket{{le="0.5",of="first_token",place="alone"}}'] == 1
+    assert found[f'{name}_bucket{{le="0.8",of="first_token",place="alone"}}'] == 2
 
 
 def test_pairs_that_are_down_are_counted_whichever_end_says_so() -> None:

@@ -116,8 +116,60 @@ def test_local_only_where_it_is_clearly_better() -> None:
         open_prompt(book["p0"], 8000)
     assert names(Cost().pick(query_of(), fleet)) == ("", "d0")
     for _ in range(20):
-        book["d0"].note_opened(400, num_arriving=100)  # who would all stand still
+        book["d0"].note_opened(400, num_arriving=100)
+    assert names(Cost().pick(query_of(), fleet)) == ("", "d0")  # one prompt delays them little
+    for _ in range(3):  # prompts took a fifth of the time of the answers
+        book["d0"].note_closed(book["d0"].note_opened(4000, num_uncomputed=4000))
     assert names(Cost().pick(query_of(), fleet)) == ("p0", "d0")
+
+
+CPU = (StepTime(1, 0.009), StepTime(512, 0.405))
+
+
+def test_a_turn_goes_to_the_decode_node_that_has_the_answers_beside_running_decodes() -> None:
+    """Each turn has 100 new tokens, and the prefill node lacks the 160 tokens of an answer."""
+    book = FleetBook(1, 1, CPU)
+    fleet = book.fleet(may_self_prefill=True)
+    turn = query_of(900, {"p0-0": 635, "d0-0": 795})
+    for _ in range(5):
+        book["d0"].note_opened(1000, num_arriving=800)
+    assert names(Cost().pick(turn, fleet)) == ("", "d0")
+    assert names(Cost().pick(query_of(900), fleet)) == ("p0", "d0")  # a long prompt
+    for _ in range(12):  # more and more chats
+        book["d0"].note_closed(book["d0"].note_opened(105, num_uncomputed=105))
+    assert names(Cost().pick(turn, fleet)) == ("p0", "d0")
+    book.now = 20.0
+    turn = dataclasses.replace(turn, now=20.0)
+    assert names(Cost().pick(turn, fleet)) == ("", "d0")
+
+
+def test_a_prompt_delays_decodes_by_its_tokens_and_not_by_the_fixed_time_of_a_step() -> None:
+    book = FleetBook(1, 1, CPU)
+    for _ in range(4):
+        book["d0"].note_opened(1000, num_arriving=800)
+    line, residence_s = book["d0"].prefill, book.shared.residence_s
+    delay_s = 200 * line.per_unit
+    harm = (delay_s / residence_s / 0.2) ** 2
+    for num_missing, expected_s in ((200, harm * delay_s * 4), (4000, 4000 * line.per_unit * 4)):
+        query = query_of(4000, {"d0-0": 4000 - num_missing})
+        places = Cost().explain(query, book.fleet(may_self_prefill=True))
+        [alone] = [place for place in places if not place.prefill]
+        assert alone.terms["stall_ms"] == pytest.approx(1e3 * expected_s)
+
+
+def test_a_prompt_that_waits_for_another_prompt_on_d_is_no_lack_of_room() -> None:
+    book = FleetBook(1, 1)
+    d0 = book["d0"]
+    accounts = [d0.note_opened(300, num_uncomputed=100, num_arriving=200) for _ in range(2)]
+    d0.note_beat(NodeBeat(num_waiting=1, num_running=1, num_free_blocks=19_000))
+    for account in accounts:
+        d0.note_begun(account)
+    places = Cost().explain(query_of(200), book.fleet(may_self_prefill=True))
+    waits = ("local_queue_ms", "exposed_transfer_ms")
+    assert max(place.terms.get(wait, 0.0) for place in places for wait in waits) < 10
+    d0.note_beat(NodeBeat(num_waiting=1, num_running=1, num_free_blocks=19_000))
+    places = Cost().explain(query_of(200), book.fleet(may_self_prefill=True))
+    assert all(place.cost > 1e3 * book.shared.residence_s for place in places)
 
 
 def test_an_idle_decode_node_gets_no_prompt_because_nobody_measured_it() -> None:

@@ -5,6 +5,7 @@ Four kinds of load on two kinds of machine, on virtual time; a cold prefill node
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 import pytest
@@ -55,6 +56,12 @@ def test_turn_4_of_a_chat_goes_where_it_is_cheapest(machine: str) -> None:
     # On a CPU the decode node has the answers in its cache, and what is left is worth a second
     # node's help only where many tokens are.
     assert statistics.fmean(one.is_alone for one in fourth) >= (0.9 if machine == "cpu" else 0.0)
+
+
+def test_turns_of_six_chats_stay_where_the_answers_are_cached() -> None:
+    chats = dataclasses.replace(MACHINES["cpu"], num_chats=6, pause_s=2.0)
+    placed = [one for one in learnt(play("chat", chats, num_requests=48)) if one.turn >= 4]
+    assert statistics.fmean(one.is_alone for one in placed) >= 0.8
 
 
 def test_no_node_is_starved_by_its_cold_first_prompt() -> None:

@@ -120,6 +120,18 @@ def test_a_node_whose_encodings_do_not_come_gets_none_for_a_while(fleet: Fleet) 
     assert fleet.where(image("bird"), prefill=1) == ["e0"]
 
 
+def test_only_the_node_whose_encoding_was_lost_gets_none_for_a_while(fleet: Fleet) -> None:
+    images = [image("cat"), image("dog", 64)]
+    plan = fleet.plan(*images)
+    assert plan is not None
+    assert [name[:2] for name in plan.engine_ids] == ["e0", "e1"]
+    lost = dataclasses.replace(PREFILL_RECEIPT, num_encodings_lost=1, lost_images=(1, 99))
+    fleet.pool.encode_places.note_computed(plan, images, lost)
+    others = [image(str(number), 64 * number) for number in range(2)]
+    assert fleet.where(*others, prefill=1) == ["e0", "e0"]
+    assert fleet.where(image("cat"), prefill=1) == ["e0"], "the encoding of e0 is kept"
+
+
 def test_an_image_that_no_encode_node_can_keep_stays_on_the_prefill_node(fleet: Fleet) -> None:
     assert fleet.where(image("wall", num_tokens=2000)) == [""]
 

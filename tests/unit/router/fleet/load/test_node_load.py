@@ -157,7 +157,7 @@ def test_a_forecast_has_the_wait_and_the_prompt_beside_what_they_took(book: Flee
     assert forecasts[0].measured_compute_s == pytest.approx(0.1)
     assert forecasts[1].measured_wait_s == pytest.approx(0.06)
     assert forecasts[1].measured_compute_s == pytest.approx(0.1)
-    assert sum(book.shared.forecasts.first_token.counts) == 2
+    assert sum(book.shared.forecasts.pair.first_token.counts) == 2
 
 
 def test_a_prompt_on_a_decode_node_has_a_forecast_and_one_that_arrives_has_none(
@@ -171,6 +171,8 @@ def test_a_prompt_on_a_decode_node_has_a_forecast_and_one_that_arrives_has_none(
     book.now = 0.03
     load.note_begun(account)
     assert forecast.measured_compute_s == pytest.approx(0.03)
+    forecasts = book.shared.forecasts
+    assert (sum(forecasts.alone.compute.counts), sum(forecasts.pair.compute.counts)) == (1, 0)
 
 
 @pytest.mark.parametrize("own_s", [0.012, math.inf])

@@ -1,0 +1,1 @@
+"""Cached prefixes that nodes send to each other: the end that holds them, and the end that asks."""

@@ -1,0 +1,182 @@
+"""Shares: cached prefixes that this node sends to prefill nodes.
+
+    ShareCommand -> blocks found and held -> Start -> (granted) written -> Commit -> released
+                        `---- nothing is cached: a transfer that fails at once ------^
+
+A block that is being sent has a reference, so that the prefix cache cannot evict the block. The
+prefill node ends a transfer that no prompt of it needs: other prompts may wait for the same prefix.
+Refuses to know: who computes the rest of the prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.kv.block_hash import extra_keys_of
+from baton.kv.prefixes import fetch_end, transfer_name
+from baton.link.words import AbortAll, ShareCommand
+from baton.telemetry.ledger import BlockHolding, BlockOwner
+from engine.engine import Engine
+from kvconnector.base import (
+    BlockPush,
+    HandoffRecord,
+    TransferEvent,
+    TransferEventKind,
+    TransferKey,
+    TransferOutcome,
+)
+from kvconnector.ends import Sender
+from kvconnector.peer_info import PeerInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Share:
+    """A prefix that is being sent.
+
+    Attributes:
+        block_ids: this node's blocks with the prefix; empty: nothing is cached.
+        is_ending: whether this node has asked its sender to end the transfer.
+    """
+
+    command: ShareCommand
+    received_at: float
+    block_ids: tuple[int, ...]
+    is_ending: bool = False
+
+
+class Shares:
+    """The cached prefixes that one node sends. Used on the node's thread.
+
+    Args:
+        engine: owner of the blocks.
+        sender: sends blocks to prefill nodes.
+        clock: returns seconds, never going back.
+
+    Attributes:
+        num_tokens_total: tokens of the prefixes that were sent whole since the start.
+        ended: ended transfers since the start, by outcome.
+    """
+
+    def __init__(
+        self, engine: Engine, sender: Sender, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine, self._sender, self._clock = engine, sender, clock
+        self._block_size = engine.kv_memory.spec.block_size
+        self._open: dict[TransferKey, _Share] = {}
+        self.num_tokens_total = 0
+        self.ended: Counter[TransferOutcome] = Counter()
+
+    # ------------------------------------------------------------------ peers
+
+    def add_peer(self, peer: PeerInfo) -> None:
+        """Connect to a prefill node's end for prefixes."""
+        self._sender.connect(peer)
+
+    def lose_peer(self, engine_id: str) -> None:
+        """Disconnect a departed prefill node; its transfers fail."""
+        self._sender.disconnect(fetch_end(engine_id))
+
+    # ------------------------------------------------------------------ commands
+
+    def start(self, command: ShareCommand, received_at: float) -> None:
+        """Send the longest cached part of a prefix; do nothing if the command came twice."""
+        key = transfer_name(command.request_id), command.epoch
+        if key in self._open:
+            return
+        block_ids, last_hash = self._engine.kv_cache_manager.find_prefix(
+            command.prompt_token_ids,
+            extra_keys_of(command.cache_salt, command.adapter),
+            [image.span for image in command.images],
+        )
+        self._engine.block_pool.touch(block_ids)
+        self._open[key] = _Share(command, received_at, tuple(block_ids))
+        num_tokens = len(block_ids) * self._block_size
+        self._sender.start(
+            *key,
+            fetch_end(command.prefill_engine_id),
+            num_tokens=num_tokens,
+            num_blocks=len(block_ids),
+        )
+        if not block_ids:
+            self._end(key, "nothing is cached")
+            return
+        record = HandoffRecord(num_tokens=num_tokens, token_id=0, prefix=last_hash.hex())
+        self._sender.push(
+            BlockPush(
+                request_id=key[0],
+                epoch=key[1],
+                first_block=0,
+                block_ids=tuple(block_ids),
+                num_tokens=num_tokens,
+                record=record,
+            )
+        )
+
+    def abort(self, abort: AbortAll) -> None:
+        """Stop sending the prefixes that the abort concerns."""
+        for key, share in list(self._open.items()):
+            if abort.concerns(share.command.request_id):
+                self._end(key, "its router is gone")
+
+    def _end(self, key: TransferKey, reason: str) -> None:
+        """Ask the sender to end a transfer; `step` releases the blocks once no write runs."""
+        self._open[key].is_ending = True
+        self._sender.abort(*key, reason)
+
+    def step(self) -> list[TransferEvent]:
+        """Release the blocks of ended transfers; return the events that concern peers."""
+        of_peers = []
+        for event in self._sender.poll():
+            if event.kind in (TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED):
+                of_peers.append(event)
+            else:
+                self._settle(event)
+        self._expire()
+        return of_peers
+
+    def _settle(self, event: TransferEvent) -> None:
+        share = self._open.pop((event.request_id, event.epoch), None)
+        if share is None:
+            return
+        self._engine.block_pool.release(reversed(share.block_ids))
+        self.ended[event.outcome] += 1
+        if event.kind is TransferEventKind.COMMITTED:
+            self.num_tokens_total += len(share.block_ids) * self._block_size
+        elif event.reason:
+            logger.debug("a prefix was not sent to %s: %s", event.engine_id, event.reason)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for key, share in self._open.items():
+            if not share.is_ending and now - share.received_at > share.command.timeout_s:
+                self._end(key, "deadline passed")
+
+    # ------------------------------------------------------------------ what operators see
+
+    @property
+    def num_transfers(self) -> int:
+        """Number of prefixes that are being sent."""
+        return len(self._open)
+
+    def held(self) -> list[BlockHolding]:
+        """Return the blocks that are being sent, for the ledger."""
+        now = self._clock()
+        return [
+            BlockHolding(
+                owner=BlockOwner.DRAINING if share.is_ending else BlockOwner.PUSH,
+                block_ids=share.block_ids,
+                request_id=key[0],
+                epoch=key[1],
+                state="SHARING",
+                peer=share.command.prefill_engine_id,
+                age_s=now - share.received_at,
+            )
+            for key, share in self._open.items()
+            if share.block_ids
+        ]

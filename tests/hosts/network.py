@@ -1,0 +1,295 @@
+"""Hosts on one machine: each has its own network, process ids, IPC, host name and /etc/hosts.
+
+Each host has one interface, ``eth0``, and a link to a router in between, which belongs to no host.
+The router in between can drop what one host sends to another, silently and in one direction only.
+Links have rates in both directions. Needs Linux, root and iproute2. A host ends with the process
+that made it, even at kill -9, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+ROOT = Path(__file__).parents[2]
+Family = Literal["ipv4", "ipv6"]
+BOTH: tuple[Family, ...] = ("ipv4", "ipv6")
+_NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
+_MIDDLE = "between"  # the router that joins the hosts
+_FLAGS: Mapping[Family, str] = {"ipv4": "-4", "ipv6": "-6"}
+_CLONE_NEWNET = 0x40000000
+# A bucket must hold what arrives between two ticks of the kernel's clock.
+_BUCKET_S, _MIN_BUCKET_BYTES = 0.002, 2**17
+_QUEUE = "50ms"
+
+
+@functools.cache
+def why_no_hosts() -> str:
+    """Return why this machine lets us make no hosts; empty if it does."""
+    missing = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing:
+        return f"hosts need {', '.join(missing)} (packages iproute2 and util-linux)"
+    if os.geteuid() != 0:
+        return "hosts need root, to make network namespaces"
+    try:
+        with Network(["a"]) as network:
+            network.limit("a", 10**9)
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or b""
+        return f"hosts cannot be made here: {error} {output.decode(errors='replace')}".strip()
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A change of the network.
+
+    Attributes:
+        at_s: seconds since the network was made.
+    """
+
+    at_s: float
+    text: str
+
+
+@dataclass(slots=True)
+class Host:
+    """One host.
+
+    Attributes:
+        pid: its process 1, as this process sees it.
+        addresses: its address in each family.
+    """
+
+    name: str
+    number: int
+    pid: int
+    addresses: dict[Family, str]
+    holder: subprocess.Popen[bytes]
+    names_file: Path
+    extra_names: dict[str, list[str]] = field(default_factory=dict)
+
+    def command(self, *words: object) -> list[str]:
+        """Return a command line that runs a program on this host."""
+        return ["nsenter", "--target", str(self.pid), "--all", "--wd", *map(str, words)]
+
+    def run(self, *words: object) -> None:
+        """Run a short command in this host's network; raise CalledProcessError if it fails."""
+        command = ["nsenter", "--target", str(self.pid), "--net", *map(str, words)]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+class Network:
+    """Hosts by name, as a context manager that ends them.
+
+    Args:
+        names: names of the hosts; names are resolved on all hosts.
+        families: IP versions that hosts have addresses of.
+
+    Attributes:
+        events: changes of the network so far, in order.
+    """
+
+    def __init__(self, names: Sequence[str], families: Sequence[Family] = BOTH) -> None:
+        self.families = tuple(families)
+        self.events: list[Event] = []
+        self.hosts: dict[str, Host] = {}
+        self._names = list(names)
+        self._begin = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-hosts-")
+
+    def __enter__(self) -> Self:
+        try:
+            self._middle = self._start(_MIDDLE, 0)
+            self._middle.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+            self._middle.run(
+                "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1",
+                "net.ipv6.conf.all.keep_addr_on_down=1",
+            )  # fmt: skip
+            for number, name in enumerate(self._names, 1):
+                self.hosts[name] = self._start(name, number)
+            for host in self.hosts.values():
+                self._plug_in(host)
+            self.write_names()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes of all hosts, and remove the network."""
+        holders = [host.holder for host in self.hosts.values()]
+        if hasattr(self, "_middle"):
+            holders.append(self._middle.holder)
+        for holder in holders:
+            holder.kill()  # its child, process 1 of the host, gets SIGKILL from the kernel
+        for holder in holders:
+            holder.wait()
+            for pipe in (holder.stdin, holder.stdout, holder.stderr):
+                if pipe is not None:
+                    pipe.close()
+        self._folder.cleanup()
+
+    # ------------------------------------------------------------------ addresses
+
+    def address(self, name: str) -> str:
+        """Return a host's address in the network's first family."""
+        return self.hosts[name].addresses[self.families[0]]
+
+    def at(self, name: str, port: int) -> str:
+        """Return "host:port" with a host's address; IPv6 addresses are in brackets."""
+        address = self.address(name)
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+    def command(self, host: str, *words: object) -> list[str]:
+        """Return a command line that runs a program on a host."""
+        return self.hosts[host].command(*words)
+
+    def name_addresses(self, name: str, addresses: Sequence[str], on: Sequence[str] = ()) -> None:
+        """Let a name stand for these addresses, in order, on some hosts; by default on all."""
+        self._note(f"the name {name} stands for {', '.join(addresses)}")
+        for host in on or self.hosts:
+            self.hosts[host].extra_names[name] = list(addresses)
+        self.write_names()
+
+    def write_names(self) -> None:
+        """Write each host's /etc/hosts."""
+        for host in self.hosts.values():
+            found = {one.name: list(one.addresses.values()) for one in self.hosts.values()}
+            found |= host.extra_names
+            local = "127.0.0.1 localhost\n::1 localhost\n"
+            lines = [f"{address} {name}\n" for name, all_of in found.items() for address in all_of]
+            host.names_file.write_text(local + "".join(lines))  # same inode: it is mounted
+
+    # ------------------------------------------------------------------ faults
+
+    def limit(self, name: str, bits_per_s: float | None) -> None:
+        """Limit the rate of a host's link in each direction; None: unlimited."""
+        self._note(f"link of {name}: {bits_per_s / 1e6:g} Mbit/s" if bits_per_s else
+                   f"link of {name}: unlimited")  # fmt: skip
+        host = self.hosts[name]
+        for end, device in ((host, "eth0"), (self._middle, f"port{host.number}")):
+            with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit
+                end.run("tc", "qdisc", "delete", "dev", device, "root")
+            if bits_per_s:
+                bucket = max(_MIN_BUCKET_BYTES, int(bits_per_s / 8 * _BUCKET_S))
+                end.run("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate",
+                        f"{int(bits_per_s)}bit", "burst", f"{bucket}b",
+                        "latency", _QUEUE)  # fmt: skip
+
+    def cut(self, sender: str, receiver: str) -> None:
+        """Drop what one host sends to another, silently; the other direction is not changed."""
+        self._rules("add", sender, receiver)
+        self._note(f"cut {sender} -> {receiver}")
+
+    def mend(self, sender: str, receiver: str) -> None:
+        """End a cut of one direction."""
+        self._rules("delete", sender, receiver)
+        self._note(f"mended {sender} -> {receiver}")
+
+    @contextlib.contextmanager
+    def cutting(self, sender: str, receiver: str) -> Iterator[None]:
+        """Cut one direction for the length of a block."""
+        self.cut(sender, receiver)
+        try:
+            yield
+        finally:
+            self.mend(sender, receiver)
+
+    def set_kernel_option(self, option: str, value: object) -> None:
+        """Set an option of the kernel's network, such as net.ipv4.tcp_retries2, on all hosts."""
+        for host in self.hosts.values():
+            host.run("sysctl", "-qw", f"{option}={value}")
+        self._note(f"{option} = {value}")
+
+    def set_link(self, name: str, *, up: bool) -> None:
+        """Take a host's link down or up."""
+        number = self.hosts[name].number
+        self._middle.run("ip", "link", "set", f"port{number}", "up" if up else "down")
+        self._note(f"link of {name} {'up' if up else 'down'}")
+
+    def received_bytes(self, name: str) -> int:
+        """Return the bytes that have come in over a host's link."""
+        return self._counter(name, "rx_bytes")
+
+    def sent_bytes(self, name: str) -> int:
+        """Return the bytes that have gone out over a host's link."""
+        return self._counter(name, "tx_bytes")
+
+    def enter(self, name: str) -> None:
+        """Move this thread, and threads that it starts later, to a host's network."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path(f"/proc/{self.hosts[name].pid}/ns/net").open("rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self, name: str, number: int) -> Host:
+        names_file = Path(self._folder.name) / f"{name}.hosts"
+        names_file.touch()
+        holder = subprocess.Popen(
+            ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc",
+             sys.executable, "-S", Path(__file__).parent / "host_init.py", name, names_file],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != b"ready\n":
+            holder.kill()
+            raise OSError(holder.stderr.read().decode(errors="replace").strip())
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text()
+        addresses: dict[Family, str] = {
+            "ipv4": f"10.77.{number}.2",
+            "ipv6": f"fd77:0:0:{number}::2",
+        }
+        held = {family: addresses[family] for family in self.families}
+        return Host(name, number, int(children), held, holder, names_file)
+
+    def _plug_in(self, host: Host) -> None:
+        port, middle = f"port{host.number}", self._middle
+        middle.run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0",
+                   "netns", host.pid)  # fmt: skip
+        host.run("ip", "link", "set", "eth0", "up")
+        middle.run("ip", "link", "set", port, "up")
+        for family, address in host.addresses.items():
+            flag, gate = _FLAGS[family], address[:-1] + "1"
+            length, nodad = ("24", ()) if family == "ipv4" else ("64", ("nodad",))
+            add = ["ip", flag, "address", "add"]
+            middle.run(*add, f"{gate}/{length}", "dev", port, *nodad)
+            host.run(*add, f"{address}/{length}", "dev", "eth0", *nodad)
+            host.run("ip", flag, "route", "add", "default", "via", gate)
+
+    def _rules(self, verb: str, sender: str, receiver: str) -> None:
+        for family in self.families:
+            source, target = (self.hosts[name].addresses[family] for name in (sender, receiver))
+            self._middle.run("ip", _FLAGS[family], "rule", verb, "from", source, "to", target,
+                             "priority", "10", "type", "blackhole")  # fmt: skip
+
+    def _counter(self, name: str, which: str) -> int:
+        host = self.hosts[name]
+        command = host.command("cat", f"/sys/class/net/eth0/statistics/{which}")
+        return int(subprocess.run(command, check=True, capture_output=True).stdout)
+
+    def _note(self, text: str) -> None:
+        self.events.append(Event(time.monotonic() - self._begin, text))

@@ -1,0 +1,128 @@
+"""Baton's programs on hosts of a network: each with a log, all ended with the `with` block."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.hosts.network import Network
+
+ROUTER_PORT, NODE_PORT = 50051, 50060
+READY_TIMEOUT_S, STOP_TIMEOUT_S, COMMAND_TIMEOUT_S = 90.0, 20.0, 60.0
+_BATON = (sys.executable, "-m", "baton")
+
+
+class HostPrograms:
+    """Programs on hosts, by name; a node has the name of its host.
+
+    Args:
+        variables: additional environment variables of all programs.
+    """
+
+    def __init__(self, network: Network, variables: Mapping[str, str] | None = None) -> None:
+        self.network = network
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-host-logs-")
+        # UCX listens on loopback unless told otherwise. Nothing keeps it from other ways than TCP:
+        # that hosts share a kernel is for the hosts to hide.
+        self._environment = {
+            **os.environ, "UCX_NET_DEVICES": "eth0", "COLUMNS": "200", "OMP_WAIT_POLICY": "PASSIVE",
+            **(variables or {}),
+        }  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for name in reversed(self.processes):
+            self.signal(name, signal.SIGTERM)
+        give_up_at = time.monotonic() + STOP_TIMEOUT_S
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.1, give_up_at - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._folder.cleanup()
+
+    # ------------------------------------------------------------------ programs
+
+    @property
+    def router(self) -> str:
+        """Address of the router."""
+        return self.network.at("router", ROUTER_PORT)
+
+    def start(self, host: str, *words: object, name: str = "") -> None:
+        """Start `baton` with these words on a host."""
+        name = name or host
+        command = self.network.command(host, *_BATON, *words)
+        with self._log(name).open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
+
+    def start_router(self, *words: object, model: Path = DEMO_MODEL) -> None:
+        """Start the router on the host "router"."""
+        self.start("router", "router", "--model", model, "--listen", self.router,
+                   "--http-listen", "", "--insecure", *words)  # fmt: skip
+
+    def start_node(
+        self, host: str, *words: object, model: Path = DEMO_MODEL, router: str = ""
+    ) -> None:
+        """Start a node; a host whose name begins with p computes prompts.
+
+        Args:
+            router: the router's address; empty: that of the host "router".
+        """
+        role = "prefill" if host.startswith("p") else "decode"
+        self.start(host, role, "--model", model, "--router", router or self.router,
+                   "--name", host, "--listen", self.network.at(host, NODE_PORT),
+                   "--insecure", "--num-threads", "1", *words)  # fmt: skip
+
+    def run(self, host: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """Run a `baton` command on a host; return what it prints, or raise AssertionError."""
+        result = subprocess.run(
+            self.network.command(host, *_BATON, *words),
+            env=self._environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, (words, result.stdout, result.stderr)
+        return result.stdout + result.stderr
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a program itself, if it still runs."""
+        process = self.processes[name]
+        if process.poll() is None:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            for child in children.split():
+                os.kill(int(child), number)
+
+    def kill(self, name: str) -> None:
+        """Kill a program."""
+        process = self.processes.pop(name)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def log(self, name: str) -> str:
+        """Return a program's output so far, of all its starts."""
+        return self._log(name).read_text(errors="replace")
+
+    def ended(self) -> list[str]:
+        """Return the names of programs that have ended by themselves."""
+        return [name for name, process in self.processes.items() if process.poll() is not None]
+
+    def _log(self, name: str) -> Path:
+        return Path(self._folder.name) / f"{name}.log"

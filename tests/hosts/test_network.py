@@ -1,0 +1,91 @@
+"""Hosts of one machine are as separate as machines, and their network does what it is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fakes.time.waiting import wait_until
+from tests.hosts.network import BOTH, Family, Network, why_no_hosts
+
+pytestmark = [
+    pytest.mark.large,
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
+]
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(["a", "b", "c"]) as made:
+        yield made
+
+
+def told(network: Network, host: str, *words: str) -> str:
+    return subprocess.run(
+        network.command(host, *words), check=True, capture_output=True, timeout=30
+    ).stdout.decode()
+
+
+def received(network: Network, sender: str, receiver: str, family: Family, seconds: float) -> int:
+    """Return how many of a thousand datagrams a second reach a host."""
+    exchange = [sys.executable, "-S", "-m", "tests.hosts.exchange"]
+    address = network.hosts[receiver].addresses[family]
+    sending = subprocess.Popen(network.command(sender, *exchange, "send", address))
+    try:
+        return int(told(network, receiver, *exchange, "receive", str(seconds)))
+    finally:
+        subprocess.run(network.command(sender, "sh", "-c", "kill -9 -1"), check=False)
+        sending.wait()
+
+
+def test_hosts_share_neither_devices_nor_processes_nor_memory(network: Network) -> None:
+    assert told(network, "a", "hostname") == "a\n"
+    assert told(network, "a", "ls", "/sys/class/net").split() == ["eth0", "lo"]
+    sleeping = subprocess.Popen(network.command("a", "sleep", "60"))
+    wait_until(lambda: "sleep" in told(network, "a", "ps", "-e"), "the process")
+    assert "sleep" not in told(network, "b", "ps", "-e")
+    sleeping.kill()
+    sleeping.wait()
+    told(network, "a", "touch", "/dev/shm/of-a")
+    assert told(network, "b", "ls", "/dev/shm") == ""
+
+
+def test_hosts_end_with_all_their_processes() -> None:
+    with Network(["a"]) as network:
+        sleeping = subprocess.Popen(network.command("a", "sleep", "60"))
+        wait_until(lambda: "sleep" in told(network, "a", "ps", "-e"), "the process")
+        holder = network.hosts["a"].holder
+    sleeping.wait(timeout=10)
+    assert holder.poll() is not None
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_a_cut_drops_one_direction_of_one_pair(network: Network, family: Family) -> None:
+    with network.cutting("a", "b"):
+        assert received(network, "a", "b", family, 0.3) == 0
+        assert received(network, "b", "a", family, 0.3) > 0
+        assert received(network, "a", "c", family, 0.3) > 0
+    assert received(network, "a", "b", family, 0.3) > 0
+    assert [event.text for event in network.events] == ["cut a -> b", "mended a -> b"]
+
+
+def test_a_link_keeps_its_rate_and_goes_down_and_up(network: Network) -> None:
+    network.limit("b", 1e6)
+    assert 50 < received(network, "a", "b", "ipv4", 1.0) < 350  # 125, and what fills the bucket
+    network.limit("b", None)
+    network.set_link("b", up=False)
+    assert received(network, "a", "b", "ipv6", 0.3) == 0
+    network.set_link("b", up=True)
+    assert received(network, "a", "b", "ipv6", 0.3) > 0
+
+
+def test_names_stand_for_several_addresses_that_change(network: Network) -> None:
+    network.name_addresses("fleet", ["10.77.1.2", "10.77.2.2"])
+    lookup = "import socket; print(*{a[4][0] for a in socket.getaddrinfo('fleet', 1)})"
+    command = (sys.executable, "-S", "-c", lookup)
+    assert set(told(network, "c", *command).split()) == {"10.77.1.2", "10.77.2.2"}
+    network.name_addresses("fleet", ["10.77.3.2"], on=["c"])
+    assert told(network, "c", *command).split() == ["10.77.3.2"]

@@ -1,0 +1,145 @@
+"""Conversations over real processes: a prefill node fetches what a decode node wrote before."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from baton import LLM, Client, SamplingParams
+from baton.api.outputs import Completion
+from baton.deployment.local_deployment import LocalDeployment
+from baton.processes.free_address import free_address
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.processes.deployments import described_nodes, held_by, run_deployment
+from tests.fakes.time.waiting import wait_until
+from tests.integration.test_audit import audit
+from tests.integration.test_encode_node import figure
+
+pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
+
+METRICS = free_address()
+BLOCK, NUM_NEW, NUM_OUT, NUM_TURNS = 16, 60, 90, 4
+PARAMS = SamplingParams(max_tokens=NUM_OUT, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(DEMO_MODEL), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[LocalDeployment]:
+    with run_deployment(
+        *("--fetch-prefixes", "--num-blocks", "600", "--kv-digests"),
+        # A prompt takes longer than its fetch, although the model is tiny.
+        *("--long-prefill-token-threshold", "4"),
+        num_decode=2,
+        prefill_args=["--metrics-listen", METRICS],
+        decode_args=["--local-prefill-threshold", "0"],
+    ) as running:
+        yield running
+
+
+def new_part(seed: int, turn: int) -> list[int]:
+    return [5 + (7 * seed + 11 * turn + 3 * place) % 200 for place in range(NUM_NEW)]
+
+
+def say(deployment: LocalDeployment, prompt: list[int]) -> Completion:
+    with Client(deployment.config.listen) as client:
+        return client.generate(prompt, PARAMS, timeout_s=60)
+
+
+def assert_right(llm: LLM, prompt: list[int], completion: Completion) -> None:
+    assert completion.token_ids == llm.generate([prompt], PARAMS)[0].token_ids
+
+
+def assert_nothing_is_left(deployment: LocalDeployment) -> None:
+    """Wait until no node has a request or a transfer, and each block has an owner."""
+
+    def is_empty() -> bool:
+        nodes = described_nodes(deployment)
+        names = [name for name, node in nodes.items() if not node.lost]
+        return figure(METRICS, "baton_fetches_open") == 0 and not any(
+            held_by(deployment, name).requests for name in names
+        )
+
+    wait_until(is_empty, "no open request and fetch on any node", timeout_s=30)
+    output = audit(deployment.config.listen)
+    assert output.count("of them with an owner") == 3, output
+
+
+def test_only_new_tokens_are_computed(deployment: LocalDeployment, llm: LLM) -> None:
+    prompt = new_part(1, 0)
+    fetched = 0
+    for turn in range(1, NUM_TURNS + 1):
+        completion = say(deployment, prompt)
+        assert_right(llm, prompt, completion)
+        assert completion.receipt is not None
+        prefill = completion.receipt.prefill
+        assert prefill is not None
+        if turn > 1:
+            known = len(prompt) - NUM_NEW - 1  # the last token was not computed before
+            assert prefill.num_cached_tokens == known // BLOCK * BLOCK, completion.receipt
+            assert prefill.num_computed_tokens == len(prompt) - prefill.num_cached_tokens
+            assert prefill.num_fetched_tokens > NUM_OUT - BLOCK
+            assert prefill.num_fetches_lost == 0
+        fetched += prefill.num_fetched_tokens
+        prompt += [*completion.token_ids, *new_part(1, turn)]
+        time.sleep(0.3)  # the router learns what the decode node has cached
+    assert figure(METRICS, "baton_fetched_tokens_total") >= fetched
+    assert_nothing_is_left(deployment)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_nodes_of_several_ranks_fetch(ranks: tuple[int, int], llm: LLM) -> None:
+    p_ranks, d_ranks = (["--tensor-parallel-size", str(num)] for num in ranks)
+    with run_deployment(
+        *("--fetch-prefixes", "--num-blocks", "600", "--kv-digests"),
+        *("--long-prefill-token-threshold", "4"),
+        prefill_args=p_ranks,
+        decode_args=[*d_ranks, "--local-prefill-threshold", "0"],
+    ) as running:
+        prompt, fetched = new_part(5, 0), []
+        for turn in range(1, 4):
+            completion = say(running, prompt)
+            assert_right(llm, prompt, completion)
+            assert completion.receipt is not None
+            assert completion.receipt.prefill is not None
+            fetched.append(completion.receipt.prefill.num_fetched_tokens)
+            prompt += [*completion.token_ids, *new_part(5, turn)]
+            time.sleep(0.3)
+        assert fetched[0] == 0
+        assert min(fetched[1:]) > NUM_OUT - BLOCK
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_prompts_go_on_without_their_holder(
+    deployment: LocalDeployment, llm: LLM, number: signal.Signals
+) -> None:
+    for seed in range(4):
+        prompt = new_part(10 * int(number) + seed, 0)
+        first = say(deployment, prompt)
+        assert_right(llm, prompt, first)
+        assert first.receipt is not None
+        holder = first.receipt.decode_node
+        prompt += [*first.token_ids, *new_part(10 * int(number) + seed, 1)]
+        time.sleep(0.3)
+        child = deployment.child(holder)
+        timer = threading.Timer(0.006 * (seed + 1), child.process.send_signal, (number,))
+        timer.start()
+        began_at = time.monotonic()
+        second = say(deployment, prompt)
+        assert_right(llm, prompt, second)
+        assert time.monotonic() - began_at < 25, "the holder's end costs seconds only"
+        timer.join()
+        if number is signal.SIGSTOP:
+            child.process.send_signal(signal.SIGCONT)
+        else:
+            deployment.restart(holder)
+        deployment.wait_ready(60)
+        assert_nothing_is_left(deployment)

@@ -1,0 +1,35 @@
+"""The command to send a cached prefix keeps all its fields on the wire, and its router's name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.api.images import ImageSpan, PromptImage
+from baton.link.wire import command_from_proto, command_to_proto
+from baton.link.words import PeerUpdate, ShareCommand
+
+COMMAND = ShareCommand(
+    request_id="r",
+    epoch=5,
+    prefill_engine_id="p0-1",
+    timeout_s=9.5,
+    prompt_token_ids=[1, 2, 3, 4],
+    cache_salt=b"salt",
+    adapter="digest",
+    images=(PromptImage(ImageSpan(1, 2, b"digest", (1, 1, 2)), b""),),
+)
+
+
+def test_all_fields_arrive() -> None:
+    assert command_from_proto(command_to_proto(COMMAND)) == COMMAND
+    bare = dataclasses.replace(COMMAND, cache_salt=b"", adapter="", images=())
+    assert command_from_proto(command_to_proto(bare)) == bare
+
+
+def test_a_peers_end_for_prefixes_costs_nothing_unless_there_is_one() -> None:
+    update = PeerUpdate("d0", b"info")
+    sent = command_to_proto(update)
+    assert command_from_proto(sent) == update
+    told = dataclasses.replace(update, fetch_peer_info=b"more")
+    assert command_from_proto(command_to_proto(told)) == told
+    assert command_to_proto(told).ByteSize() == sent.ByteSize() + 2 + len(b"more")

@@ -1,0 +1,75 @@
+"""The commands of an attempt whose prefill node gets a cached prefix from another node."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from baton.api.errors import NodeUnavailableError
+from baton.api.sampling_params import SamplingParams
+from baton.link.words import PrefillCommand, ShareCommand
+from router.fleet.prefix_sources import BARRED_S, PrefixSource, PrefixSources
+from tests.fakes.router.nodes import PREFILL_RECEIPT, token_1
+from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
+
+
+def fetching(scene: Scene) -> PrefixSources:
+    """Let the router choose the decode node as the source of two tokens, and no other source."""
+    sources = scene.pool.prefix_sources
+
+    def choose(*_: object) -> PrefixSource:
+        return PrefixSource(scene.decode.node, scene.prefill.engine_id, 2, sources)
+
+    scene.pool.choose_prefix_source = choose  # type: ignore[method-assign]
+    return sources
+
+
+async def end(scene: Scene) -> None:
+    """End the call, whose remaining tokens do not matter."""
+    scene.dispatcher.stop("the test is over")
+    with pytest.raises(NodeUnavailableError):
+        await scene.end()
+
+
+@asynchronous
+async def test_both_nodes_are_told_of_the_fetch() -> None:
+    scene = Scene()
+    sources = fetching(scene)
+    await scene.call()
+    (command,) = scene.prefill.of(PrefillCommand)
+    assert (command.fetch_engine_id, command.fetch_num_tokens) == (scene.decode.engine_id, 2)
+    (share,) = scene.decode.of(ShareCommand)
+    assert share.prompt_token_ids == [1, 2]
+    assert (share.request_id, share.epoch) == (command.request_id, command.epoch)
+    assert share.prefill_engine_id == scene.prefill.engine_id
+    assert scene.prefill.node.load.num_open_tokens == 1, "the others are fetched"
+    lost = dataclasses.replace(PREFILL_RECEIPT, num_fetches_lost=1)
+    delta = token_1("a", 7, epoch=scene.epoch)
+    scene.prefill.say(msgspec.structs.replace(delta, prefill=lost))
+    await scene.pause()
+    until = sources._barred[scene.decode.engine_id]
+    assert 0 < until - scene.pool.clock() <= BARRED_S
+    await end(scene)
+
+
+@asynchronous
+async def test_prompts_that_must_be_computed_whole_fetch_nothing() -> None:
+    scene = Scene()
+    fetching(scene)
+    await scene.call(params=dataclasses.replace(PARAMS, prompt_logprobs=0))
+    (command,) = scene.prefill.of(PrefillCommand)
+    assert (command.fetch_engine_id, command.fetch_num_tokens) == ("", 0)
+    assert not scene.decode.of(ShareCommand)
+    await end(scene)
+
+
+@asynchronous
+async def test_without_ends_for_prefixes_nothing_is_told() -> None:
+    scene = Scene()
+    await scene.call(params=SamplingParams(max_tokens=3, seed=1))
+    (command,) = scene.prefill.of(PrefillCommand)
+    assert command.fetch_engine_id == ""
+    assert not scene.decode.of(ShareCommand)
+    await end(scene)
