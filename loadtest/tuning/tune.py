@@ -53,7 +53,7 @@ class Tried:
     """One value of a setting that was tried.
 
     Attributes:
-        over: what was added to the best goodput so far, in requests per second.
+        over: goodput minus the best goodput before this setting, in requests per second.
         is_kept: whether the value became a part of the best choice.
     """
 
