@@ -1,4 +1,4 @@
-"""Options of `baton loadtest run` and `baton loadtest compare`, checked and turned into plans."""
+"""Options of `baton loadtest run`, `compare` and `tune`, checked and turned into plans."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fresh_seed() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options that `run` and `compare` have in common; raises ConfigError naming the option."""
+    """Options that all commands have in common; raises ConfigError naming the option."""
 
     node_args: str = option(
         "", help="More options of every prefill and decode node, as one string."
@@ -268,6 +268,62 @@ class CompareOptions(LoadOptions):
     colocated_args: str = option(
         "", help="More options of nodes that both compute prompts and decode, as one string."
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions(LoadOptions):
+    """Options of `baton loadtest tune`; raises ConfigError naming the option."""
+
+    up: str = option(help="Model folder, GGUF file, or hub id.")
+    rate: float = option(
+        above=0,
+        most=MAX_RATE_PER_S,
+        help="Requests per second: more than the defaults serve within --slo, or nothing can be "
+        "gained.",
+    )
+    duration_s: float = option(
+        above=0,
+        help="Time after which nothing is sent, seconds, in each trial; includes the warm-up.",
+    )
+    slo: str = option(
+        help="Limits that a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
+    )
+    settings: str = option(
+        "", help="Settings to search, separated by commas, in this order; empty: all."
+    )
+    budget_s: float = option(
+        1800.0,
+        above=0,
+        help="Time of the search, seconds: no new value is tried after it. The best choice is then "
+        "still repeated.",
+    )
+    state: str = option(
+        "tune.jsonl", help="File of the trials: the same command goes on with those it has."
+    )
+    write: str = option(
+        "tuned.toml", help="Configuration file to write if the found settings beat the defaults."
+    )
+    cores: str = option("", help="Cores that the nodes divide, like 0-3; empty: all cores.")
+
+    def __post_init__(self) -> None:
+        LoadOptions.__post_init__(self)
+        given = [name for name in ("json", "html", "png") if getattr(self, name)]
+        if given or self.find_max_goodput:
+            raise ConfigError(
+                f"{given[0] if given else 'find_max_goodput'}: is not for tune; --state has all "
+                "trials"
+            )
+
+    def identity(self, num_cores: int) -> dict[str, object]:
+        """Return what the trials of a search depend on, by name."""
+        names = (
+            *("up", "rate", "duration_s", "warmup_s", "slo", "arrivals", "burstiness"),
+            *("input_tokens", "output_tokens", "prefix_groups", "prefix_tokens", "vocab_size"),
+            *("images", "image_size", "image_share", "image_repeats"),
+            *("node_args", "router_args", "timeout_s", "drain_timeout_s"),
+        )
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "cores": num_cores, "repeats": self.search.repeats}
 
 
 def chosen_cores(text: str) -> tuple[int, ...]:

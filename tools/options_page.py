@@ -27,7 +27,11 @@ which files and variables, and who wins: [settings](settings.md). `--max-model-l
 own; a file says it in the program's table only. *Secret*: in no file, and never shown.
 """
 _NODES = ("prefill", "decode")
-_COMMANDS = {"loadtest-run": "loadtest run", "loadtest-compare": "loadtest compare"}
+_COMMANDS = {
+    "loadtest-run": "loadtest run",
+    "loadtest-compare": "loadtest compare",
+    "loadtest-tune": "loadtest tune",
+}
 
 
 def page() -> str:

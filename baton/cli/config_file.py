@@ -36,10 +36,11 @@ PROGRAMS: Registry[type[Any]] = Registry(
         "sim-node": "sim_node.options:SimNodeOptions",
         "loadtest-run": "loadtest.options:RunOptions",
         "loadtest-compare": "loadtest.options:CompareOptions",
+        "loadtest-tune": "loadtest.options:TuneOptions",
     },
 )
 # Load tests measure a fleet from outside, so entries for the whole fleet do not apply to them.
-_NOT_OF_A_FLEET = ("loadtest-run", "loadtest-compare")
+_NOT_OF_A_FLEET = ("loadtest-run", "loadtest-compare", "loadtest-tune")
 CONFIG = "config"
 _META = "baton.config_file"
 

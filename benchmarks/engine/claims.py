@@ -234,8 +234,20 @@ def run(
             continue
         parts[name] = {"measured": dict(run.environment), "results": measures[name]()}
         check_outputs(run, name, parts[name]["results"])
+        show(run, name, parts[name]["results"])
         run.save({"parts": {one: parts[one] for one in PARTS if one in parts}})
     run.judge({"parts": parts})
+
+
+def show(run: Run, part: Part, results: Mapping[str, Any]) -> None:
+    """Print the results of a part when it ends, as a later part may take long."""
+    if part == "memory":
+        run.show(part, results)
+        return
+    for name, rows in results.items():
+        nested = all("equal" not in row for row in rows.values())
+        for case, row in rows.items() if nested else [("", rows)]:
+            run.show(" ".join(filter(None, (part, name, case))), row)
 
 
 def check_outputs(run: Run, part: Part, results: Mapping[str, Any]) -> None:

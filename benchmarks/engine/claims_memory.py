@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.api.sampling_params import SamplingParams
 from engine.core.kv_cache_manager import KVCacheManager
@@ -174,7 +175,9 @@ def occupy(
         scheduled = scheduler.schedule()
         if not scheduled.scheduled:
             raise RuntimeError(f"a request does not fit {num_blocks} blocks of {block_size}")
-        tokens = {item.request.request_id: (7,) for item in scheduled.scheduled if item.samples}
+        tokens: dict[str, tuple[int, ...]] = {
+            item.request.request_id: (7,) for item in scheduled.scheduled if item.samples
+        }
         if scheduler.num_waiting:
             occupancy.note(scheduler.kv_cache_manager, scheduled, sizes, max_model_len)
         scheduler.update(scheduled, ModelRunnerOutput(tokens))
@@ -195,7 +198,7 @@ def _request(request_id: str, sizes: Sizes, max_model_len: int) -> Request:
 
 def compare_memory(
     lengths: list[Sizes], max_model_len: int, num_blocks: int, block_size: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the share of memory without tokens, with blocks and with each reservation."""
     found, scheduler = occupy(lengths, max_model_len, num_blocks, block_size)
     if not found.num_steps or not found.reserved:

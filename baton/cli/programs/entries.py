@@ -39,4 +39,8 @@ LOAD_TEST_ENTRIES = {
         "baton.cli.programs.loadtest:compare",
         "Compare deployments, disaggregated or not, with the same requests on the same cores.",
     ),
+    "loadtest-tune": Entry(
+        "baton.cli.programs.loadtest:tune",
+        "Search options of nodes and router with which more requests keep an SLO; write them.",
+    ),
 }

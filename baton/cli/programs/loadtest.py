@@ -1,8 +1,9 @@
-"""`baton loadtest`: runs its two commands, from options to exit codes."""
+"""`baton loadtest`: runs its three commands, from options to exit codes."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import typer
 
@@ -11,7 +12,14 @@ from baton.cli.command_line import CommandLine
 from baton.cli.config_file import program
 from baton.processes.process import run_program
 from baton.telemetry.log_options import LogOptions
-from loadtest.options import CompareOptions, LoadOptions, RunOptions, chosen_cores, path_of
+from loadtest.options import (
+    CompareOptions,
+    LoadOptions,
+    RunOptions,
+    TuneOptions,
+    chosen_cores,
+    path_of,
+)
 
 app = CommandLine(add_completion=False, help="Measure a deployment under load.")
 
@@ -121,6 +129,48 @@ def compare(options: CompareOptions) -> None:
             json=path_of(options.json), html=path_of(options.html), png=path_of(options.png)
         )
         return await execute_comparison(comparison, TargetOptions(url=""), outputs)
+
+    _run(options, main)
+
+
+@app.command()
+@program
+def tune(options: TuneOptions) -> None:
+    """Search options of nodes and router with which more requests keep an SLO; write them.
+
+    Each trial starts a deployment on this machine. Interrupted, the same command goes on with the
+    trials of --state. Exit codes are the same as for `run`.
+    """
+
+    async def main() -> int:
+        # Imported here, so that `--help` is fast.
+        from loadtest.drills.site import UpOptions
+        from loadtest.plan import OpenLoop
+        from loadtest.tuning.execute_tuning import TuningJob, execute_tuning
+        from loadtest.tuning.settings import chosen_settings
+
+        load = OpenLoop(
+            rate_per_s=options.rate, arrivals=options.arrivals, burstiness=options.burstiness
+        )
+        cores = chosen_cores(options.cores)
+        job = TuningJob(
+            plan=options.plan(load),
+            up=UpOptions(
+                model=options.up,
+                router_args=tuple(options.router_args.split()),
+                node_args=tuple(options.node_args.split()),
+                cores=cores,
+                lend_cores=True,  # as in `baton up`
+            ),
+            settings=chosen_settings(options.settings, len(cores)),
+            search=options.identity(len(cores)),
+            repeats=options.search.repeats,
+            budget_s=options.budget_s,
+            state=Path(options.state),
+            write=Path(options.write),
+            has_seed=options.seed is not None,
+        )
+        return await execute_tuning(job)
 
     _run(options, main)
 

@@ -96,7 +96,7 @@ def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
         (
             "[rooter]",
             "[rooter]: must be one of up, router, prefill, decode, encode, sim-node, "
-            "loadtest-run, loadtest-compare",
+            "loadtest-run, loadtest-compare, loadtest-tune",
         ),
         ("block_size = '3'", "block_size: expected `int`, got `str`"),
         ("[decode]\nblock_size = 1.5", "[decode] block_size: expected `int`, got `float`"),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from baton.cli.programs.loadtest import app
 from loadtest import execute, execute_comparison
+from loadtest.tuning import execute_tuning
 
 HUGE = "9" * 5000
 NEVER = ["nan", "inf", "-inf", "-1", "1e300", HUGE, "", "x", "0x10"]
@@ -40,6 +41,7 @@ TEXTS = {
 COMMANDS = {
     "run": ["--target", "grpc://127.0.0.1:1", "--rate", "1", "--duration-s", "10"],
     "compare": ["--up", "m", "--rate", "1", "--duration-s", "9", "--slo", "e2e=1"],
+    "tune": ["--up", "m", "--rate", "1", "--duration-s", "9", "--slo", "e2e=1"],
 }
 # An option that only counts beside others, and the others.
 BESIDE = {
@@ -83,6 +85,7 @@ def plays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     monkeypatch.setattr(execute, "execute", play)
     monkeypatch.setattr(execute_comparison, "execute_comparison", play)
+    monkeypatch.setattr(execute_tuning, "execute_tuning", play)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.chdir(tmp_path)
     return played
