@@ -208,7 +208,7 @@ class _Offer:
     Attributes:
         slot: the slot that the peer may write to; None: the slot is no longer the peer's.
         seen: the message that says that the peer has written; None: not received yet.
-        problem: what was wrong with the bytes; empty: they were right; None: not checked yet.
+        problem: fault of the bytes; empty: the bytes are right; None: they are not checked yet.
     """
 
     number: int

@@ -28,7 +28,7 @@ class Verdict:
     """The verdict on one measured system.
 
     Attributes:
-        findings: what was found, in one sentence each.
+        findings: sentences, one per fact that was found.
         advice: what the user can do, in one line each; empty: nothing.
     """
 

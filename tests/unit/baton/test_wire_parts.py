@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from google.protobuf import struct_pb2
 from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.api.errors import InvalidRequestError
 from baton.link.message_cuts import MAX_LINK_DELTAS, MAX_PARTS, cut_message
-from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
+from baton.v1 import inference_pb2, node_pb2, types_pb2
 from baton.wire.parts import count_parts
 from baton.wire.reading import MAX_LINK_PARTS, forgiving
 
@@ -32,10 +33,10 @@ def test_every_field_and_every_message_is_a_part_and_texts_are_one_however_long(
 
 
 def test_messages_inside_messages_of_their_own_kind_are_counted() -> None:
-    ledger = admin_pb2.ListBlocksResponse(num_blocks=1)
+    value = struct_pb2.Value(bool_value=True)
     for _ in range(3):
-        ledger = admin_pb2.ListBlocksResponse(encodings=ledger)
-    assert count(admin_pb2.NodeAdminResponse(list_blocks=ledger)) == 1 + 3 + 1
+        value = struct_pb2.Value(list_value=struct_pb2.ListValue(values=[value]))
+    assert count(value) == 3 * 2 + 1
 
 
 def test_16_packed_numbers_are_a_part() -> None:
