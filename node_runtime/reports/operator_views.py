@@ -15,7 +15,9 @@ from engine.core.request import Request
 from engine.engine import Engine
 
 
-def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
+def take_ledger(
+    engine: Engine, held: Iterable[BlockHolding], encodings: Ledger | None = None
+) -> Ledger:
     """Return which owners hold which blocks now; takes O(num_blocks) time.
 
     Call this on the engine's thread, between two steps.
@@ -23,6 +25,7 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     Args:
         held: blocks that owners other than the engine's requests hold. A request whose blocks are
             in a holding of the kind GRANT is not listed a second time.
+        encodings: owners of the memory for encodings; None: there is none.
     """
     others = list(held)
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
@@ -39,12 +42,13 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     for holding in [*own, *others]:
         block_ids = tuple(b for b in holding.block_ids if b not in null_blocks)
         holdings.append(dataclasses.replace(holding, block_ids=block_ids))
-    return balance(
+    ledger = balance(
         [holding for holding in holdings if holding.block_ids],
         engine.block_pool.ref_counts(),
         num_blocks=engine.num_blocks,
         num_free_blocks=engine.block_pool.num_free,
     )
+    return dataclasses.replace(ledger, encodings=encodings)
 
 
 def view_request(request: Request, transfer_state: str, age_s: float) -> RequestView:
