@@ -34,6 +34,7 @@ from kvconnector.base import (
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Outbox, SideWork
+from node_runtime.prefixes.held_prefix import find_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class Shares(SideWork):
         key = transfer_name(command.request_id), command.epoch
         if key in self._open:
             return
-        block_ids, last_hash = self._engine.kv_cache_manager.find_prefix(
+        block_ids, last_hash = find_prefix(
+            self._engine.kv_cache_manager,
             command.prompt_token_ids,
             extra_keys_of(command.cache_salt, command.adapter),
             [image.span for image in command.images],
