@@ -36,7 +36,12 @@ from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, SideWork, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import (
+    describe_load,
+    ids_of,
+    take_ledger,
+    view_request,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,25 +124,13 @@ class DecodeNode:
     def beat(self) -> NodeBeat:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
-        statuses = [request.status for request in requests]
-        num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        num_running = statuses.count(RequestStatus.RUNNING)
-        num_held = self._inbox.num_waiting
-        return NodeBeat(
-            num_waiting=len(statuses) - num_parked - num_running + num_held,
-            num_waiting_for_remote_kvs=num_parked,
-            num_running=num_running,
-            num_free_blocks=self.engine.block_pool.num_free,
+        return describe_load(
+            self.engine,
+            self._inbox,
+            requests,
+            num_running=sum(request.status is RequestStatus.RUNNING for request in requests),
             num_quarantined_blocks=self.reservations.quarantine.num_blocks,
             num_transfers=self.reservations.num_transfers + self.side_work.num_transfers,
-            adapters=self.engine.adapters.digests,
-            num_waiting_for_adapters=num_held,
-            adapter_load_s=self._inbox.adapter_load_s,
-            num_uncomputed_tokens=sum(
-                max(request.num_initial_tokens - request.num_computed_tokens, 0)
-                for request in requests
-                if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-            ),
         )
 
     def requests(self) -> list[RequestView]:

@@ -33,7 +33,12 @@ from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import (
+    describe_load,
+    ids_of,
+    take_ledger,
+    view_request,
+)
 from prefill_node.jobs import Jobs
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
@@ -101,24 +106,15 @@ class PrefillNode:
     def beat(self) -> NodeBeat:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
-        num_running = sum(request.num_computed_tokens > 0 for request in requests)
-        num_held = self._inbox.num_waiting
-        return NodeBeat(
-            num_waiting=len(requests) - num_running + num_held,
-            num_running=num_running,
-            num_free_blocks=self.engine.block_pool.num_free,
-            num_quarantined_blocks=(
-                self.push_tracker.num_draining_blocks + self.side_work.num_quarantined_blocks
-            ),
-            num_transfers=self.push_tracker.num_transfers + self.side_work.num_transfers,
-            adapters=self.engine.adapters.digests,
-            num_waiting_for_adapters=num_held,
-            adapter_load_s=self._inbox.adapter_load_s,
-            num_waiting_for_encodings=self.side_work.num_waiting_for_encodings,
-            num_uncomputed_tokens=sum(
-                max(request.num_initial_tokens - request.num_computed_tokens, 0)
-                for request in requests
-            ),
+        tracker, side_work = self.push_tracker, self.side_work
+        return describe_load(
+            self.engine,
+            self._inbox,
+            requests,
+            num_running=sum(request.num_computed_tokens > 0 for request in requests),
+            num_quarantined_blocks=tracker.num_draining_blocks + side_work.num_quarantined_blocks,
+            num_transfers=tracker.num_transfers + side_work.num_transfers,
+            num_waiting_for_encodings=side_work.num_waiting_for_encodings,
         )
 
     def requests(self) -> list[RequestView]:

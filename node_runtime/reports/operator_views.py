@@ -1,4 +1,4 @@
-"""Describes a node to operators: its open requests, and a ledger of who owns which blocks.
+"""Describes a node to others: its load, its open requests, and a ledger of who owns which blocks.
 
 Refuses to know: peers, transfers.
 """
@@ -7,12 +7,51 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from baton.link.words import DecodeCommand, PrefillCommand, RequestView
+from baton.link.words import DecodeCommand, NodeBeat, PrefillCommand, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
-from engine.core.request import Request
+from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
+from node_runtime.inbox import Inbox
+
+
+def describe_load(
+    engine: Engine,
+    inbox: Inbox[Any],
+    requests: Sequence[Request],
+    *,
+    num_running: int,
+    num_quarantined_blocks: int,
+    num_transfers: int,
+    num_waiting_for_encodings: int = 0,
+) -> NodeBeat:
+    """Return a node's report of its load; safe from any thread.
+
+    Args:
+        inbox: queue of the node's commands.
+        requests: the engine's open requests, among which ``num_running`` run.
+    """
+    parked = RequestStatus.WAITING_FOR_REMOTE_KVS
+    to_compute = [request for request in requests if request.status is not parked]
+    num_held = inbox.num_waiting
+    return NodeBeat(
+        num_waiting=len(to_compute) - num_running + num_held,
+        num_waiting_for_remote_kvs=len(requests) - len(to_compute),
+        num_running=num_running,
+        num_free_blocks=engine.block_pool.num_free,
+        num_quarantined_blocks=num_quarantined_blocks,
+        num_transfers=num_transfers,
+        adapters=engine.adapters.digests,
+        num_waiting_for_adapters=num_held,
+        adapter_load_s=inbox.adapter_load_s,
+        num_waiting_for_encodings=num_waiting_for_encodings,
+        num_uncomputed_tokens=sum(
+            max(request.num_initial_tokens - request.num_computed_tokens, 0)
+            for request in to_compute
+        ),
+    )
 
 
 def take_ledger(
