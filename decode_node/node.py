@@ -7,7 +7,6 @@ One thread calls `step`; commands come in, and events go out, through queues.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from baton.link.words import (
     NodeEvent,
     RequestView,
     RouterCommand,
-    ShareCommand,
 )
 from baton.telemetry.ledger import Ledger
 from decode_node.options import DecodeOptions
@@ -36,10 +34,14 @@ from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver
 from kvconnector.peer_info import PeerInfo
-from node_runtime.inbox import Inbox, Outbox, is_busy
+from node_runtime.inbox import Inbox, Outbox, SideWork, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.prefixes.shares import Shares
-from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import (
+    describe_load,
+    ids_of,
+    take_ledger,
+    view_request,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class DecodeNode:
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
         inbox: queue of commands; None: a queue that cannot read the files of adapters.
-        shares: cached prefixes that this node sends to prefill nodes; None: it sends none.
+        side_work: sends cached prefixes to prefill nodes; None: this node sends none.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class DecodeNode:
         clock: Callable[[], float] = time.monotonic,
         traces: DecodeTraces | None = None,
         inbox: Inbox[DecodeCommand] | None = None,
-        shares: Shares | None = None,
+        side_work: SideWork | None = None,
     ) -> None:
         self.engine = engine
-        self.shares = shares
+        self.side_work = side_work or SideWork()
         self.receiver = receiver
         self.reservations = Reservations(engine, receiver, options, clock)
         self._clock = clock
@@ -103,9 +105,7 @@ class DecodeNode:
         self._inbox.deliver_commands(self, self._outbox)
         for event in self.receiver.poll():
             self._settle(event)
-        if self.shares is not None:
-            for event in self.shares.step():
-                self._outbox.report_peer(event)
+        self.side_work.step(self._outbox)
         self.reservations.grant_waiting()
         scheduled = self.engine.schedule()
         result = self.engine.execute(scheduled)
@@ -124,30 +124,14 @@ class DecodeNode:
     def beat(self) -> NodeBeat:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
-        statuses = [request.status for request in requests]
-        num_parked = statuses.count(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        num_running = statuses.count(RequestStatus.RUNNING)
-        num_held = self._inbox.num_waiting
-        return NodeBeat(
-            num_waiting=len(statuses) - num_parked - num_running + num_held,
-            num_waiting_for_remote_kvs=num_parked,
-            num_running=num_running,
-            num_free_blocks=self.engine.block_pool.num_free,
+        return describe_load(
+            self.engine,
+            self._inbox,
+            requests,
+            num_running=sum(request.status is RequestStatus.RUNNING for request in requests),
             num_quarantined_blocks=self.reservations.quarantine.num_blocks,
-            num_transfers=self.reservations.num_transfers + self._num_shares,
-            adapters=self.engine.adapters.digests,
-            num_waiting_for_adapters=num_held,
-            adapter_load_s=self._inbox.adapter_load_s,
-            num_uncomputed_tokens=sum(
-                max(request.num_initial_tokens - request.num_computed_tokens, 0)
-                for request in requests
-                if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-            ),
+            num_transfers=self.reservations.num_transfers + self.side_work.num_transfers,
         )
-
-    @property
-    def _num_shares(self) -> int:
-        return 0 if self.shares is None else self.shares.num_transfers
 
     def requests(self) -> list[RequestView]:
         """Return all open requests of this node, for operators; safe from any thread."""
@@ -159,19 +143,11 @@ class DecodeNode:
 
     def ledger(self) -> Ledger:
         """Return which owners hold which blocks; call between steps, on this node's thread."""
-        shared = [] if self.shares is None else self.shares.held()
-        return take_ledger(self.engine, [*self.reservations.held(), *shared])
+        return take_ledger(self.engine, [*self.reservations.held(), *self.side_work.held()])
 
     def handoff_metrics(self) -> HandoffMetrics:
-        """Return counts of hand-offs; safe from any thread."""
-        metrics = self.reservations.metrics()
-        if self.shares is None:
-            return metrics
-        return dataclasses.replace(
-            metrics,
-            fetches_open=self._num_shares,
-            shared_tokens=self.shares.num_tokens_total,
-        )
+        """Return counts of hand-offs and sent prefixes; safe from any thread."""
+        return self.side_work.add_metrics(self.reservations.metrics())
 
     # ------------------------------------------------------------------ commands
 
@@ -185,30 +161,16 @@ class DecodeNode:
         """End all requests that an abort message of the router concerns."""
         for request_id in filter(abort.concerns, list(self._jobs)):
             self._end(request_id)
-        if self.shares is not None:
-            self.shares.abort(abort)
 
     def connect_peer(self, peer: PeerInfo) -> None:
         """Connect to a prefill node; raises TransferError if that is impossible."""
         self.reservations.add_peer(peer)
-
-    def connect_fetch_peer(self, peer: PeerInfo) -> None:
-        """Connect to a prefill node that gets cached prefixes; raises TransferError."""
-        if self.shares is not None:
-            self.shares.add_peer(peer)
-
-    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
-        """Send a cached prefix to a prefill node."""
-        if self.shares is not None:
-            self.shares.start(command, received_at)
 
     def remove_peer(self, engine_id: str) -> None:
         """Fail the requests whose KV a departed prefill node was to send."""
         self.note_prefill_node(engine_id, is_connected=False)
         for reservation in self.reservations.lose_peer(engine_id):
             self._fail(reservation, "UNAVAILABLE", "its prefill node is gone")
-        if self.shares is not None:
-            self.shares.lose_peer(engine_id)
 
     def start_job(self, command: DecodeCommand, received_at: float) -> None:
         """Park a request until its KV arrives, or queue it so that its prompt is computed here."""

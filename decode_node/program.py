@@ -43,7 +43,7 @@ def make_program(
             options.decode,
             traces=DecodeTraces(parts.spans, time.monotonic),
             inbox=Inbox(DecodeCommand, parts.engine, adapters=parts.adapters),
-            shares=shares,
+            side_work=shares,
         )
         return node, ConnectorEnds(receiver, prefixes=sender)
 

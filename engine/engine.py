@@ -130,10 +130,6 @@ class Engine:
         taken = self.features.received_drafts(request_id, drafts)
         self._scheduler.commit(request_id, token_id, taken)
 
-    def end_fetch(self, request: Request) -> None:
-        """Let a request go on that waited for another node to fill the prefix cache."""
-        self._scheduler.end_fetch(request)
-
     def take_failures(self) -> list[tuple[str, BatonError]]:
         """Return the requests that failed since the last call: their ids and the reasons.
 

@@ -101,6 +101,14 @@ class Features:
         if images.users:
             self.images.submit(images)
 
+    def end_fetch(self, request: Request) -> None:
+        """Let a request go on that waited for another node to fill the prefix cache.
+
+        The request uses what the cache has. Ignored if the request has ended.
+        """
+        request.awaits_prefix = False
+        self._scheduler.resume(request)
+
     def submit_grammar(self, request: Request) -> None:
         """Have the grammar of a request compiled, if the request has one."""
         if request.awaits_grammar:

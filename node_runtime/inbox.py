@@ -28,9 +28,10 @@ from baton.link.words import (
     ShareCommand,
     failed_delta,
 )
+from baton.telemetry.ledger import BlockHolding
 from engine.core.outputs import SchedulerOutput, StepResult
 from engine.engine import Engine
-from kvconnector.base import TransferEvent, TransferEventKind
+from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from node_runtime.adapters.adapter_queue import AdapterQueue, Failure, JobCommand
 
@@ -60,11 +61,54 @@ class CommandHandler(Protocol[HandledJob]):
     def remove_peer(self, engine_id: str) -> None:
         """Disconnect a departed node of the other role, and handle the requests that need it."""
 
-    def connect_fetch_peer(self, peer: PeerInfo) -> None:
-        """Connect to a node's end for cached prefixes; raises TransferError."""
+    @property
+    def side_work(self) -> SideWork:
+        """The node's transfers of encodings and cached prefixes."""
+
+
+class SideWork:
+    """A node's transfers of encodings and cached prefixes; in this class, no transfers at all.
+
+    Used on the node's thread; properties and `add_metrics` are safe from any thread.
+    """
+
+    def add_peer(self, peer: PeerInfo) -> bool:
+        """Connect a peer of these transfers; return False for a peer of KV hand-offs.
+
+        Raises TransferError if this fails.
+        """
+        return False
+
+    def lose_peer(self, engine_id: str) -> None:
+        """End the transfers of a departed node."""
 
     def share_prefix(self, command: ShareCommand, received_at: float) -> None:
         """Send a cached prefix to a prefill node."""
+        logger.warning("this node does not send cached prefixes")
+
+    def abort(self, abort: AbortAll) -> None:
+        """Stop sending the prefixes that an abort message concerns."""
+
+    def step(self, outbox: Outbox) -> None:
+        """Continue the transfers; report peers that have connected or failed."""
+
+    @property
+    def num_transfers(self) -> int:
+        """Number of open transfers, and of those in quarantine."""
+        return 0
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of KV blocks that other nodes may still write after a transfer's end."""
+        return 0
+
+    def held(self) -> list[BlockHolding]:
+        """Return the KV blocks that the transfers hold, for the ledger."""
+        return []
+
+    def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
+        """Return metrics of hand-offs with counts of these transfers."""
+        return metrics
 
 
 class Inbox(Generic[Job]):
@@ -121,16 +165,18 @@ class Inbox(Generic[Job]):
                     node.cancel_job(command.request_id, command.epoch)
                 case PeerUpdate(removed=True):
                     node.remove_peer(command.engine_id)
+                    node.side_work.lose_peer(command.engine_id)
                 case PeerUpdate(engine_id=engine_id):
                     _connect(node.connect_peer, engine_id, command.peer_info, outbox)
                     if command.fetch_peer_info:
                         end, info = fetch_end(engine_id), command.fetch_peer_info
-                        _connect(node.connect_fetch_peer, end, info, outbox)
+                        _connect(node.side_work.add_peer, end, info, outbox)
                 case ShareCommand():
-                    node.share_prefix(command, received_at)
+                    node.side_work.share_prefix(command, received_at)
                 case AbortAll():
                     self._adapters.abort(command)
                     node.abort_jobs(command)
+                    node.side_work.abort(command)
                 case _:
                     logger.warning("this node does not handle %s", type(command).__name__)
         for item in self._adapters.take_ready():
@@ -170,7 +216,7 @@ class Inbox(Generic[Job]):
 
 
 def _connect(
-    connect: Callable[[PeerInfo], None], engine_id: str, peer_info: bytes, outbox: Outbox
+    connect: Callable[[PeerInfo], object], engine_id: str, peer_info: bytes, outbox: Outbox
 ) -> None:
     """Connect to an end of a peer, or report why this is impossible."""
     try:

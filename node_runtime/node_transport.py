@@ -66,7 +66,7 @@ def open_prefixes_transport(
             "fetch_prefixes: supports models with one group of layers with full attention, "
             f"got {len(groups)} ({kinds})"
         )
-    if not loaded.engine.kv_cache_manager.has_prefix_cache:
+    if loaded.engine.kv_cache_manager.hasher is None:
         raise ConfigError("fetch_prefixes: needs the prefix cache, which is switched off")
     engine_id, connector = fetch_end(loaded.engine_id), options.kv_connector
     links = link_ranks(lambda start: executor.attach(_RANK_SERVICE, start), connector, engine_id)

@@ -1,4 +1,4 @@
-"""Jobs: the open commands of a prefill node, with their times, receipts, spans and encodings.
+"""Jobs: the open commands of a prefill node, with their times, receipts and spans.
 
     command -> Job -> encodings and a prefix are expected -> chunks -> receipt, or an end without
 
@@ -8,22 +8,18 @@ what other nodes still send for it. Refuses to know: blocks, steps, decode nodes
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.api.outputs import PrefillReceipt
-from baton.kv.encodings import holds_encodings
 from baton.link.words import PrefillCommand
-from baton.telemetry.ledger import BlockHolding, Ledger
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
-from kvconnector.base import HandoffMetrics, TransferEvent
-from kvconnector.peer_info import PeerInfo
-from node_runtime.prefixes.fetches import Fetches, PrefixWait
-from prefill_node.arrivals import Arrivals, PromptWait
+from node_runtime.prefixes.fetches import PrefixWait
+from prefill_node.arrivals import PromptWait
 from prefill_node.spans import PrefillTraces
+from prefill_node.supplies import Supplies
 
 
 @dataclass(slots=True)
@@ -75,18 +71,16 @@ class Jobs:
     Args:
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
-        arrivals: receives encodings from encode nodes; None: this node encodes all images.
-        fetches: receives cached prefixes; None: this node computes what it has not cached.
+        supplies: receives encodings and prefixes from other nodes; None: this node receives none.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         traces: PrefillTraces | None = None,
-        arrivals: Arrivals | None = None,
-        fetches: Fetches | None = None,
+        supplies: Supplies | None = None,
     ) -> None:
-        self._clock, self.arrivals, self.fetches = clock, arrivals, fetches
+        self._clock, self.supplies = clock, supplies or Supplies()
         self._traces = PrefillTraces(None, clock) if traces is None else traces
         self._jobs: dict[str, Job] = {}
 
@@ -118,12 +112,7 @@ class Jobs:
 
         Call this before the engine gets the request; `add` the job afterwards.
         """
-        encodings = None
-        if self.arrivals is not None:
-            encodings = self.arrivals.expect(request, command, received_at)
-        prefix = None
-        if self.fetches is not None:
-            prefix = self.fetches.expect(request, command, received_at)
+        encodings, prefix = self.supplies.expect(request, command, received_at)
         return Job(command, request, received_at, encodings, prefix)
 
     def add(self, job: Job) -> None:
@@ -161,11 +150,11 @@ class Jobs:
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._traces.end_trace(*job.key)
-            self._cancel_waits(*job.key)
+            self.supplies.cancel(*job.key)
 
     def fail(self, request_id: str, epoch: int, problem: str) -> Job | None:
         """Forget a request that failed; return its job, or None if it is not open."""
-        self._cancel_waits(request_id, epoch)
+        self.supplies.cancel(request_id, epoch)
         self.end_trace(request_id, epoch, problem)
         return self._jobs.pop(request_id, None)
 
@@ -185,94 +174,3 @@ class Jobs:
                     self.has(request_id, epoch) or is_pushing(request_id, epoch)
                 )
             )
-
-    # ------------------------------------------------------------------ encode nodes
-
-    def poll_encode_nodes(self) -> list[TransferEvent]:
-        """Receive encodings; return the events that concern peers."""
-        return [] if self.arrivals is None else self.arrivals.step()
-
-    def connect_encode_node(self, peer: PeerInfo) -> bool:
-        """Connect a peer if it is an encode node; return whether it is one."""
-        is_encode_node = holds_encodings(peer.manifest)
-        if is_encode_node and self.arrivals is not None:
-            self.arrivals.add_peer(peer)
-        return is_encode_node
-
-    def lose_encode_node(self, engine_id: str) -> None:
-        """Give up the encodings of a departed peer, if it is an encode node."""
-        if self.arrivals is not None:
-            self.arrivals.lose_peer(engine_id)
-
-    @property
-    def num_encodings(self) -> int:
-        """Number of encodings that are to arrive, or that are lost and in quarantine."""
-        return 0 if self.arrivals is None else self.arrivals.num_transfers
-
-    @property
-    def num_waiting_for_encodings(self) -> int:
-        """Number of prompts that wait for encodings; safe from any thread."""
-        return 0 if self.arrivals is None else self.arrivals.num_waiting
-
-    def encodings_ledger(self) -> Ledger | None:
-        """Return the owners of the memory for encodings; None: this node receives none."""
-        return None if self.arrivals is None else self.arrivals.ledger()
-
-    # ------------------------------------------------------------------ holders of prefixes
-
-    def poll_holders(self) -> list[TransferEvent]:
-        """Receive cached prefixes; return the events that concern peers."""
-        return [] if self.fetches is None else self.fetches.step()
-
-    def connect_holder(self, peer: PeerInfo) -> None:
-        """Connect a node that sends cached prefixes."""
-        if self.fetches is not None:
-            self.fetches.add_peer(peer)
-
-    def lose_holder(self, engine_id: str) -> None:
-        """Give up the prefixes of a departed node."""
-        if self.fetches is not None:
-            self.fetches.lose_peer(engine_id)
-
-    @property
-    def num_fetches(self) -> int:
-        """Number of prefixes that are to arrive, or that are lost and in quarantine."""
-        return 0 if self.fetches is None else self.fetches.num_transfers
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """Number of blocks that holders of lost prefixes may still write."""
-        return 0 if self.fetches is None else self.fetches.quarantine.num_blocks
-
-    def held(self) -> list[BlockHolding]:
-        """Return the blocks of fetches, for the ledger."""
-        return [] if self.fetches is None else self.fetches.held()
-
-    # ------------------------------------------------------------------ metrics
-
-    def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
-        """Return metrics of hand-offs with counts of encodings and prefixes; thread-safe."""
-        if self.arrivals is not None:
-            metrics = dataclasses.replace(
-                metrics,
-                encodings_open=self.num_encodings,
-                encodings_lost=self.arrivals.num_lost_total,
-            )
-        if self.fetches is None:
-            return metrics
-        counts = self.fetches.counts
-        return dataclasses.replace(
-            metrics,
-            num_quarantined_blocks=metrics.num_quarantined_blocks + self.num_quarantined_blocks,
-            fetches=counts.by_state(),
-            fetches_open=self.num_fetches,
-            fetched_tokens=counts.tokens,
-            fetched_bytes=counts.num_bytes,
-        )
-
-    def _cancel_waits(self, request_id: str, epoch: int) -> None:
-        """Expect no encodings and no prefix any more for a request that has ended."""
-        if self.arrivals is not None:
-            self.arrivals.cancel(request_id, epoch)
-        if self.fetches is not None:
-            self.fetches.cancel(request_id, epoch)

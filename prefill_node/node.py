@@ -8,7 +8,6 @@ continues the output after token 1, unless token 1 ends the output.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from baton.link.words import (
     PrefillCommand,
     RequestView,
     RouterCommand,
-    ShareCommand,
 )
 from baton.telemetry.ledger import Ledger
 from engine.core.outputs import StepResult
@@ -35,7 +33,12 @@ from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Inbox, Outbox, is_busy
 from node_runtime.new_request import new_request
-from node_runtime.reports.operator_views import ids_of, take_ledger, view_request
+from node_runtime.reports.operator_views import (
+    describe_load,
+    ids_of,
+    take_ledger,
+    view_request,
+)
 from prefill_node.jobs import Jobs
 from prefill_node.options import PushMode
 from prefill_node.push_tracker import PushTracker
@@ -68,6 +71,7 @@ class PrefillNode:
     ) -> None:
         self.engine = engine
         self.jobs = jobs or Jobs(clock)
+        self.side_work = self.jobs.supplies
         self.sender = sender
         self.push_tracker = PushTracker(engine, sender, push_mode, clock)
         self._clock = clock
@@ -81,10 +85,7 @@ class PrefillNode:
     def step(self) -> bool:
         """Run one round; return whether to run the next round at once."""
         self._inbox.deliver_commands(self, self._outbox)
-        for event in self.jobs.poll_encode_nodes():
-            self._outbox.report_peer(event, is_encode_node=True)
-        for event in self.jobs.poll_holders():
-            self._outbox.report_peer(event)
+        self.side_work.step(self._outbox)
         scheduled = self.engine.schedule()
         self.jobs.note_scheduled(scheduled)
         after_layer = self.push_tracker.before_step(scheduled)
@@ -105,26 +106,15 @@ class PrefillNode:
     def beat(self) -> NodeBeat:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
-        num_running = sum(request.num_computed_tokens > 0 for request in requests)
-        num_held = self._inbox.num_waiting
-        return NodeBeat(
-            num_waiting=len(requests) - num_running + num_held,
-            num_running=num_running,
-            num_free_blocks=self.engine.block_pool.num_free,
-            num_quarantined_blocks=(
-                self.push_tracker.num_draining_blocks + self.jobs.num_quarantined_blocks
-            ),
-            num_transfers=(
-                self.push_tracker.num_transfers + self.jobs.num_encodings + self.jobs.num_fetches
-            ),
-            adapters=self.engine.adapters.digests,
-            num_waiting_for_adapters=num_held,
-            adapter_load_s=self._inbox.adapter_load_s,
-            num_waiting_for_encodings=self.jobs.num_waiting_for_encodings,
-            num_uncomputed_tokens=sum(
-                max(request.num_initial_tokens - request.num_computed_tokens, 0)
-                for request in requests
-            ),
+        tracker, side_work = self.push_tracker, self.side_work
+        return describe_load(
+            self.engine,
+            self._inbox,
+            requests,
+            num_running=sum(request.num_computed_tokens > 0 for request in requests),
+            num_quarantined_blocks=tracker.num_draining_blocks + side_work.num_quarantined_blocks,
+            num_transfers=tracker.num_transfers + side_work.num_transfers,
+            num_waiting_for_encodings=side_work.num_waiting_for_encodings,
         )
 
     def requests(self) -> list[RequestView]:
@@ -136,12 +126,12 @@ class PrefillNode:
 
     def ledger(self) -> Ledger:
         """Return which owners hold which blocks; call between steps, on this node's thread."""
-        ledger = take_ledger(self.engine, [*self.push_tracker.held(), *self.jobs.held()])
-        return dataclasses.replace(ledger, encodings=self.jobs.encodings_ledger())
+        held = [*self.push_tracker.held(), *self.side_work.held()]
+        return take_ledger(self.engine, held, self.side_work.encodings_ledger())
 
     def handoff_metrics(self) -> HandoffMetrics:
         """Return counts of hand-offs, encodings and prefixes; safe from any thread."""
-        return self.jobs.add_metrics(self.push_tracker.metrics())
+        return self.side_work.add_metrics(self.push_tracker.metrics())
 
     # ------------------------------------------------------------------ commands
 
@@ -163,22 +153,12 @@ class PrefillNode:
 
     def connect_peer(self, peer: PeerInfo) -> None:
         """Connect to a decode node or an encode node; raises TransferError if this fails."""
-        if not self.jobs.connect_encode_node(peer):
+        if not self.side_work.add_peer(peer):
             self.sender.connect(peer)
 
     def remove_peer(self, engine_id: str) -> None:
-        """Disconnect a departed decode node or encode node."""
+        """Disconnect a departed decode node."""
         self.sender.disconnect(engine_id)
-        self.jobs.lose_encode_node(engine_id)
-        self.jobs.lose_holder(engine_id)
-
-    def connect_fetch_peer(self, peer: PeerInfo) -> None:
-        """Connect to a node that sends cached prefixes; raises TransferError if this fails."""
-        self.jobs.connect_holder(peer)
-
-    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
-        """Ignore a command for decode nodes, because prefill nodes send no cached prefixes."""
-        logger.warning("this node does not send cached prefixes")
 
     def start_job(self, command: PrefillCommand, received_at: float) -> None:
         """Queue a prompt in the engine, and track its hand-off if a decode node continues."""

@@ -26,6 +26,7 @@ from prefill_node.jobs import Jobs
 from prefill_node.node import PrefillNode
 from prefill_node.options import PrefillOptions
 from prefill_node.spans import PrefillTraces
+from prefill_node.supplies import Supplies
 
 
 def make_program(
@@ -54,7 +55,7 @@ def make_program(
             parts.emit,
             options.push,
             inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
-            jobs=Jobs(time.monotonic, traces, arrivals, fetches),
+            jobs=Jobs(time.monotonic, traces, Supplies(arrivals, fetches)),
         )
         return node, ConnectorEnds(sender, receiver, fetcher)
 

@@ -12,7 +12,6 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.api.images import ImageSpan
 from baton.kv.block_hash import BlockHash, BlockHasher
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_coordinator import KVCacheCoordinator
@@ -45,6 +44,8 @@ class KVCacheManager:
         record_events: whether to record the prefix cache's stored and removed contents.
 
     Attributes:
+        coordinator: the KV cache groups, which find and keep cached blocks.
+        hasher: computes hashes in the current namespace; None: no prefix cache.
         slides: whether any group has a window, so that `free_slid_out` can free blocks.
     """
 
@@ -60,10 +61,10 @@ class KVCacheManager:
         self.block_size = block_size
         self.block_pool = BlockPool(num_blocks, record_events=record_events)
         self.num_groups = len(sliding_windows)
-        self._coordinator = KVCacheCoordinator(sliding_windows, block_size, self.block_pool)
-        self._null_block = self._coordinator.null_block
+        self.coordinator = KVCacheCoordinator(sliding_windows, block_size, self.block_pool)
+        self._null_block = self.coordinator.null_block
         self.slides = self._null_block is not None
-        self._hasher = hasher
+        self.hasher = hasher
 
     def rename(self, namespace: bytes) -> None:
         """Empty the prefix cache, and compute later hashes in another namespace.
@@ -73,13 +74,8 @@ class KVCacheManager:
                 `cache_namespace`.
         """
         self.block_pool.reset_prefix_cache()
-        if self._hasher is not None:
-            self._hasher = self._hasher.in_namespace(namespace)
-
-    @property
-    def has_prefix_cache(self) -> bool:
-        """Return whether blocks are kept for later prompts with an equal beginning."""
-        return self._hasher is not None
+        if self.hasher is not None:
+            self.hasher = self.hasher.in_namespace(namespace)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks, over all groups, that ``num_tokens`` tokens need."""
@@ -115,11 +111,11 @@ class KVCacheManager:
         """Return the cached blocks of a request's first ``num_tokens`` tokens, interleaved over
         groups.
         """
-        if self._hasher is None:
+        if self.hasher is None:
             return []
-        self._extend_hashes(request, self._hasher)
+        self._extend_hashes(request, self.hasher)
         hashes = request.block_hashes[: num_tokens // self.block_size]
-        return self._coordinator.longest_hit(hashes, request.cache_class)
+        return self.coordinator.longest_hit(hashes, request.cache_class)
 
     def allocate_with_prefix(self, request: Request, num_reserved: int = 0) -> int | None:
         """Give a request without blocks its cached prefix, and blocks for all other known tokens.
@@ -168,15 +164,15 @@ class KVCacheManager:
         self._cache_up_to(request, request.num_computed_tokens, cache_class)
 
     def _cache_up_to(self, request: Request, num_tokens: int, cache_class: int = 0) -> None:
-        if self._hasher is None:
+        if self.hasher is None:
             return
         num_full = num_tokens // self.block_size
         first = request.num_cached_blocks
         if num_full <= first:
             return
-        self._extend_hashes(request, self._hasher)
+        self._extend_hashes(request, self.hasher)
         hashes = request.block_hashes
-        self._coordinator.cache(request.block_ids, hashes, first, num_full, cache_class=cache_class)
+        self.coordinator.cache(request.block_ids, hashes, first, num_full, cache_class=cache_class)
         request.num_cached_blocks = num_full
 
     def _extend_hashes(self, request: Request, hasher: BlockHasher) -> None:
@@ -197,27 +193,6 @@ class KVCacheManager:
         num_full = request.num_initial_tokens // self.block_size
         lacking = request.block_hashes[num_blocks:num_full]
         return num_blocks * self.block_size, lacking
-
-    def find_prefix(
-        self, token_ids: Sequence[int], extra_keys: Sequence[bytes], images: Sequence[ImageSpan]
-    ) -> tuple[list[int], BlockHash]:
-        """Find the longest cached prefix of a prompt that another node asks for.
-
-        Takes no references.
-
-        Args:
-            extra_keys: values from `extra_keys_of`.
-            images: the prompt's images, in order.
-
-        Returns:
-            The blocks, and the hash of the last one; no blocks and an empty hash without a prefix.
-        """
-        hashes: list[BlockHash] = []
-        if self._hasher is not None:
-            self._hasher.extend(hashes, token_ids, extra_keys, images)
-        block_ids = self._coordinator.longest_hit(hashes)
-        num_blocks = len(block_ids) // self.num_groups
-        return block_ids, hashes[num_blocks - 1] if num_blocks else b""
 
     # ------------------------------------------------------------------ blocks
 
@@ -309,11 +284,11 @@ class KVCacheManager:
         this model and block size compute equal indices, so nodes do not send them.
         """
         num_blocks = -(-num_prompt_tokens // self.block_size)
-        return self._coordinator.kept_indices(num_prompt_tokens, num_blocks)
+        return self.coordinator.kept_indices(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
         """Release those of a request's blocks that slid out of their groups' windows."""
-        self._coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
+        self.coordinator.free_slid_out(request.block_ids, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """Drop the request's references, last blocks first: prefixes stay cached longest."""

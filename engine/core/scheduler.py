@@ -43,11 +43,6 @@ from engine.core.waiting_room import WaitingRoom
 # these blocks; without them, a request would be preempted and computed again.
 WATERMARK = 0.01
 
-_RESUMABLE = (
-    RequestStatus.WAITING_FOR_GRAMMAR,
-    RequestStatus.WAITING_FOR_PIXELS,
-    RequestStatus.WAITING_FOR_PREFIX,
-)
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
 
 
@@ -208,14 +203,7 @@ class Scheduler:
 
     def resume(self, request: Request) -> None:
         """Put a request in line if all that it waited for is ready."""
-        if request.status in _RESUMABLE:
-            self._room.queue(request)
-
-    def end_fetch(self, request: Request) -> None:
-        """Let a request go on with the prefix cache as it is; ignored if the request has ended."""
-        request.awaits_prefix = False
-        if self.requests.get(request.request_id) is request:
-            self.resume(request)
+        self._room.resume(request)
 
     def fail(self, request: Request, error: BatonError) -> None:
         """Record a failure; end the request unless a peer may still write its blocks.

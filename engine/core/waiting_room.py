@@ -22,12 +22,16 @@ from collections.abc import Iterable, Iterator
 from engine.core.request import Request, RequestStatus
 
 IN_LINE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-PARKED = (
-    RequestStatus.WAITING_FOR_REMOTE_KVS,
-    RequestStatus.WAITING_FOR_SHARED_KVS,
+# `resume` ends these statuses; the KV of the prompt ends the other statuses of parked requests.
+RESUMABLE = (
     RequestStatus.WAITING_FOR_GRAMMAR,
     RequestStatus.WAITING_FOR_PIXELS,
     RequestStatus.WAITING_FOR_PREFIX,
+)
+PARKED = (
+    RequestStatus.WAITING_FOR_REMOTE_KVS,
+    RequestStatus.WAITING_FOR_SHARED_KVS,
+    *RESUMABLE,
 )
 
 
@@ -182,6 +186,11 @@ class WaitingRoom:
         else:
             self._waiting.add_new(request)
             self.num_without_blocks += 1
+
+    def resume(self, request: Request) -> None:
+        """Put a request in line if all that it waited for is ready; ignored if it has ended."""
+        if request.status in RESUMABLE:
+            self.queue(request)
 
     def put_back(self, request: Request) -> None:
         """Put a preempted request, which has lost its blocks, back in line, or park it."""

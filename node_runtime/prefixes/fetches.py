@@ -383,7 +383,7 @@ class Fetches:
         self._pool.release(reversed(fetch.held_ids))
         for waiter in fetch.waiters:
             waiter.wait.waited_s = now - waiter.received_at
-            self._engine.end_fetch(waiter.request)
+            self._engine.features.end_fetch(waiter.request)
 
     def _lose_all(self, engine_id: str, why: str) -> None:
         """Give up all prefixes of one holder."""

@@ -10,6 +10,7 @@ Refuses to know: who computes the rest of the prompt.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from baton.telemetry.ledger import BlockHolding, BlockOwner
 from engine.engine import Engine
 from kvconnector.base import (
     BlockPush,
+    HandoffMetrics,
     HandoffRecord,
     TransferEvent,
     TransferEventKind,
@@ -31,6 +33,8 @@ from kvconnector.base import (
 )
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
+from node_runtime.inbox import Outbox, SideWork
+from node_runtime.prefixes.held_prefix import find_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class _Share:
     is_ending: bool = False
 
 
-class Shares:
+class Shares(SideWork):
     """The cached prefixes that one node sends. Used on the node's thread.
 
     Args:
@@ -74,9 +78,10 @@ class Shares:
 
     # ------------------------------------------------------------------ peers
 
-    def add_peer(self, peer: PeerInfo) -> None:
+    def add_peer(self, peer: PeerInfo) -> bool:
         """Connect to a prefill node's end for prefixes."""
         self._sender.connect(peer)
+        return True
 
     def lose_peer(self, engine_id: str) -> None:
         """Disconnect a departed prefill node; its transfers fail."""
@@ -84,12 +89,13 @@ class Shares:
 
     # ------------------------------------------------------------------ commands
 
-    def start(self, command: ShareCommand, received_at: float) -> None:
+    def share_prefix(self, command: ShareCommand, received_at: float) -> None:
         """Send the longest cached part of a prefix; do nothing if the command came twice."""
         key = transfer_name(command.request_id), command.epoch
         if key in self._open:
             return
-        block_ids, last_hash = self._engine.kv_cache_manager.find_prefix(
+        block_ids, last_hash = find_prefix(
+            self._engine.kv_cache_manager,
             command.prompt_token_ids,
             extra_keys_of(command.cache_salt, command.adapter),
             [image.span for image in command.images],
@@ -129,16 +135,14 @@ class Shares:
         self._open[key].is_ending = True
         self._sender.abort(*key, reason)
 
-    def step(self) -> list[TransferEvent]:
-        """Release the blocks of ended transfers; return the events that concern peers."""
-        of_peers = []
+    def step(self, outbox: Outbox) -> None:
+        """Release the blocks of ended transfers; report peers that have connected or failed."""
         for event in self._sender.poll():
             if event.kind in (TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED):
-                of_peers.append(event)
+                outbox.report_peer(event)
             else:
                 self._settle(event)
         self._expire()
-        return of_peers
 
     def _settle(self, event: TransferEvent) -> None:
         share = self._open.pop((event.request_id, event.epoch), None)
@@ -180,3 +184,9 @@ class Shares:
             for key, share in self._open.items()
             if share.block_ids
         ]
+
+    def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
+        """Return metrics of hand-offs with counts of sent prefixes; thread-safe."""
+        return dataclasses.replace(
+            metrics, fetches_open=self.num_transfers, shared_tokens=self.num_tokens_total
+        )

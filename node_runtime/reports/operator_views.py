@@ -1,4 +1,4 @@
-"""Describes a node to operators: its open requests, and a ledger of who owns which blocks.
+"""Describes a node to others: its load, its open requests, and a ledger of who owns which blocks.
 
 Refuses to know: peers, transfers.
 """
@@ -7,15 +7,56 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from baton.link.words import DecodeCommand, PrefillCommand, RequestView
+from baton.link.words import DecodeCommand, NodeBeat, PrefillCommand, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
-from engine.core.request import Request
+from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
+from node_runtime.inbox import Inbox
 
 
-def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
+def describe_load(
+    engine: Engine,
+    inbox: Inbox[Any],
+    requests: Sequence[Request],
+    *,
+    num_running: int,
+    num_quarantined_blocks: int,
+    num_transfers: int,
+    num_waiting_for_encodings: int = 0,
+) -> NodeBeat:
+    """Return a node's report of its load; safe from any thread.
+
+    Args:
+        inbox: queue of the node's commands.
+        requests: the engine's open requests, among which ``num_running`` run.
+    """
+    parked = RequestStatus.WAITING_FOR_REMOTE_KVS
+    to_compute = [request for request in requests if request.status is not parked]
+    num_held = inbox.num_waiting
+    return NodeBeat(
+        num_waiting=len(to_compute) - num_running + num_held,
+        num_waiting_for_remote_kvs=len(requests) - len(to_compute),
+        num_running=num_running,
+        num_free_blocks=engine.block_pool.num_free,
+        num_quarantined_blocks=num_quarantined_blocks,
+        num_transfers=num_transfers,
+        adapters=engine.adapters.digests,
+        num_waiting_for_adapters=num_held,
+        adapter_load_s=inbox.adapter_load_s,
+        num_waiting_for_encodings=num_waiting_for_encodings,
+        num_uncomputed_tokens=sum(
+            max(request.num_initial_tokens - request.num_computed_tokens, 0)
+            for request in to_compute
+        ),
+    )
+
+
+def take_ledger(
+    engine: Engine, held: Iterable[BlockHolding], encodings: Ledger | None = None
+) -> Ledger:
     """Return which owners hold which blocks now; takes O(num_blocks) time.
 
     Call this on the engine's thread, between two steps.
@@ -23,6 +64,7 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     Args:
         held: blocks that owners other than the engine's requests hold. A request whose blocks are
             in a holding of the kind GRANT is not listed a second time.
+        encodings: owners of the memory for encodings; None: there is none.
     """
     others = list(held)
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
@@ -39,12 +81,13 @@ def take_ledger(engine: Engine, held: Iterable[BlockHolding]) -> Ledger:
     for holding in [*own, *others]:
         block_ids = tuple(b for b in holding.block_ids if b not in null_blocks)
         holdings.append(dataclasses.replace(holding, block_ids=block_ids))
-    return balance(
+    ledger = balance(
         [holding for holding in holdings if holding.block_ids],
         engine.block_pool.ref_counts(),
         num_blocks=engine.num_blocks,
         num_free_blocks=engine.block_pool.num_free,
     )
+    return dataclasses.replace(ledger, encodings=encodings)
 
 
 def view_request(request: Request, transfer_state: str, age_s: float) -> RequestView:

@@ -16,18 +16,14 @@ from baton.link.words import (
     NodeRole,
     PrefillCommand,
     RequestError,
-    ShareCommand,
 )
 from router.calls.call import AttemptTerms, Call
 from router.calls.output_buffer import DeltaOrder, OutputBuffer
 from router.fleet.node import LegDelta, LegWork, Node
-from router.fleet.prefix_sources import PrefixSource
 
 # Nodes end a request themselves this many seconds after the router's deadline, in case the router
 # did not cancel the request.
 NODE_EXTRA_TIMEOUT_S = 5.0
-# A node stops sending a cached prefix after this many seconds; prefill nodes wait less long.
-SHARE_TIMEOUT_S = 30.0
 
 
 class Attempt:
@@ -62,7 +58,7 @@ class Attempt:
         self.prefill = prefill
         self.decode = decode
         self.epoch = terms.epoch
-        self._encodings, self._source = terms.encodings, terms.prefix_source
+        self._supply = terms.supply
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
         self._request_id = call.scoped_id
@@ -86,8 +82,7 @@ class Attempt:
     def _send_legs(self, call: Call, terms: AttemptTerms) -> None:
         output_token_ids, params = tuple(self._buffer.token_ids), call.sampling_params
         num_tokens = len(call.prompt_token_ids) + len(output_token_ids)
-        source = self._source
-        num_cached = max(terms.num_cached_tokens, source.num_tokens if source else 0)
+        num_cached = max(terms.num_cached_tokens, self._supply.num_fetched_tokens)
         num_uncomputed = max(num_tokens - num_cached, 1)
         if output_token_ids:  # an earlier attempt has delivered the prompt's logprobs
             params = dataclasses.replace(params, prompt_logprobs=None)
@@ -131,32 +126,11 @@ class Attempt:
                     decode_engine_id=peer,
                     images=call.images,
                     pooling=call.pooling,
-                    encode_engine_ids=self._encodings.engine_ids,
-                    fetch_engine_id=source.node.engine_id if source else "",
-                    fetch_num_tokens=source.num_tokens if source else 0,
+                    **self._supply.command_fields,
                     **for_both,
                 )
             )
-            if source is not None:
-                self._send_share_command(call, source, self.prefill)
-            self._encodings.send_commands(for_both["timeout_s"])
-
-    def _send_share_command(self, call: Call, source: PrefixSource, prefill: Node) -> None:
-        """Tell a node to send the prompt's cached prefix to the prefill node."""
-        token_ids = [*call.prompt_token_ids, *self._buffer.token_ids][: source.num_tokens]
-        images = without_files(call.images)
-        source.node.send(
-            ShareCommand(
-                request_id=self._request_id,
-                epoch=self.epoch,
-                prefill_engine_id=prefill.engine_id,
-                timeout_s=SHARE_TIMEOUT_S,
-                prompt_token_ids=token_ids,
-                cache_salt=call.cache_salt,
-                adapter=call.terms.adapter,
-                images=tuple(image for image in images if image.span.end <= len(token_ids)),
-            )
-        )
+            self._supply.send_commands(for_both["timeout_s"])
 
     @property
     def nodes(self) -> list[Node]:
@@ -237,10 +211,8 @@ class Attempt:
             prefill.send(CancelCommand(self._request_id, self.epoch))
         if item.delta.prefill is not None:
             self.prefill_receipt = item.delta.prefill
-            if self._source is not None:
-                self._source.note_receipt(item.delta.prefill)
             prefill.relieve_leg(self.epoch)
-            self._encodings.note_computed(item.delta.prefill)
+            self._supply.note_computed(item.delta.prefill)
         if self._kv_arrived:  # the prefill node's work for this attempt is done
             prefill.close_leg(self.epoch)
 
@@ -252,7 +224,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
-        self._encodings.end()
+        self._supply.end()
         for node in self.nodes:
             node.close_leg(self.epoch)
             # Nodes need no cancellation after the decode node's last token: both have finished the

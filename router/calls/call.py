@@ -14,10 +14,9 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
+from router.calls.prompt_supply import PromptSupply
 from router.fleet.adapter_places import NO_SOURCE, AdapterSource
-from router.fleet.encodings.encode_work import EncodeWork
 from router.fleet.prefix.prompt_hashes import PromptHashes
-from router.fleet.prefix_sources import PrefixSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +110,17 @@ class AttemptTerms:
     Attributes:
         epoch: number of the attempt, which nodes repeat in their deltas.
         timeout_s: seconds until the call's deadline.
-        encodings: the attempt's images on encode nodes.
+        supply: what other nodes send to the prefill node.
         num_cached_tokens: number of prompt tokens that the node that computes the prompt probably
             has in its cache.
         trace: the attempt's span, which is the parent of the nodes' spans; None: the call is not
             traced.
         adapter_source: where nodes find the files of the call's adapter.
-        prefix_source: node that sends a cached prefix to the prefill node; None: no node.
     """
 
     epoch: int
     timeout_s: float
-    encodings: EncodeWork
+    supply: PromptSupply
     num_cached_tokens: int = 0
     trace: TraceContext | None = None
     adapter_source: AdapterSource = NO_SOURCE
-    prefix_source: PrefixSource | None = None

@@ -23,8 +23,6 @@ from router.calls.request_log import Following
 from router.calls.wake_ups import Turns, WakeUps
 from router.fleet.node import LegDelta, Node
 from router.fleet.node_pool import NodePool
-from router.fleet.prefix.prompt_hashes import PromptHashes
-from router.fleet.prefix_sources import PrefixSource
 from router.policies.base import Placement
 
 _DEADLINE = RequestError("DEADLINE_EXCEEDED", "the request's deadline passed")
@@ -190,30 +188,16 @@ class OpenCall:
         terms = AttemptTerms(
             epoch=epoch,
             timeout_s=self._remaining_s(),
-            encodings=pool.plan_encodings(call.scoped_id, epoch, call.images, prefill, num_cached),
+            supply=self._placer.plan_supply(
+                call, self._output_token_ids, prefill, epoch, num_cached
+            ),
             num_cached_tokens=num_cached,
             trace=noted.trace,
             adapter_source=pool.adapters.source_of(call.terms.adapter),
-            prefix_source=self._choose_prefix_source(prefill),
         )
         self._attempt = Attempt(call, prefill, used_decode, self._buffer, terms)
-        computes = decode if prefill is None else prefill
-        forecast = computes.forecast_of(terms.epoch)
-        self._placer.decisions.note_forecast(call.scoped_id, forecast)
+        self._placer.note_forecast(call, prefill or decode, epoch)
         return self._attempt
-
-    def _choose_prefix_source(self, prefill: Node | None) -> PrefixSource | None:
-        """Choose a node that sends a cached prefix to the prefill node; None: none."""
-        call = self._call
-        # For logprobs of the prompt and for pooling, the prefill node computes the whole prompt.
-        is_whole = call.pooling is not None or call.sampling_params.prompt_logprobs is not None
-        if prefill is None or is_whole:
-            return None
-        hashes, token_ids = call.hashes, call.prompt_token_ids
-        if self._output_token_ids:
-            token_ids = [*token_ids, *self._output_token_ids]
-            hashes = PromptHashes(token_ids, call.cache_salt, call.terms.adapter, call.image_spans)
-        return self._pool.choose_prefix_source(prefill, hashes, len(token_ids))
 
     async def _wait_for_placement(self, failure: str) -> Placement:
         """Return the placement of the next attempt; wait if no node can take the call now.

@@ -7,9 +7,13 @@ import functools
 from collections.abc import Callable, Sequence
 
 from baton.api.errors import NodeUnavailableError
+from baton.api.images import without_files
+from baton.link.words import ShareCommand
 from router.calls.call import Call
 from router.calls.decisions import DecisionLog
+from router.calls.prompt_supply import PromptSupply
 from router.fleet.fleet import Fleet
+from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.policies.base import Placement, RouteQuery, RoutingPolicy
@@ -20,6 +24,8 @@ MAX_EXPECTING = 1024
 # A timer may fire this many seconds too early. The deadline then counts as reached; otherwise the
 # caller would ask again and again until the deadline is reached.
 _EARLY_S = 1e-6
+# A node stops sending a cached prefix after this many seconds; prefill nodes wait less long.
+SHARE_TIMEOUT_S = 30.0
 
 
 class Placer:
@@ -62,10 +68,8 @@ class Placer:
             is_first: whether this is the call's first attempt.
         """
         pool = self._pool
-        token_ids = [*call.prompt_token_ids, *output_token_ids]
-        adapter, hashes = call.terms.adapter, call.hashes
-        if output_token_ids:
-            hashes = PromptHashes(token_ids, call.cache_salt, adapter, call.image_spans)
+        adapter = call.terms.adapter
+        token_ids, hashes = _tokens_and_hashes(call, output_token_ids)
         query = RouteQuery(
             num_prompt_tokens=len(token_ids),
             max_tokens=call.sampling_params.max_tokens - len(output_token_ids),
@@ -102,6 +106,50 @@ class Placer:
                 if adapter:
                     pool.adapters.note_placement(node, adapter)
         return placement
+
+    def plan_supply(
+        self,
+        call: Call,
+        output_token_ids: Sequence[int],
+        prefill: Node | None,
+        epoch: int,
+        num_cached_tokens: int,
+    ) -> PromptSupply:
+        """Choose what other nodes send to the prefill node of a call's next attempt.
+
+        Args:
+            output_token_ids: the call's output so far.
+            prefill: the attempt's prefill node; None: the decode node computes the prompt alone.
+            epoch: number of the attempt.
+            num_cached_tokens: number of prompt tokens that the prefill node probably has in its
+                cache.
+        """
+        pool, request_id = self._pool, call.scoped_id
+        encodings = pool.plan_encodings(request_id, epoch, call.images, prefill, num_cached_tokens)
+        # For logprobs of the prompt and for pooling, the prefill node computes the whole prompt.
+        is_whole = call.pooling is not None or call.sampling_params.prompt_logprobs is not None
+        if prefill is None or is_whole:
+            return PromptSupply(encodings)
+        token_ids, hashes = _tokens_and_hashes(call, output_token_ids)
+        source = pool.choose_prefix_source(prefill, hashes, len(token_ids))
+        if source is None:
+            return PromptSupply(encodings)
+        num_tokens, images = source.num_tokens, without_files(call.images)
+        command = ShareCommand(
+            request_id=request_id,
+            epoch=epoch,
+            prefill_engine_id=prefill.engine_id,
+            timeout_s=SHARE_TIMEOUT_S,
+            prompt_token_ids=token_ids[:num_tokens],
+            cache_salt=call.cache_salt,
+            adapter=call.terms.adapter,
+            images=tuple(image for image in images if image.span.end <= num_tokens),
+        )
+        return PromptSupply(encodings, source, command)
+
+    def note_forecast(self, call: Call, node: Node, epoch: int) -> None:
+        """Log the forecast of the time at which a node will have computed an attempt's prompt."""
+        self.decisions.note_forecast(call.scoped_id, node.forecast_of(epoch))
 
     async def wait_for_change(
         self,
@@ -144,3 +192,14 @@ class Placer:
             pass  # time is up: the caller tries to place the call once more
         finally:
             self.num_waiting -= 1
+
+
+def _tokens_and_hashes(
+    call: Call, output_token_ids: Sequence[int]
+) -> tuple[list[int], PromptHashes]:
+    """Return the tokens that a call's next attempt has as its prompt, and their block hashes."""
+    if not output_token_ids:
+        return call.prompt_token_ids, call.hashes
+    token_ids = [*call.prompt_token_ids, *output_token_ids]
+    adapter = call.terms.adapter
+    return token_ids, PromptHashes(token_ids, call.cache_salt, adapter, call.image_spans)

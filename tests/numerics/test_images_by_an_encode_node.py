@@ -62,7 +62,7 @@ class WithEncodeNode(Cluster):
             InMemoryTransport(f"p-of-{E}{RECEIVER_ENDING}", target), _ignore, _die, self.clock
         )
         self.units = Units(128)
-        self.p.jobs.arrivals = Arrivals(
+        self.p.side_work.arrivals = Arrivals(
             self.p.engine.features, target, self.units, self.encodings, 5.0, self.clock
         )
         self.e_sender = Sender(InMemoryTransport(E, source), _ignore, _die, self.clock)
@@ -78,11 +78,11 @@ class WithEncodeNode(Cluster):
         )
         self.e_stands_still = False
         self.e.submit(PeerUpdate(f"p-of-{E}", self.encodings.describe()))
-        self.p.jobs.arrivals.add_peer(self.e_sender.peer_info)
+        self.p.side_work.arrivals.add_peer(self.e_sender.peer_info)
 
     def step(self, engine_id: str) -> None:
         super().step(engine_id)
-        if engine_id == "p" and self.p.jobs.arrivals is not None:  # the encode node is made
+        if engine_id == "p" and self.p.side_work.arrivals is not None:  # the encode node is made
             self.encodings.loop.round()
             if not self.e_stands_still:
                 self.e.step()
@@ -147,10 +147,10 @@ def test_encodings_of_another_node_give_the_same_tokens(
     assert cluster.p.beat().num_waiting_for_encodings == 0
     assert tokens_of(cluster, "again") == wanted[3]
     assert cluster.p.engine.metrics().images_encoded_total == 3
-    assert cluster.p.jobs.arrivals is not None
+    assert cluster.p.side_work.arrivals is not None
     cluster.e_stands_still = False
     cluster.settle()
-    assert cluster.p.jobs.arrivals.num_transfers == 0
+    assert cluster.p.side_work.arrivals.num_transfers == 0
     assert cluster.units.num_free == cluster.units.num_units
     assert cluster.p.engine.block_pool.num_free == NUM_BLOCKS
 

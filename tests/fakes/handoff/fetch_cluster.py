@@ -25,10 +25,10 @@ class FetchCluster(Cluster):
         self.ends: dict[str, Receiver | Sender] = {}
         super().__init__(*arguments, **options)
         p, d = self.p.engine, self.d.engine
-        self.fetches = self.p.jobs.fetches = Fetches(
+        self.fetches = self.p.side_work.fetches = Fetches(
             p, self._end(Receiver, "p", p), TIMEOUT_S, self.clock
         )
-        self.shares = self.d.shares = Shares(d, self._end(Sender, "d", d), self.clock)
+        self.shares = self.d.side_work = Shares(d, self._end(Sender, "d", d), self.clock)
         self.rejoin_ends()
         self.settle()
 

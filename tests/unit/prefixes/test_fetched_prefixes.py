@@ -18,6 +18,7 @@ from kvconnector.base import HandoffRecord
 from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Commit, Grant, Start
 from node_runtime.prefixes import fetches
+from node_runtime.prefixes.held_prefix import find_prefix
 from tests.fakes.handoff.fetch_cluster import TIMEOUT_S, FetchCluster
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
@@ -316,9 +317,10 @@ def test_the_prefix_of_another_prompt_is_refused(
     cluster: FetchCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A holder with another idea of hashes, or a liar, puts nothing into the cache."""
-    manager = cluster.d.engine.kv_cache_manager
-    find = manager.find_prefix
-    monkeypatch.setattr(manager, "find_prefix", lambda *args: (find(*args)[0], b"\1" * 16))
+    monkeypatch.setattr(
+        "node_runtime.prefixes.shares.find_prefix",
+        lambda *args: (find_prefix(*args)[0], b"\1" * 16),
+    )
     prompt = second_prompt()
     cluster.ask(("second", 2), prompt, 3, CACHED)
     cluster.run(2.0)
@@ -328,9 +330,8 @@ def test_the_prefix_of_another_prompt_is_refused(
 
 
 def test_other_salts_share_nothing(cluster: FetchCluster) -> None:
-    found, _ = cluster.d.engine.kv_cache_manager.find_prefix(
-        second_prompt()[:CACHED], (b"cache_salt", b"other"), ()
-    )
+    manager = cluster.d.engine.kv_cache_manager
+    found, _ = find_prefix(manager, second_prompt()[:CACHED], (b"cache_salt", b"other"), ())
     assert found == []
 
 

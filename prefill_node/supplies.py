@@ -1,0 +1,139 @@
+"""Supplies: what other nodes send for a prefill node's prompts: encodings and cached prefixes.
+
+    command -> the prompt waits -> received or lost -> this node computes what is missing
+
+The node's loop and its jobs call this object for both kinds. Refuses to know: steps, decode nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.kv.encodings import holds_encodings
+from baton.kv.prefixes import is_fetch_end
+from baton.link.words import PrefillCommand
+from baton.telemetry.ledger import BlockHolding, Ledger
+from engine.core.request import Request
+from kvconnector.base import HandoffMetrics
+from kvconnector.peer_info import PeerInfo
+from node_runtime.inbox import Outbox, SideWork
+from node_runtime.prefixes.fetches import Fetches, PrefixWait
+from prefill_node.arrivals import Arrivals, PromptWait
+
+
+class Supplies(SideWork):
+    """The encodings and prefixes that one prefill node gets. Used on the node's thread.
+
+    Args:
+        arrivals: receives encodings from encode nodes; None: this node encodes all images.
+        fetches: receives cached prefixes; None: this node computes what it has not cached.
+    """
+
+    def __init__(self, arrivals: Arrivals | None = None, fetches: Fetches | None = None) -> None:
+        self.arrivals, self.fetches = arrivals, fetches
+
+    # ------------------------------------------------------------------ prompts
+
+    def expect(
+        self, request: Request, command: PrefillCommand, received_at: float
+    ) -> tuple[PromptWait | None, PrefixWait | None]:
+        """Let a new request wait for encodings and for a prefix; return both waits, for a receipt.
+
+        Call this before the engine gets the request. A wait is None if no node sends anything.
+        """
+        encodings = prefix = None
+        if self.arrivals is not None:
+            encodings = self.arrivals.expect(request, command, received_at)
+        if self.fetches is not None:
+            prefix = self.fetches.expect(request, command, received_at)
+        return encodings, prefix
+
+    def cancel(self, request_id: str, epoch: int) -> None:
+        """Expect no encodings and no prefix any more for a request that has ended."""
+        if self.arrivals is not None:
+            self.arrivals.cancel(request_id, epoch)
+        if self.fetches is not None:
+            self.fetches.cancel(request_id, epoch)
+
+    # ------------------------------------------------------------------ peers
+
+    def add_peer(self, peer: PeerInfo) -> bool:
+        """Connect an encode node, or a node's end for prefixes; return False for other peers."""
+        if holds_encodings(peer.manifest):
+            if self.arrivals is not None:
+                self.arrivals.add_peer(peer)
+            return True
+        if is_fetch_end(peer.engine_id):
+            if self.fetches is not None:
+                self.fetches.add_peer(peer)
+            return True
+        return False
+
+    def lose_peer(self, engine_id: str) -> None:
+        """Give up what a departed node was to send."""
+        if self.arrivals is not None:
+            self.arrivals.lose_peer(engine_id)
+        if self.fetches is not None:
+            self.fetches.lose_peer(engine_id)
+
+    def step(self, outbox: Outbox) -> None:
+        """Receive encodings and prefixes; report peers that have connected or failed."""
+        if self.arrivals is not None:
+            for event in self.arrivals.step():
+                outbox.report_peer(event, is_encode_node=True)
+        if self.fetches is not None:
+            for event in self.fetches.step():
+                outbox.report_peer(event)
+
+    # ------------------------------------------------------------------ what operators see
+
+    @property
+    def num_transfers(self) -> int:
+        """Number of encodings and prefixes that are to arrive, or are lost and in quarantine."""
+        return self._num_encodings + self._num_fetches
+
+    @property
+    def _num_encodings(self) -> int:
+        return 0 if self.arrivals is None else self.arrivals.num_transfers
+
+    @property
+    def _num_fetches(self) -> int:
+        return 0 if self.fetches is None else self.fetches.num_transfers
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Number of blocks that senders of lost prefixes may still write."""
+        return 0 if self.fetches is None else self.fetches.quarantine.num_blocks
+
+    @property
+    def num_waiting_for_encodings(self) -> int:
+        """Number of prompts that wait for encodings."""
+        return 0 if self.arrivals is None else self.arrivals.num_waiting
+
+    def held(self) -> list[BlockHolding]:
+        """Return the blocks of fetches, for the ledger."""
+        return [] if self.fetches is None else self.fetches.held()
+
+    def encodings_ledger(self) -> Ledger | None:
+        """Return the owners of the memory for encodings; None: this node receives none."""
+        return None if self.arrivals is None else self.arrivals.ledger()
+
+    def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
+        """Return metrics of hand-offs with counts of encodings and prefixes; thread-safe."""
+        if self.arrivals is not None:
+            metrics = dataclasses.replace(
+                metrics,
+                encodings_open=self._num_encodings,
+                encodings_lost=self.arrivals.num_lost_total,
+            )
+        if self.fetches is None:
+            return metrics
+        counts = self.fetches.counts
+        return dataclasses.replace(
+            metrics,
+            num_quarantined_blocks=metrics.num_quarantined_blocks + self.num_quarantined_blocks,
+            fetches=counts.by_state(),
+            fetches_open=self._num_fetches,
+            fetched_tokens=counts.tokens,
+            fetched_bytes=counts.num_bytes,
+        )

@@ -1,0 +1,65 @@
+"""PromptSupply: what other nodes send to an attempt's prefill node: encodings and a cached prefix.
+
+Refuses to know: why a node was chosen, calls, output tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.api.outputs import PrefillReceipt
+from baton.link.words import ShareCommand
+from router.fleet.encodings.encode_work import EncodeWork
+from router.fleet.prefix_sources import PrefixSource
+
+
+class PromptSupply:
+    """The work of other nodes for the prompt of one attempt; often none.
+
+    Args:
+        encodings: the attempt's images on encode nodes.
+        source: the node that sends a cached prefix; None: no node sends one.
+        share_command: the command for this node; None without a source.
+    """
+
+    def __init__(
+        self,
+        encodings: EncodeWork,
+        source: PrefixSource | None = None,
+        share_command: ShareCommand | None = None,
+    ) -> None:
+        self._encodings, self._source, self._share_command = encodings, source, share_command
+
+    @property
+    def num_fetched_tokens(self) -> int:
+        """Number of tokens in the cached prefix; 0: no node sends one."""
+        return 0 if self._source is None else self._source.num_tokens
+
+    @property
+    def command_fields(self) -> dict[str, Any]:
+        """The fields of the `PrefillCommand` that name the other nodes and the prefix's length."""
+        return {
+            "encode_engine_ids": self._encodings.engine_ids,
+            "fetch_engine_id": self._source.node.engine_id if self._source else "",
+            "fetch_num_tokens": self.num_fetched_tokens,
+        }
+
+    def send_commands(self, timeout_s: float) -> None:
+        """Tell the other nodes to send encodings and the prefix to the prefill node.
+
+        Args:
+            timeout_s: seconds after which encode nodes stop encoding for the attempt.
+        """
+        if self._source is not None and self._share_command is not None:
+            self._source.node.send(self._share_command)
+        self._encodings.send_commands(timeout_s)
+
+    def note_computed(self, receipt: PrefillReceipt) -> None:
+        """Note that the prompt is computed, and measure by the receipt what other nodes sent."""
+        if self._source is not None:
+            self._source.note_receipt(receipt)
+        self._encodings.note_computed(receipt)
+
+    def end(self) -> None:
+        """Cancel the images that still wait on encode nodes; safe to repeat."""
+        self._encodings.end()
