@@ -12,6 +12,7 @@ from baton.api.errors import ConfigError
 from baton.engine_config import parse_cpu_list
 from baton.options import check_limits, group, option, same_option
 from baton.processes.cores import usable_cores
+from baton.version import __version__
 from loadtest.drills.faults import NOTATION as FAULT_NOTATION
 from loadtest.exit_codes import EXIT_LAGGED
 from loadtest.load.images import (
@@ -323,7 +324,12 @@ class TuneOptions(LoadOptions):
             *("node_args", "router_args", "timeout_s", "drain_timeout_s"),
         )
         found = {name: getattr(self, name) for name in names}
-        return {**found, "cores": num_cores, "repeats": self.search.repeats}
+        return {
+            **found,
+            "cores": num_cores,
+            "repeats": self.search.repeats,
+            "version": __version__,
+        }
 
 
 def chosen_cores(text: str) -> tuple[int, ...]:

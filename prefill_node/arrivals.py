@@ -313,9 +313,12 @@ class Arrivals:
         gets no units in time is lost, and the prompt waits for the memory of pixel values instead.
         """
         while self._to_grant:
+            place: int | None = 0
             if sum(one.num_bytes for one in self._received) >= MAX_RECEIVED_BYTES:
+                place = self._place_of_oldest()
+            if place is None:
                 return
-            key = self._to_grant[0]
+            key = self._to_grant[place]
             arrival = self._open.get(key)
             if arrival is not None:
                 units = self._units.take(num_units(arrival.num_embeddings))
@@ -330,7 +333,23 @@ class Arrivals:
                         block_ids=units,
                     )
                 )
-            self._to_grant.popleft()
+            del self._to_grant[place]
+
+    def _place_of_oldest(self) -> int | None:
+        """Return which encoding to grant although the memory is full; None: none.
+
+        If prompts that still wait hold all received encodings, no memory becomes free until one of
+        these prompts has all its encodings. The oldest prompt gets them.
+        """
+        held = sum(len(one.images.received) for one in self._prompts.values())
+        if not self._prompts or len(self._received) > held:
+            return None
+        oldest = next(iter(self._prompts.values()))
+        for place, key in enumerate(self._to_grant):
+            arrival = self._open.get(key)
+            if arrival is None or arrival.prompt is oldest:
+                return place
+        return None
 
     def _receive(self, key: TransferKey, arrival: _Arrival, record: HandoffRecord | None) -> None:
         """Read an encoding whose bytes have all arrived, and free its units."""

@@ -142,6 +142,7 @@ class PrefillNode:
         else:
             self.push_tracker.drop(request_id, "", epoch)
             self.jobs.end_trace(request_id, epoch)
+            self.jobs.supplies.cancel(request_id, epoch)  # the command may not have started
 
     def abort_jobs(self, abort: AbortAll) -> None:
         """End all requests and hand-offs that an abort message of the router concerns."""

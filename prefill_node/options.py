@@ -47,6 +47,7 @@ class PrefillOptions(NodeOptions):
     fetch_timeout_s: float = option(
         2.0,
         above=0,
+        most=4.0,  # a router takes a node without progress for stuck after 5 s
         help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
         "computes the prompt, seconds.",
     )

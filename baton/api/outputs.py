@@ -58,7 +58,7 @@ class PrefillReceipt:
         num_fetched_tokens: tokens of a cached prefix that another node sent; a part of
             ``num_cached_tokens``.
         num_fetches_lost: 1 if another node was to send a cached prefix that did not come, else 0.
-        fetch_wait_s: command received -> prefix received or lost; a part of ``queue_s``. 0: no
+        fetch_wait_s: wait began -> prefix received or lost; a part of ``queue_s``. 0: no
             prefix was expected.
     """
 

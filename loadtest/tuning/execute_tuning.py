@@ -53,6 +53,17 @@ class TuningJob:
             raise ConfigError(f"repeats: must be 2 to {MAX_REPEATS}, got {self.repeats}")
         if not self.write.resolve().parent.is_dir():
             raise ConfigError(f"write: no such folder: {self.write.resolve().parent}")
+        if self.write.is_dir() or self.write.resolve() == self.state.resolve():
+            raise ConfigError(f"write: must be a file other than --state, got {self.write}")
+        if self.up.encode_args:
+            raise ConfigError("encode_args: tune starts no encode nodes")
+        given = {word.partition("=")[0] for word in (*self.up.node_args, *self.up.router_args)}
+        for setting in self.settings:
+            option = setting.name.replace("_", "-")
+            if given & {f"--{option}", f"--no-{option}"}:
+                raise ConfigError(
+                    f"settings: {setting.name} is also in --node-args or --router-args, which win"
+                )
 
 
 async def execute_tuning(job: TuningJob) -> int:
@@ -80,7 +91,8 @@ async def execute_tuning(job: TuningJob) -> int:
     for line in verdict_lines(found, job.plan.slo.text()):
         console.print(line, soft_wrap=True)
     if found.wins:
-        job.write.write_text(config_text(found.best, comments_of(found)), encoding="utf-8")
+        text = config_text(found.best, comments_of(found), job.up.node_args, job.up.router_args)
+        job.write.write_text(text, encoding="utf-8")
         console.print(f"written: {job.write}, for `baton up --config {job.write}`")
     if stop.is_set():
         print_error(f"the search was stopped; the same command goes on with {job.state}")
@@ -123,6 +135,8 @@ def table_of(found: Tuning) -> Table:
 
 def verdict_lines(found: Tuning, slo: str) -> list[str]:
     """Return sentences that say whether the best choice beats the defaults, and by what."""
+    if not found.defaults:
+        return ["The search was stopped before its first trial ended."]
     lines = [
         f"The defaults: goodput {found.default_goodput:.2f}/s within {slo}; a value must add more "
         f"than the noise, {found.noise:.2f}/s."
@@ -139,7 +153,7 @@ def verdict_lines(found: Tuning, slo: str) -> list[str]:
         lines.append(f"Repeated in turns, it adds {found.gain.text()} to the goodput per second.")
     if found.best and found.gain is None:
         lines.append("It was not repeated, so no file is written.")
-    elif not found.wins:
+    elif not found.wins and not found.was_cut:
         lines.append("No setting beats the defaults by more than the noise; no file is written.")
     return lines
 

@@ -78,19 +78,29 @@ def node_args_of(choice: Choice) -> tuple[str, ...]:
     return ("--num-threads", str(choice[THREADS])) if THREADS in choice else ()
 
 
-def config_text(choice: Choice, comments: Sequence[str] = ()) -> str:
-    """Return a choice as the text of a configuration file."""
+def config_text(
+    choice: Choice,
+    comments: Sequence[str] = (),
+    node_args: Sequence[str] = (),
+    router_args: Sequence[str] = (),
+) -> str:
+    """Return a choice as the text of a configuration file.
+
+    Args:
+        node_args: arguments that the user gave the nodes of all trials.
+        router_args: likewise for the router.
+    """
+    given = {"node_args": [*node_args, *node_args_of(choice)], "router_args": [*router_args]}
     lines = [f"# {one}" for one in comments]
     for name, value in choice.items():
         if name not in _OF_UP:
             lines.append(f"{name} = {json.dumps(value)}")
-    if any(name in choice for name in _OF_UP):
+    if any(name in choice for name in _OF_UP) or any(given.values()):
         lines += ["", "[up]"]
     if SHAPE in choice:
         shape = deployment_of(choice)
         lines += [f"prefill = {shape.num_prefill}", f"decode = {shape.num_decode}"]
-    if arguments := node_args_of(choice):
-        lines.append(f"node_args = {json.dumps(' '.join(arguments))}")
+    lines += [f"{name} = {json.dumps(' '.join(words))}" for name, words in given.items() if words]
     return "\n".join(lines) + "\n"
 
 

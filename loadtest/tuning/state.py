@@ -1,7 +1,7 @@
 """TuningState: the trials of a search in a file, so that an interrupted search can go on.
 
-The first line names the search (model, load, SLO, settings); each further line is one trial, and is
-written when the trial ends. A line that was cut off by a crash is dropped.
+The first line names the search (model, load, SLO, arguments, version). Each further line is one
+trial, and is written when the trial ends. A line that was cut off by a crash is dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from baton.api.bounded_files import MAX_DATA_BYTES, parse_json, read_text
 from baton.api.errors import ConfigError, reason_of
 from loadtest.tuning.settings import Choice
 from loadtest.tuning.tune import Trial
+
+_BEGIN = '{"search": '  # of every state file
 
 
 class TuningState:
@@ -38,8 +40,10 @@ class TuningState:
             raise ConfigError(f"state: {path} cannot be read: {reason_of(error)}") from error
         whole = text[: text.rfind("\n") + 1]
         try:
+            if not text.startswith(_BEGIN[: len(text)]):
+                raise ValueError("is no file of a search")
             self._read(whole.splitlines(), search)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"state: {path}: {reason_of(error)}; remove it, or name another --state"
             ) from error
@@ -80,6 +84,8 @@ class TuningState:
         for line in lines[1:]:
             fields: Any = parse_json(line)
             trial = Trial(**fields)
+            if not isinstance(trial.goodput_per_s, int | float):
+                raise ValueError("has a line that is no trial")
             self._trials[_key(trial.choice, trial.repeat)] = trial
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from baton.api.errors import BatonError
 from baton.processes.held_folder import HeldFolder
+from baton.processes.process import print_error
 from loadtest.drills.site import UpOptions, started
 from loadtest.plan import LoadPlan
 from loadtest.report.summary import Summary
@@ -60,6 +61,8 @@ class TrialRunner:
         except BatonError as error:
             if self.stop.is_set():  # the trial was stopped, which says nothing about the choice
                 raise StoppedError from error
+            if not choice:  # nothing can be compared with defaults that do not run
+                raise
             trial = Trial(
                 choice=dict(choice), repeat=repeat, goodput_per_s=0.0, error=str(error)[:300]
             )
@@ -83,7 +86,12 @@ class TrialRunner:
                     await target.close()
         if result.was_stopped:
             raise StoppedError
-        return trial_of(choice, repeat, result.summary)
+        if not result.summary.lag.kept_up:
+            print_error("the load generator lagged behind its plan in this trial")
+        trial = trial_of(choice, repeat, result.summary)
+        if trial.error and not choice:
+            raise BatonError(f"every request of the defaults failed: {trial.error}")
+        return trial
 
     def _up_options(self, choice: Choice, config: Path) -> UpOptions:
         shape, given = deployment_of(choice), ("--config", str(config))
@@ -106,4 +114,5 @@ def trial_of(choice: Choice, repeat: int, summary: Summary) -> Trial:
         attainment=summary.attainment or 0.0,
         ttft_p99_s=p99.get("ttft_s"),
         itl_p99_s=p99.get("itl_s"),
+        error="" if summary.num_ok else next(iter(summary.error_examples.values()), "")[:300],
     )

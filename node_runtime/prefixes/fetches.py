@@ -52,7 +52,7 @@ class PrefixWait:
     Attributes:
         num_tokens: tokens that the prompt's own fetch brought.
         is_lost: whether the prompt's own fetch was lost.
-        waited_s: seconds from the command until the prompt went on; 0 before.
+        waited_s: seconds from the start of the wait until the prompt went on; 0 before.
     """
 
     num_tokens: int = 0
@@ -66,7 +66,7 @@ class _Waiter:
 
     request: Request
     wait: PrefixWait
-    received_at: float
+    began_at: float
 
 
 @dataclass(slots=True)
@@ -163,7 +163,8 @@ class Fetches:
         if not command.fetch_engine_id:
             return None
         key, wait = (transfer_name(request.request_id), command.epoch), PrefixWait()
-        now, waiter = self._clock(), _Waiter(request, wait, received_at)
+        now = self._clock()
+        waiter = _Waiter(request, wait, now)
         lacking = self._lacking(request, command.fetch_num_tokens)
         brings = self._open.get(self._coming[lacking[0]]) if self._is_coming(lacking) else None
         engine_id = fetch_end(command.fetch_engine_id)
@@ -206,7 +207,7 @@ class Fetches:
         return bool(lacking) and lacking[0] in self._coming
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """Let a request that has ended wait no more; do nothing if it does not wait."""
+        """Let a request that has ended wait no more, and expect no prefix for it."""
         key = transfer_name(request_id), epoch
         for fetch in self._open.values():
             fetch.waiters = [
@@ -215,7 +216,10 @@ class Fetches:
                 if (one.request.request_id, one.request.epoch) != (request_id, epoch)
             ]
         own = self._open.get(key)
-        if own is not None and not own.waiters:
+        if own is None:
+            # The command may never come, and the holder's `Start` is not needed.
+            self._ended.setdefault(key, self._clock())
+        elif not own.waiters:
             self._end(key, own, quiet=False)
 
     # ------------------------------------------------------------------ holders
@@ -276,16 +280,28 @@ class Fetches:
         """Apply an event of a fetch that has ended here, or whose command has not come yet."""
         match event.kind:
             case TransferEventKind.COMMITTED | TransferEventKind.FAILED:
-                self._early_starts.pop((key, event.engine_id), None)
                 self.quarantine.free(key, event.engine_id)
+                self._remember_early(key, event.engine_id, 0)
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(*key, event.engine_id)
             case TransferEventKind.STARTED:
-                self._early_starts[key, event.engine_id] = self._clock(), event.num_tokens
-                if len(self._early_starts) > MAX_EARLY_STARTS:
-                    del self._early_starts[next(iter(self._early_starts))]
+                self._remember_early(key, event.engine_id, event.num_tokens)
             case _:
                 pass
+
+    def _remember_early(self, key: TransferKey, engine_id: str, num_tokens: int) -> None:
+        """Keep what a holder said before the `PrefillCommand` came.
+
+        Args:
+            num_tokens: tokens that the holder has; 0: the holder sends nothing.
+        """
+        # The table is in the order of time, so a new entry must not keep an old place.
+        self._early_starts.pop((key, engine_id), None)
+        if key in self._ended:
+            return
+        self._early_starts[key, engine_id] = self._clock(), num_tokens
+        if len(self._early_starts) > MAX_EARLY_STARTS:
+            del self._early_starts[next(iter(self._early_starts))]
 
     # ------------------------------------------------------------------ one prefix
 
@@ -329,7 +345,7 @@ class Fetches:
         """Return whether fetches may hold more blocks, without taking those that run need."""
         held = sum(len(fetch.block_ids) for fetch in self._open.values())
         most = int(self._pool.num_blocks * MAX_SHARE)
-        return held + self.quarantine.num_blocks + num_blocks <= min(most, self._pool.num_free)
+        return held + self.quarantine.num_blocks + num_blocks <= most
 
     def _receive(
         self, key: TransferKey, fetch: _Fetch, record: HandoffRecord | None, num_bytes: int
@@ -382,7 +398,7 @@ class Fetches:
         self._pool.release(reversed(blocks))
         self._pool.release(reversed(fetch.held_ids))
         for waiter in fetch.waiters:
-            waiter.wait.waited_s = now - waiter.received_at
+            waiter.wait.waited_s = now - waiter.began_at
             self._engine.features.end_fetch(waiter.request)
 
     def _lose_all(self, engine_id: str, why: str) -> None:

@@ -240,7 +240,11 @@ class NodePool:
         holders = [
             node
             for node in self._of(NodeRole.DECODE)
-            if node.registration.fetch_peer_info and not node.is_silent and self.is_eligible(node)
+            if node.registration.fetch_peer_info
+            and not node.is_silent
+            and self.is_eligible(node)
+            # For other holders, the index expects this prompt itself, whose KV is not there yet.
+            and self.prefix_index.is_exact(node.engine_id)
         ]
         cached = self.prefix_index.match_tokens(hashes)
         return self.prefix_sources.choose(prefill, holders, cached, num_prompt_tokens)

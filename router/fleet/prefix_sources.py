@@ -22,7 +22,7 @@ from router.fleet.pairing import Reach
 MIN_TOKENS = 32
 # Seconds for the messages of a fetch, and bytes per second, until a fetch was measured.
 LATENCY_S, DEFAULT_BYTES_PER_S = 0.005, 1e9
-# A node whose prefix did not arrive sends no more prefixes for this many seconds.
+# After a lost prefix, the holder sends the same prefill node no prefixes for this many seconds.
 BARRED_S = 5.0
 _LONG_PREFIX = 4096
 
@@ -60,7 +60,8 @@ class PrefixSources:
         self._reach = Reach()
         self._reports: dict[tuple[str, str], PeerReport] = {}  # by reporting node and peer
         self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and prefill node
-        self._barred: dict[str, float] = {}  # by engine id: until when the node sends nothing
+        # By holder and prefill node: until when the holder sends nothing to the prefill node.
+        self._barred: dict[tuple[str, str], float] = {}
 
     def note_report(self, node: Node, peer: Node, report: PeerReport) -> None:
         """Note a node's report on the connection to a peer's end for prefixes."""
@@ -74,8 +75,7 @@ class PrefixSources:
     def forget(self, engine_id: str) -> None:
         """Forget a node that left."""
         self._reach.forget(engine_id)
-        self._barred.pop(engine_id, None)
-        for table in (self._reports, self._lines):
+        for table in (self._reports, self._lines, self._barred):
             for pair in [pair for pair in table if engine_id in pair]:
                 del table[pair]
 
@@ -101,7 +101,8 @@ class PrefixSources:
         for node in holders:
             num_tokens = min(cached.get(node.engine_id, 0), most)
             is_reached = prefill.engine_id in self._reach.bandwidths.get(node.engine_id, {})
-            if not is_reached or self._barred.get(node.engine_id, now) > now:
+            is_barred = self._barred.get((node.engine_id, prefill.engine_id), now) > now
+            if is_barred or not is_reached:
                 continue
             saved_s = self._saved_s(node.engine_id, prefill, num_tokens - own)
             if saved_s > best_s:
@@ -124,9 +125,11 @@ class PrefixSources:
         now, counts = self._clock(), dict(cached)
         for holder_id, reached in self._reach.bandwidths.items():
             num_tokens = cached.get(holder_id, 0)
-            if num_tokens < MIN_TOKENS or self._barred.get(holder_id, now) > now:
+            if num_tokens < MIN_TOKENS:
                 continue
             for prefill in filter(None, map(nodes.get, reached)):
+                if self._barred.get((holder_id, prefill.engine_id), now) > now:
+                    continue
                 own = cached.get(prefill.engine_id, 0)
                 saved_s = self._saved_s(holder_id, prefill, num_tokens - own)
                 if saved_s > 0:
@@ -135,9 +138,10 @@ class PrefixSources:
         return counts
 
     def note_receipt(self, source: PrefixSource, receipt: PrefillReceipt) -> None:
-        """Measure a fetch, or bar its source for a while if nothing came."""
+        """Measure a fetch, or bar its pair of nodes for a while if nothing came."""
         if receipt.num_fetches_lost:
-            self._barred[source.node.engine_id] = self._clock() + BARRED_S
+            pair = source.node.engine_id, source.prefill_engine_id
+            self._barred[pair] = self._clock() + BARRED_S
         line = self._lines.get((source.node.engine_id, source.prefill_engine_id))
         if receipt.num_fetched_tokens and line is not None:
             line.measure(receipt.num_fetched_tokens, receipt.fetch_wait_s)

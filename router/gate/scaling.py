@@ -110,11 +110,15 @@ class ScalingSignals:
             return 0.0
         in_use = 1 - load.beat.num_free_blocks / load.num_blocks
         # Requests that were placed on the node wait for room in its cache
-        if load.beat.num_waiting:
-            in_use = max(in_use, 1.0) + load.beat.num_waiting / max(load.beat.num_running, 1)
+        if load.num_waiting_for_room:
+            in_use = max(in_use, 1.0) + load.num_waiting_for_room / max(load.beat.num_running, 1)
         # A step time exists only while requests decode on the node.
         step_s = load.step_base_s if load.num_batch and load.step.num_measured else 0.0
-        return max(in_use, step_s / self._options.scaling_itl_s)
+        # Prompts that the node computes itself wait for earlier prompts, as on a prefill node.
+        wait_s = load.prefill_queue_s
+        return max(
+            in_use, step_s / self._options.scaling_itl_s, wait_s / self._options.scaling_ttft_s
+        )
 
 
 def _has_prompts(load: NodeLoad) -> bool:

@@ -335,7 +335,7 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
     if terms.adapter_load_s:
         terms_s["adapter_load_ms"] = terms.load_s(node)
     if best_pair_s < float("inf"):
-        share = 1.0 if node.num_batch else decode.num_missing / terms.num_tokens
+        share = 1.0 if node.num_batch else decode.num_missing / max(terms.num_tokens, 1)
         terms_s["margin_ms"] = share * (LOCAL_MARGIN_S + LOCAL_MARGIN * (wait_s + compute_s))
     return Place(sum(terms_s.values()), None, decode, terms_s)
 

@@ -219,6 +219,20 @@ def test_prompts_hold_few_encodings_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     pair.assert_at_rest()
 
 
+def test_a_prompt_larger_than_the_memory_gets_all_its_encodings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = EncodePair(num_units=2)
+    pair.meet()
+    monkeypatch.setattr("prefill_node.arrivals.MAX_RECEIVED_BYTES", 300)
+    files = [file_of(range(start, start + 20)) for start in (0, 30, 60)]  # 320 bytes each
+    tokens, images = prompt_with([files[0], [1], files[1], [2], files[2], [3]])
+    prompt, waiting = pair.expect("r", images, tokens)
+    pair.order("r", images)
+    pair.run(TIMEOUT_S / 2)
+    assert (len(prompt.received), waiting.num_lost) == (3, 0)
+
+
 def test_granted_and_quarantined_units_have_owners(pair: EncodePair) -> None:
     pair.expect("r#1", IMAGES, TOKENS)
     pair.order("r#1", IMAGES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.api.sampling_params import SamplingParams
+from baton.link.words import CancelCommand
 from baton.telemetry.ledger import BlockOwner
 from engine import LLM
 from engine.core.request import RequestStatus
@@ -210,6 +211,28 @@ def test_a_holder_that_is_never_told_is_given_up_in_time(cluster: FetchCluster) 
     cluster.share(("second", 2), prompt[:CACHED])  # it comes after all
     cluster.run(2.0)
     assert cluster.fetches.counts.lost == 1
+    cluster.assert_at_rest()
+
+
+def test_a_refusal_may_overtake_the_command(cluster: FetchCluster) -> None:
+    cluster.d.engine.block_pool.reset_prefix_cache()
+    prompt = second_prompt()
+    cluster.share(("second", 2), prompt[:CACHED])
+    cluster.run(0.5)
+    cluster.ask(("second", 2), prompt, 3, CACHED, shares=False)
+    cluster.run(1.5)  # much less than TIMEOUT_S
+    assert cluster.output(("second", 2)) == tokens_of(tuple(prompt), 3)
+    assert cluster.fetches.counts.lost == 1
+    cluster.assert_at_rest()
+
+
+def test_a_holder_lets_a_prefix_go_whose_prompt_never_starts(cluster: FetchCluster) -> None:
+    cluster.share(("second", 2), second_prompt()[:CACHED])
+    cluster.run(0.5)
+    assert cluster.shares.num_transfers == 1
+    cluster.p.submit(CancelCommand("second", 2))
+    cluster.run(2.0)
+    assert cluster.shares.num_transfers == 0
     cluster.assert_at_rest()
 
 

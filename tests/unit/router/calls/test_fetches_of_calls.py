@@ -51,7 +51,7 @@ async def test_both_nodes_are_told_of_the_fetch() -> None:
     delta = token_1("a", 7, epoch=scene.epoch)
     scene.prefill.say(msgspec.structs.replace(delta, prefill=lost))
     await scene.pause()
-    until = sources._barred[scene.decode.engine_id]
+    until = sources._barred[scene.decode.engine_id, scene.prefill.engine_id]
     assert 0 < until - scene.pool.clock() <= BARRED_S
     await end(scene)
 

@@ -87,6 +87,14 @@ def test_the_fullest_decode_node_counts(beat: dict[str, int], pressure: float) -
     assert scene.demand(D) == pytest.approx(2 * pressure)
 
 
+@pytest.mark.parametrize("why", ["num_uncomputed_tokens", "num_waiting_for_adapters"])
+def test_requests_that_wait_for_other_things_than_room_do_not_ask_for_nodes(why: str) -> None:
+    scene = Scene()
+    waiting = {why: 50 if "tokens" in why else 1}
+    scene.say(scene.decodes[0], num_free_blocks=9, num_waiting=1, num_running=1, **waiting)
+    assert scene.pressure(D) < 0.5
+
+
 def test_a_slow_step_counts_where_something_decodes() -> None:
     scene = Scene()
     load = scene.decodes[0].node.load
