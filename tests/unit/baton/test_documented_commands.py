@@ -93,5 +93,10 @@ def test_an_option_that_nobody_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize("words", FOUND)
-def test_the_program_takes_the_options(words: list[str]) -> None:
+def test_the_program_takes_the_options(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "--config" in words:  # a command before it writes this file
+        Path(words[words.index("--config") + 1]).touch()
     parse(words)

@@ -131,6 +131,7 @@ def test_a_node_takes_what_its_role_uses() -> None:
     assert prefill.keys() - decode.keys() == {
         "push",
         "encode_nodes",
+        "encodings_listen",
         "encode_timeout_s",
         "fetch_timeout_s",
     }

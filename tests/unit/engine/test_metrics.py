@@ -189,7 +189,7 @@ def test_totals_never_shrink(folder: str) -> None:
     for prompt in PROMPTS:
         llm.engine.add_request(request(llm, prompt, 12))
     names = [field.name for field in dataclasses.fields(llm.metrics()) if "_total" in field.name]
-    assert len(names) == 25
+    assert len(names) == 27
     before = llm.metrics()
     while llm.engine.has_work:
         llm.engine.step()
