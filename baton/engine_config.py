@@ -102,8 +102,8 @@ class EngineConfig:
         "auto",
         choices=EXPERT_PARALLEL,
         help="Whether ranks that share a layer divide its experts: on (each rank has some whole "
-        "experts), off (each rank has a part of every expert) or auto (on for two ranks "
-        "that would have unequal parts, otherwise off).",
+        "experts), off (each rank has a part of every expert) or auto (on for two ranks if the "
+        "larger part would be at least 1.3 times the mean part, otherwise off).",
     )
     pipeline_parallel_size: int = option(
         1,
