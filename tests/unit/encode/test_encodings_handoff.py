@@ -230,6 +230,7 @@ def test_a_prompt_larger_than_the_memory_gets_all_its_encodings(
     prompt, waiting = pair.expect("r", images, tokens)
     pair.order("r", images)
     pair.run(TIMEOUT_S / 2)
+    assert waiting is not None
     assert (len(prompt.received), waiting.num_lost) == (3, 0)
 
 
