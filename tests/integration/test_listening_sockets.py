@@ -194,7 +194,11 @@ def test_the_page_has_this_table() -> None:
         f"| {s.program} | {s.what} | {s.option} | {s.protection} |" for s in SOCKETS.values()
     )
     head = "| program | what | address | what protects it |\n|---|---|---|---|\n"
-    table, none = f"{head}{rows}\n\n", f"These programs do not open any socket: {NO_SOCKETS}.\n"
+    table = f"{head}{rows}\n\n"
+    none = (
+        f"The following programs open no listening socket: {NO_SOCKETS}.\n\n"
+        "An encode node opens the same sockets as a prefill node.\n"
+    )
     page = PAGE.read_text(encoding="utf-8")
     if os.environ.get("BATON_WRITE_DOCS"):
         begin, end = page.index(head), page.index("The ranks of one model (")
