@@ -247,9 +247,27 @@ async def test_a_node_that_answers_none_nothing_or_nonsense_is_one_line_that_nam
         impatient = NodeCalls(timeout_s=0.2)
         with pytest.raises(NodeUnavailableError, match=r"d0: (did not|no) answer within 0.2 s"):
             await impatient.list_blocks(node)
-        calls = [asyncio.create_task(impatient.list_blocks(node)) for _ in range(20)]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert sum("8 admin calls are open here" in str(one) for one in results) == 12
+
+
+@asynchronous
+async def test_a_node_answers_eight_calls_at_a_time_and_refuses_the_others() -> None:
+    async def silent(call: AdminCall) -> list[bytes]:
+        await asyncio.Event().wait()
+        return []
+
+    async with joined(silent) as (node, _):
+        calls = [asyncio.create_task(NodeCalls().list_blocks(node)) for _ in range(20)]
+        while len(calls) > 8:
+            done, _pending = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            for call in done:
+                with pytest.raises(NodeUnavailableError, match="8 admin calls are open here"):
+                    call.result()
+                calls.remove(call)
+        await asyncio.sleep(0.1)
+        assert len(calls) == 8
+        assert not any(call.done() for call in calls)
+        for call in calls:
+            call.cancel()
 
 
 @asynchronous
