@@ -183,8 +183,9 @@ class Reach:
         """
         reached = self.bandwidths.setdefault(sender, {})
         if there is not None and there.connected and (back is None or not back.problem):
-            known = [report.bandwidth_bytes_per_s for report in (there, back) if report]
-            reached[receiver] = max(known)
+            # Only the sender measures the bandwidth again after the self-test.
+            told_back = back.bandwidth_bytes_per_s if back is not None else 0.0
+            reached[receiver] = there.bandwidth_bytes_per_s or told_back
         else:
             reached.pop(receiver, None)
 
