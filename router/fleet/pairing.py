@@ -38,6 +38,8 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     Returns an empty text if there is none. With an encode node, only the entries that the encode
     node has are compared, because encodings depend on them alone.
     """
+    if one.compatibility == other.compatibility:  # fast, because this runs for every pair
+        return ""
     keys = one.compatibility.keys() | other.compatibility.keys()
     for node in (one, other):
         if node.role is NodeRole.ENCODE:
