@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import statistics
 import time
 from collections import Counter
@@ -157,14 +158,12 @@ class Site:
     def compare(self, name: str, turns: int) -> None:
         """Send requests with and without d1, in turns, because the machine has other work."""
         for _ in range(turns):
-            self.change("drain")
+            self._programs.signal(SLOW, signal.SIGSTOP)
+            wait_for_pairs(self._programs, 2)
             self.load("without d1")
-            self.change("resume")
+            self._programs.signal(SLOW, signal.SIGCONT)
+            wait_for_pairs(self._programs, 4)
             self.load(name)
-
-    def change(self, verb: str) -> None:
-        """Let d1 drain, or serve again."""
-        self._programs.run("client", "admin", verb, SLOW, "--router", self._programs.router)
 
     def problems(self, name: str) -> list[str]:
         """Return the promises that did not hold."""
