@@ -130,7 +130,7 @@ def measure(num_nodes: int, num_blocks: int) -> Document:
         words = call_words(f"{__name__}:run_nodes", fleet.address, num_nodes, num_blocks)
         nodes = subprocess.Popen(
             words, cwd=ROOT, env=own_environment(), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
             return _play(fleet, nodes, num_blocks)

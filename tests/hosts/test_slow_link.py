@@ -51,12 +51,13 @@ def test_a_slow_link_is_avoided_whether_it_was_slow_at_first_or_got_slow() -> No
             )
 
         wait_for_self_tests(2)
-        assert set(decode_nodes(programs, 6)) == {"d0", "d1"}
-        network.limit("d1", SLOW)
-        assert set(decode_nodes(programs, 16)[-4:]) == {"d0"}
+        # Self-tests at one time share the link of p0, so one node may seem faster.
+        slow = decode_nodes(programs, 4)[-1]
+        network.limit(slow, SLOW)
+        assert slow not in decode_nodes(programs, 16)[-4:]
         num_before = programs.log("p0").count("self-test with")
-        programs.kill("d1")
-        programs.start_node("d1", *NODE_WORDS)
+        programs.kill(slow)
+        programs.start_node(slow, *NODE_WORDS)
         wait_for_self_tests(num_before + 1)
-        assert set(decode_nodes(programs, 4)) == {"d0"}
+        assert slow not in decode_nodes(programs, 4)
         assert not programs.ended()
