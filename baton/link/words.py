@@ -214,7 +214,7 @@ class PeerReport:
     """The state of a node's KV connection to a peer.
 
     Attributes:
-        bandwidth_bytes_per_s: bandwidth measured when the nodes connected; 0: unknown.
+        bandwidth_bytes_per_s: bandwidth measured at the self-test, or from KV later; 0: unknown.
         is_encode_node: whether a prefill node reports an encode node, with which it forms no pair.
     """
 
