@@ -209,6 +209,11 @@ class BlockPool:
             return found.block_id if found.cache_class <= cache_class else None
         return next((b.block_id for b in found.values() if b.cache_class <= cache_class), None)
 
+    def cached_at(self, block_id: int, block_hash: BlockHash) -> float | None:
+        """Return when a block's content was cached; None: the block has other content."""
+        block = self._blocks[block_id]
+        return block.cached_at if block.block_hash == block_hash else None
+
     def cache(
         self,
         block_ids: Iterable[int],

@@ -66,7 +66,7 @@ def take_ledger(
             in a holding of the kind GRANT is not listed a second time.
         encodings: owners of the memory for encodings; None: there is none.
     """
-    others = list(held)
+    others = [*held, *engine.features.held_by_files()]
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
     own = [
         _hold(request, BlockOwner.REQUEST)
