@@ -12,6 +12,7 @@ import pytest
 from baton import LLM, SamplingParams
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
+from baton.kv.block_hash import extra_keys_of
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.kv_files.file_tier import KVFileTier
@@ -52,7 +53,7 @@ def ask(engine: Engine, salt: bytes = b"", prompt: list[int] | None = None) -> R
         seed=0,
         eos_token_ids=frozenset(),
         max_model_len=engine.max_model_len,
-        cache_salt=salt,
+        extra_keys=extra_keys_of(salt),
     )
     engine.add_request(request)
     return request
@@ -144,6 +145,7 @@ def test_a_slow_read_costs_no_more_than_its_deadline(written: Path, expected: li
     tier._clock = tier._reading._clock = clock
     files.gate.clear()
     late = ask(engine)
+    assert files.stands.wait(60)
     engine.step()
     assert late.awaits_prefix
     clock.now += 2.1
@@ -216,6 +218,7 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
     files = trouble(engine)
     files.gate.clear()
     request = ask(engine)
+    assert files.stands.wait(60)
     engine.abort(request.request_id)
     engine.block_pool.reset_prefix_cache()
     engine.features.forget_encodings()
