@@ -15,7 +15,7 @@ class Switch:
     """Whether one direction of the tier works. Each further failure doubles the pause.
 
     Args:
-        what: what is switched, for log lines, such as "reading KV from files".
+        what: name for log lines, such as "reading KV from files".
         clock: returns seconds, never going back.
     """
 
