@@ -183,6 +183,7 @@ class Features:
             self.speculation.note_step(scheduled, seconds, output.drafting_s)
         self.images.note_step(scheduled, output, self._scheduler)
         if self.files is not None:
+            self.files.note_step(scheduled.num_prompt_tokens, output.ended_at - output.started_at)
             for request_id in output.without_numbers:
                 self.files.forget_request(request_id)
 

@@ -35,9 +35,13 @@ from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Most of the cache's blocks that reads may hold together.
-MAX_SHARE = 0.5
+# Most of the free blocks that a read may take, and of all blocks that several reads may hold.
+FREE_SHARE, MAX_SHARE = 0.75, 0.5
 MAX_WAITING_WRITES = 64
+# Reads that took fewer seconds do not tell how fast the disk is.
+_LONG_READ_S = 0.5
+# Fewest prompt tokens of a step that tells how long a token takes; the step's weight in the mean.
+_LONG_STEP_TOKENS, _STEP_WEIGHT = 64, 0.2
 # Seconds for which a process that ends waits for its last files.
 _CLOSE_S = 10.0
 _FIRST_SCAN_S = 2.0
@@ -94,6 +98,7 @@ class KVFileTier:
         self._hasher: BlockHasher | None = None
         self._identity = ""
         self._counts = KVFileCounts()  # counted on the engine's thread
+        self._token_s = 0.0  # seconds to compute a prompt token; 0: unknown
         self._reading = Switch("reading KV from files", clock)
         self._writing = Switch("writing KV to files", clock)
         self._news = threading.Event()
@@ -145,8 +150,8 @@ class KVFileTier:
         held = self._manager.find_cached_blocks(request)[:first]
         self._pool.touch(held)
         block_ids = self._allocate(num_blocks)
+        misses["no_blocks"] += len(block_ids) < num_blocks
         if not block_ids:
-            misses["no_blocks"] += 1
             self._pool.release(reversed(held))
             return None
         job = ReadJob(self.identity, chain, first, block_ids)
@@ -159,8 +164,10 @@ class KVFileTier:
     def _allocate(self, num_blocks: int) -> list[int]:
         """Take as many of the wanted blocks as reads may hold, without those that run need."""
         pool = self._pool
-        held = sum(len(read.job.block_ids) for read in self._reads)
-        room = min(int(pool.num_blocks * MAX_SHARE) - held, pool.num_free // 2)
+        room = int(pool.num_free * FREE_SHARE)
+        if self._reads:
+            held = sum(len(read.job.block_ids) for read in self._reads)
+            room = min(room, int(pool.num_blocks * MAX_SHARE) - held)
         return pool.allocate(min(num_blocks, room), extents=True) or [] if room > 0 else []
 
     @property
@@ -193,13 +200,15 @@ class KVFileTier:
                 self._end_read(read)
             elif read.waiters and now - read.began_at > self._timeout_s:
                 self._counts.misses["late"] += 1
-                self._reading.fail(f"a read took longer than {self._timeout_s:g} s")
+                self._judge(read, now - read.began_at)
                 self._cache_done(read)
                 self._let_go(read)
 
     def _end_read(self, read: _Read) -> None:
         """Release the blocks of an ended read, and let its requests go on."""
         job = read.job
+        if read.waiters:
+            self._judge(read, self._clock() - read.began_at)
         self._cache_done(read)
         # The last blocks first: the cache then keeps the beginning of the prefix longest.
         self._pool.release(reversed(job.block_ids))
@@ -207,6 +216,24 @@ class KVFileTier:
         for cause in job.causes:
             self._counts.misses[cause] += 1
         self._let_go(read)
+
+    def _judge(self, read: _Read, seconds: float) -> None:
+        """Turn reading off for a while if computing the blocks would have been faster."""
+        tokens = read.job.num_done * self._manager.block_size
+        # Nothing may have come because the file was damaged, which does not depend on the disk.
+        is_stuck = not tokens and not read.job.has_ended
+        is_slow = tokens and self._token_s and seconds > tokens * self._token_s
+        if is_stuck or (is_slow and seconds > _LONG_READ_S):
+            problem = f"{tokens} tokens were read in {seconds:.2g} s"
+            self._reading.fail(f"{problem}, and computing takes {self._token_s:.2g} s per token")
+        elif tokens:
+            self._reading.succeed()
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step with prompt tokens how long it takes to compute a token."""
+        if num_tokens >= _LONG_STEP_TOKENS:
+            found = seconds / num_tokens
+            self._token_s += (found - self._token_s) * (_STEP_WEIGHT if self._token_s else 1.0)
 
     def _cache_done(self, read: _Read) -> None:
         """Enter those blocks of a read into the cache that are complete and not yet there."""
@@ -320,7 +347,6 @@ class KVFileTier:
     def _read(self, job: ReadJob) -> None:
         try:
             self._store.read(job)
-            self._reading.succeed()
         except Exception as error:  # besides OSError: a GPU's memory is gone during a sleep
             job.causes += ("error",)
             self._reading.fail(repr(error))

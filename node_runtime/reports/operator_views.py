@@ -36,6 +36,7 @@ def describe_load(
     parked = RequestStatus.WAITING_FOR_REMOTE_KVS
     to_compute = [request for request in requests if request.status is not parked]
     num_held = inbox.num_waiting
+    files = engine.figures.file_counts()
     return NodeBeat(
         num_waiting=len(to_compute) - num_running + num_held,
         num_waiting_for_remote_kvs=len(requests) - len(to_compute),
@@ -47,6 +48,8 @@ def describe_load(
         num_waiting_for_adapters=num_held,
         adapter_load_s=inbox.adapter_load_s,
         num_waiting_for_encodings=num_waiting_for_encodings,
+        kv_files_bytes=0 if files is None else files.bytes_stored,
+        kv_file_read_tokens=0 if files is None else files.tokens_read,
         num_uncomputed_tokens=sum(
             max(request.num_initial_tokens - request.num_computed_tokens, 0)
             for request in to_compute

@@ -202,13 +202,17 @@ def test_after_an_error_files_are_tried_again_later(
     engine.close()
 
 
-def test_full_memory_is_not_taken_for_reads(written: Path, expected: list[int]) -> None:
+def test_full_memory_is_not_taken_for_reads(
+    written: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.kv_files.file_tier.FREE_SHARE", 0.5)
     engine = load(written)
     held = engine.block_pool.allocate(20) or []
     request = ask(engine)
     run(engine)
     assert request.output_token_ids == expected
     assert request.num_cached_tokens == 6 * 16, "at most half of the free blocks"
+    assert tier_of(engine).counts().misses["no_blocks"] == 1
     engine.block_pool.release(held)
     engine.close()
 
