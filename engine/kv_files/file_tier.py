@@ -144,7 +144,8 @@ class KVFileTier:
         if num_blocks * size < MIN_TOKENS:
             misses["absent"] += 1
             return None
-        if not self._reading.is_on:
+        is_stuck = any(self._is_late(read) for read in self._reads)
+        if is_stuck or not self._reading.is_on:
             misses["off"] += 1
             return None
         held = self._manager.find_cached_blocks(request)[:first]
@@ -193,16 +194,18 @@ class KVFileTier:
             self._start_write(request.block_hashes)
 
     def _settle_reads(self) -> None:
-        now = self._clock()
         for read in list(self._reads):
             if read.job.has_ended:
                 self._reads.remove(read)
                 self._end_read(read)
-            elif read.waiters and now - read.began_at > self._timeout_s:
+            elif read.waiters and self._is_late(read):
                 self._counts.misses["late"] += 1
-                self._judge(read, now - read.began_at)
+                self._judge(read, self._clock() - read.began_at)
                 self._cache_done(read)
                 self._let_go(read)
+
+    def _is_late(self, read: _Read) -> bool:
+        return self._clock() - read.began_at > self._timeout_s
 
     def _end_read(self, read: _Read) -> None:
         """Release the blocks of an ended read, and let its requests go on."""

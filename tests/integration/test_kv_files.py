@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 METRICS = free_address()
 PROMPT = [5 + (7 * i) % 200 for i in range(8 * 16 + 3)]  # eight blocks
-PARAMS = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+NUM_OUT = 120
+PARAMS = SamplingParams(max_tokens=NUM_OUT, temperature=0.0, ignore_eos=True)
 
 
 def say(running: LocalDeployment, prompt: list[int]) -> Completion:
@@ -38,23 +39,28 @@ def test_a_restarted_prefill_node_reads_what_both_nodes_wrote(tmp_path: Path) ->
     llm = LLM(str(DEMO_MODEL), dtype="float32")
     with run_deployment(
         *("--kv-files", str(tmp_path), "--kv-files-size", "1G", "--num-blocks", "200"),
+        *("--kv-files-timeout-s", "4"),
         prefill_args=["--metrics-listen", METRICS],
         decode_args=["--local-prefill-threshold", "0"],
     ) as running:
         first = say(running, PROMPT)
         assert first.token_ids == llm.generate([PROMPT], PARAMS)[0].token_ids
         assert num_cached(first) == 0
-        known = (len(PROMPT) + 60 - 1) // 16
+        known = (len(PROMPT) + NUM_OUT - 1) // 16
 
         def blocks_in_files() -> int:
             ends = [path.name.split("-")[2:4] for path in tmp_path.glob("*/*/*.kv")]
             return max((int(start) + int(size) for start, size in ends), default=0)
 
         wait_until(lambda: blocks_in_files() == known, "the answer's KV is in a file")
-        running.restart("p0")
-        running.wait_ready(60)
-        again = say(running, PROMPT)
-        assert again.token_ids == first.token_ids
+        again = first
+        for _ in range(3):  # on a machine that stands still for seconds, a read is late
+            running.restart("p0")
+            running.wait_ready(60)
+            again = say(running, PROMPT)
+            assert again.token_ids == first.token_ids
+            if num_cached(again):
+                break
         assert num_cached(again) == 8 * 16
         turn = [*PROMPT, *first.token_ids, 9, 10, 11]
         later = say(running, turn)

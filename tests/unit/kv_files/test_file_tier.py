@@ -39,7 +39,16 @@ class Clock:
 
 
 def load(folder: Path, **options: Any) -> Engine:
-    return load_demo(kv_files=str(folder), **options)
+    """Load an engine that knows all files, and for which no time passes while it reads."""
+    engine = load_demo(kv_files=str(folder), **options)
+    stop_time(engine)
+    return engine
+
+
+def stop_time(engine: Engine) -> None:
+    tier = tier_of(engine)
+    tier._clock = Clock()
+    wait_until(tier._is_scanned.is_set, "the folder is listed")
 
 
 def tier_of(engine: Engine) -> KVFileTier:
@@ -108,6 +117,7 @@ def test_llm_reads_what_it_said_before_a_restart(tmp_path: Path) -> None:
     said = first.generate([PROMPT], ANSWER)[0].token_ids
     first.engine.close()
     again = LLM(str(DEMO_MODEL), **options)
+    stop_time(again.engine)
     prompt = [*PROMPT, *said, 9, 10]
     tokens = again.generate([prompt], ANSWER)[0].token_ids
     known = (len(PROMPT) + NUM_OUT - 1) // 16 * 16  # the answer's last token was not computed
