@@ -50,11 +50,18 @@ def describe_load(
         num_waiting_for_encodings=num_waiting_for_encodings,
         kv_files_bytes=0 if files is None else files.bytes_stored,
         kv_file_read_tokens=0 if files is None else files.tokens_read,
+        num_decoding_images=sum(map(_decodes_images, to_compute)),
         num_uncomputed_tokens=sum(
             max(request.num_initial_tokens - request.num_computed_tokens, 0)
             for request in to_compute
         ),
     )
+
+
+def _decodes_images(request: Request) -> bool:
+    """Return whether a request waits until this node has decoded its image files."""
+    images, status = request.images, request.status
+    return status is RequestStatus.WAITING_FOR_PIXELS and not (images and images.awaits_encodings)
 
 
 def take_ledger(
