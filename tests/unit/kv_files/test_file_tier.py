@@ -5,18 +5,25 @@ from __future__ import annotations
 import itertools
 import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from baton import LLM, SamplingParams
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import extra_keys_of
+from baton.kv.layers import PagedKV, StateArray, StateKV
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.engine import Engine
+from engine.executors.base import Executor
 from engine.kv_files.file_tier import KVFileTier
+from engine.kv_files.make_tier import make_tier
 from engine.kv_files.switch import FIRST_PAUSE_S
+from engine.worker.kv_cache import KVMemory, kv_cache_spec
 from node_runtime.reports.operator_views import take_ledger
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.demo_engine import load_demo
@@ -256,3 +263,29 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         EngineConfig(**options)
+
+
+def test_models_with_windows_and_states_are_refused(tmp_path: Path) -> None:
+    state = StateKV((StateArray((64, 3)), StateArray((8, 16, 32), "float32")))
+    spec = kv_cache_spec([state, PagedKV(2, 32, 64), PagedKV(2, 32)], 0, torch.float32)
+    memory = KVMemory(spec, torch.zeros((4, *spec.block_shape), dtype=spec.tensor_dtype))
+    executor = SimpleNamespace(kv_memory=memory)
+    manager = KVCacheManager(4, spec.block_size, sliding_windows=spec.sliding_windows)
+    config = EngineConfig(kv_files=str(tmp_path))
+    problem = (
+        r"kv_files: needs full attention in all layers, .* \d groups .* paged, state, window KV"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        make_tier(config, cast("Executor", executor), manager, lambda request: None)
+
+
+def test_blocks_of_every_dtype_are_bytes() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        spec = kv_cache_spec([PagedKV(2, 32)] * 2, 16, dtype, [(1.0, 1.0)] * 2, torch.float32)
+        tensor = torch.randn((5, *spec.block_shape)).to(spec.tensor_dtype)
+        blocks = KVMemory(spec, tensor).open_bytes()
+        assert blocks.block_bytes == spec.block_bytes
+        saved = [bytes(part) for part in blocks.contents([3, 1])]
+        for part, new in zip(blocks.room_for([0, 4]), saved, strict=True):
+            part[:] = new
+        assert torch.equal(tensor[[0, 4]].view(torch.uint8), tensor[[3, 1]].view(torch.uint8))
