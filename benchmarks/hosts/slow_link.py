@@ -37,6 +37,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 NODE_WORDS = ("--dtype", "float32", "--num-blocks", "600", "--no-prefix-cache")
 READY_TIMEOUT_S = 120.0
 MIN_SHARE = 0.9
+SETTLE_S = 5.0  # nodes that have just met poll often for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +161,11 @@ class Site:
         for _ in range(turns):
             self._programs.signal(SLOW, signal.SIGSTOP)
             wait_for_pairs(self._programs, 2)
+            time.sleep(SETTLE_S)
             self.load("without d1")
             self._programs.signal(SLOW, signal.SIGCONT)
             wait_for_pairs(self._programs, 4)
+            time.sleep(SETTLE_S)
             self.load(name)
 
     def problems(self, name: str) -> list[str]:
