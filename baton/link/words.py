@@ -186,6 +186,8 @@ class NodeBeat:
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
         num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
             their images; ``num_waiting`` includes them.
+        num_decoding_images: prompts that wait until this node has decoded their image files;
+            ``num_waiting`` includes them, ``num_waiting_for_encodings`` does not.
     """
 
     num_waiting: int = 0
@@ -204,6 +206,7 @@ class NodeBeat:
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
     num_waiting_for_encodings: int = 0
+    num_decoding_images: int = 0
 
 
 @dataclass(frozen=True, slots=True)

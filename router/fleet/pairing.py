@@ -96,6 +96,16 @@ def are_peers(one: Node, other: Node) -> bool:
     )
 
 
+def receives_from(prefill: Node, encode: Node) -> bool:
+    """Return whether a prefill node reports that it is connected to an encode node.
+
+    The encode node's own report may come first. The prefill node would give up an encoding of a
+    node to which it is not connected yet.
+    """
+    report = prefill.reports.get(encode.engine_id)
+    return report is not None and report.connected
+
+
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
     """Count pairs of compatible nodes that are not connected.
 

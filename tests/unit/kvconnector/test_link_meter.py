@@ -102,9 +102,12 @@ def test_a_link_that_got_slower_is_reported_and_its_bandwidth_recovers_slowly() 
     assert measured == pytest.approx(PUSH_BYTES / ENOUGH_S, rel=0.3)
     assert link.sender.machine.peers["d"].bandwidth_bytes_per_s == measured
     link.run(2.1 * DOUBLING_S)
-    assert link.bandwidths[2:] == [min(2 * measured, tested), min(4 * measured, tested)][
-        : 1 if 2 * measured >= tested else 2
-    ]
+    assert (
+        link.bandwidths[2:]
+        == [min(2 * measured, tested), min(4 * measured, tested)][
+            : 1 if 2 * measured >= tested else 2
+        ]
+    )
     link.run(20 * DOUBLING_S)
     assert link.bandwidths[-1] == tested
 
