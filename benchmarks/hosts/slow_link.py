@@ -48,12 +48,18 @@ class Row:
         requests_per_s: number of open requests, divided by the median time of a request. Other
             work on this machine, which may stop all programs for a while, changes the median
             little.
-        by_node: number of requests by decode node.
+        by_node: number of requests by the decode node of the last attempt.
+        by_prefill_node: number of requests by the prefill node of the last attempt.
+        num_retried: number of requests with several attempts.
+        parts_ms: medians of the times until token 1, and from token 1 to the last token.
         p50_ms, max_ms: milliseconds from a request's arrival to its last token.
     """
 
     requests_per_s: float
     by_node: dict[str, int]
+    by_prefill_node: dict[str, int]
+    num_retried: int
+    parts_ms: tuple[float, float]
     p50_ms: float
     max_ms: float
 
@@ -113,6 +119,12 @@ async def measure(router: str, num_requests: int, concurrency: int, seed: int) -
     return Row(
         round(concurrency / statistics.median(receipt.total_s for receipt in receipts), 2),
         dict(Counter(receipt.decode_node for receipt in receipts)),
+        dict(Counter(receipt.prefill_node for receipt in receipts)),
+        sum(receipt.num_attempts > 1 for receipt in receipts),
+        (
+            round(1e3 * statistics.median(receipt.ttft_s for receipt in receipts), 1),
+            round(1e3 * statistics.median(one.total_s - one.ttft_s for one in receipts), 1),
+        ),
         round(statistics.median(times_ms), 1),
         round(max(times_ms), 1),
     )
