@@ -38,6 +38,8 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     Returns an empty text if there is none. With an encode node, only the entries that the encode
     node has are compared, because encodings depend on them alone.
     """
+    if one.compatibility == other.compatibility:  # fast, because this runs for every pair
+        return ""
     keys = one.compatibility.keys() | other.compatibility.keys()
     for node in (one, other):
         if node.role is NodeRole.ENCODE:
@@ -193,8 +195,9 @@ class Reach:
         """
         reached = self.bandwidths.setdefault(sender, {})
         if there is not None and there.connected and (back is None or not back.problem):
-            known = [report.bandwidth_bytes_per_s for report in (there, back) if report]
-            reached[receiver] = max(known)
+            # Only the sender measures the bandwidth again after the self-test.
+            told_back = back.bandwidth_bytes_per_s if back is not None else 0.0
+            reached[receiver] = there.bandwidth_bytes_per_s or told_back
         else:
             reached.pop(receiver, None)
 
