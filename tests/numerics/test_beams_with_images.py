@@ -86,7 +86,7 @@ def test_beams_of_one_process_are_those_of_transformers(
 def test_an_image_that_cannot_be_decoded_ends_the_search(
     checkpoint: VisionCheckpoint, llm: LLM
 ) -> None:
-    broken = {"prompt": checkpoint.marker, "images": [file_of(image(0))[:200]]}
+    broken: Any = {"prompt": checkpoint.marker, "images": [file_of(image(0))[:200]]}
     with pytest.raises(InvalidRequestError, match=r"^images\[0\]: the file cannot be decoded$"):
         llm.beam_search([broken], beam_width=2, max_tokens=2)
     assert not llm.engine.requests
