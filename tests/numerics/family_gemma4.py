@@ -48,9 +48,8 @@ _REFUSED = {
     "use_bidirectional_attention": "all",
     "vocab_size_per_layer_input": 62,
     "hidden_size_per_layer_input": -1,
-    "num_kv_shared_layers": 7,
+    "num_kv_shared_layers": 8,
     "per_layer_config": {"0": {"head_dim": 4}},
-    "top_k_experts": 0,
     "attn_logit_softcapping": 5.0,
 }
 GEMMA4: dict[str, Family] = {
@@ -69,12 +68,12 @@ GEMMA4: dict[str, Family] = {
                 initializer_range=0.5,
             ),
         },
-        _REFUSED,
+        {**_REFUSED, "top_k_experts": 0},
     ),
     "Gemma4ForConditionalGeneration": Family(
         {
-            "experts, per-layer embeddings": gemma4_layers(
-                *("sfsfsf",), **(_SMALL | _LARGE | _EXPERTS), initializer_range=0.3
+            "per-layer embeddings, shared keys and values": gemma4_layers(
+                "sfsfsfsf", **_SMALL, tie_word_embeddings=True, initializer_range=0.1
             ),
         },
         _REFUSED,

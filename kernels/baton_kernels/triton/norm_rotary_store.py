@@ -359,17 +359,12 @@ def _case(
     with_norm: bool,
     cache: str = "bf16",
     weight: str = "bf16",
-    with_value_norm: bool = False,
-    stores: bool = True,
 ) -> AotCase:
     weights = ("query_weight_ptr", "key_weight_ptr", "value_weight_ptr")
-    absent = weights if not with_norm else () if with_value_norm else weights[2:]
-    if not stores:
-        num_kv_heads, absent = 0, (*absent, "slots_ptr")
     constants: dict[str, int | float | bool | None] = {
         "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim,
         "BLOCK_SIZE": 16, "HALF": rotary_dim // 2, "HEADS": HEADS, **_blocks(head_dim, rotary_dim),
-        **dict.fromkeys(absent),
+        **dict.fromkeys(weights[2:] if with_norm else weights),
     }  # fmt: skip
     pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", *weights, "out_ptr", "cache_ptr")
     strides = ("qkv_stride", "block_stride", "plane_stride", "head_stride", "token_stride")
@@ -396,10 +391,6 @@ AOT_CASES = (
     _case("d96 of which 48", 32, 8, 96, 48, False),
     _case("d256 with norms", 16, 8, 256, 256, True),
     _case("d256 with norms", 16, 8, 256, 256, True, weight="fp32"),
-    _case(
-        "d512 with norms of values, too", 8, 2, 512, 512, True, weight="fp32", with_value_norm=True
-    ),
-    _case("d512 of queries only", 8, 2, 512, 512, True, weight="fp32", stores=False),
     _case("d128 with norms", 32, 8, 128, 128, True, FP8),
     _case("d96 of which 48", 32, 8, 96, 48, False, FP8),
 )
