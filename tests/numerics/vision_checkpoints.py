@@ -245,9 +245,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             **{"patch_size": 4, "position_embedding_size": 256, "initializer_range": 0.2},
         },
         ("Gemma4ImageProcessorPil", {"patch_size": 4, "max_soft_tokens": 70}),
-        lambda found: (
-            f"<|image>{'<|image|>' * int(found['num_soft_tokens_per_image'][0])}<image|>"
-        ),
+        lambda found: f"<|image>{'<|image|>' * int(found['num_soft_tokens_per_image'][0])}<image|>",
         {"processor_class": "Gemma4Processor"},
         text={
             "num_hidden_layers": 5,
