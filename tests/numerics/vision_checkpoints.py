@@ -256,6 +256,8 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "hidden_size_per_layer_input": 6,
             "use_bidirectional_attention": "vision",
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            "moe_intermediate_size": 32,
         },
         whole={
             "image_token_id": "<|image|>",
