@@ -36,7 +36,6 @@ from baton.kv.block_hash import BlockHash
 from baton.kv.residency import BlockResidency
 
 # Extents are chosen among this many times the wanted number of blocks, the first in the free list.
-# More candidates give longer extents, but depart further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # maximum number of candidates beyond the wanted blocks
 # Never-used blocks are preferred to blank blocks for extents if the blank ones would form more than
@@ -139,9 +138,8 @@ class BlockPool:
         are evicted from the prefix cache.
 
         Args:
-            extents: prefer runs of consecutive ids, chosen among a few times ``num_blocks``
-                candidates; prefer never-used blocks, which are consecutive, to scattered blank
-                blocks.
+            extents: prefer runs of consecutive ids among the first free blocks; prefer never-used
+                blocks, which are consecutive, to scattered blank blocks.
         """
         if num_blocks > self.num_free:
             return None
@@ -208,6 +206,11 @@ class BlockPool:
         if isinstance(found, KVCacheBlock):
             return found.block_id if found.cache_class <= cache_class else None
         return next((b.block_id for b in found.values() if b.cache_class <= cache_class), None)
+
+    def cached_at(self, block_id: int, block_hash: BlockHash) -> float | None:
+        """Return when a block's content was cached; None: the block has other content."""
+        block = self._blocks[block_id]
+        return block.cached_at if block.block_hash == block_hash else None
 
     def cache(
         self,
@@ -409,10 +412,7 @@ class BlockPool:
 
 
 def window_size(num_blocks: int) -> int:
-    """Return the size of the window: how many blocks at the head of the free list are searched.
-
-    The pool chooses extents of ``num_blocks`` blocks from this window.
-    """
+    """Return how many blocks at the head of the free list are searched for so many in extents."""
     return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
 
 

@@ -35,6 +35,7 @@ from baton.kv.manifest import (
 )
 from baton_kernels.huge_pages import huge_pages
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
+from engine.kv_files.block_bytes import BlockBytes
 from models.base import LayerCache
 from models.config import ModelConfig
 
@@ -246,6 +247,10 @@ class KVMemory:
     def dtype(self) -> str:
         """Return the name of the dtype of keys and values."""
         return dtype_name(self.spec.dtype)
+
+    def open_bytes(self) -> BlockBytes:
+        """Return the bytes of this worker's blocks, for files."""
+        return BlockBytes(self.tensor)
 
     def fence(self) -> Callable[[], bool] | None:
         """Return a query for whether all GPU work launched so far is done; None: all is done.
