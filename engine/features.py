@@ -1,8 +1,9 @@
-"""Features: the parts of an engine that only some requests need: grammars, images and drafts.
+"""Features: what only some requests need of an engine: grammars, images, drafts and pins.
 
     a request comes     its thought is followed, its grammar is compiled, its images are decoded
     before a step       what has become ready goes to the scheduler
-    after a step        failed images end their requests; drafts follow the sampled tokens
+    after a step        failed images end their requests; drafts follow the sampled tokens; ended
+                        requests pin their answers
 
 Refuses to know: how requests are scheduled, tensors.
 """
@@ -15,6 +16,7 @@ from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.images.prompt_images import PromptImages
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor
@@ -29,11 +31,12 @@ class Features:
     Args:
         scheduler: the engine's scheduler.
         grammars: compiles requests' grammars.
+        pins: keeps the prefixes that requests pin in the prefix cache.
         images: checks the images of prompts, and has them decoded; None: the model takes no images.
         speculation: makes drafts, and is the scheduler's `DraftPolicy`; None: there are no drafts.
 
     Attributes:
-        grammars, images, speculation: the arguments; without ``images``, an intake that refuses
+        grammars, pins, images, speculation: the arguments; without ``images``, an intake that refuses
             images.
     """
 
@@ -41,10 +44,11 @@ class Features:
         self,
         scheduler: Scheduler,
         grammars: GrammarCompiler,
+        pins: PrefixPins,
         images: ImageInputs | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self.grammars, self.speculation = grammars, speculation
+        self.grammars, self.pins, self.speculation = grammars, pins, speculation
         self.images = images or ImageInputs()
         self._scheduler = scheduler
 
@@ -122,7 +126,11 @@ class Features:
     # ------------------------------------------------------------------ steps
 
     def pass_on(self) -> None:
-        """Hand compiled grammars and decoded images to the scheduler; call before each step."""
+        """Hand compiled grammars and decoded images to the scheduler; call before each step.
+
+        Ends pins whose time is over.
+        """
+        self.pins.tick()
         for request, grammar in self.grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
         self.images.pass_on(self._scheduler)
@@ -140,14 +148,16 @@ class Features:
         self.images.note_step(scheduled, output, self._scheduler)
 
     def after_step(self, result: StepResult, output: ModelRunnerOutput) -> None:
-        """Give the scheduler drafts of the tokens that follow a step's sampled tokens."""
+        """Pin the answers of ended requests; give the scheduler drafts of the next tokens."""
+        self.pins.end(result.finished)
         if self.speculation is not None:
             drafted, requests = output.draft_token_ids, self._scheduler.requests
             drafts = self.speculation.after_step(result, requests, drafted)
             self._scheduler.drafts.keep(result.outputs, drafts)
 
-    def forget_encodings(self) -> None:
-        """Drop the encodings of images; call while no request is open."""
+    def forget_cached(self) -> None:
+        """Drop all pins and the encodings of images; call while no request is open."""
+        self.pins.clear()
         self._scheduler.images.forget_all()
 
     # ------------------------------------------------------------------ drafts between nodes

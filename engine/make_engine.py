@@ -16,6 +16,7 @@ from baton.media.layouts import layout_of
 from baton.text.grammar_trials import EarlyGrammars
 from engine.core.images.image_steps import ImageLimits
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.scheduler import Scheduler
 from engine.engine import Engine
 from engine.executors import EXECUTORS
@@ -98,7 +99,13 @@ def make_engine(
     if layout is not None and model.vision is not None:
         compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
-    features = Features(scheduler, compiler, images, speculation)
+    pins = PrefixPins(
+        kv_cache_manager,
+        int(config.pin_share * memory.num_blocks),
+        config.max_pin_s,
+        scheduler.counters.pins,
+    )
+    features = Features(scheduler, compiler, pins, images, speculation)
     return Engine(executor, scheduler, features, compatibility)
 
 

@@ -6,6 +6,7 @@ The measured times also limit the next step's number of prompt tokens.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from baton.api.outputs import FinishReason
 from baton.kv.manifest import KVKind
@@ -120,6 +121,7 @@ class StepFigures:
             kv_slots_held=held,
             kv_slots_unfilled=unfilled,
             residency=pool.residency.copy(),
+            pins=replace(counters.pins),
             received_prompt_tokens_total=counters.received_prompt_tokens,
             step_tokens_total=counters.step_tokens,
             steps_by_tokens=tuple(counters.steps_by_tokens),

@@ -305,6 +305,7 @@ class RequestCommand:
         trace: parent span of the node's spans; None: not traced.
         images: images of the prompt in order; a node that does not compute the prompt gets the
             images without their files.
+        pins: prefixes to keep in the prefix cache; None: none.
     """
 
     request_id: str
@@ -320,6 +321,7 @@ class RequestCommand:
     priority: int = 0
     trace: TraceContext | None = None
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+    pins: PinTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +389,14 @@ class ShareCommand:
     cache_salt: bytes = field(default=b"", repr=False)
     adapter: str = ""
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DropPins:
+    """Command to end the pins of one session of an owner; see `PinTerms`."""
+
+    owner: bytes = field(repr=False)
+    session: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +469,7 @@ RouterCommand = (
     | DecodeCommand
     | EncodeCommand
     | ShareCommand
+    | DropPins
     | CancelCommand
     | RouterBeat
     | DrainCommand
