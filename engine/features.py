@@ -36,8 +36,8 @@ class Features:
         speculation: makes drafts, and is the scheduler's `DraftPolicy`; None: there are no drafts.
 
     Attributes:
-        grammars, pins, images, speculation: the arguments; without ``images``, an intake that refuses
-            images.
+        grammars, pins, images, speculation: the arguments; without ``images``, an intake that
+            refuses images.
     """
 
     def __init__(

@@ -289,7 +289,8 @@ class Receipt:
     def num_pinned_tokens(self) -> int:
         """Number of prompt tokens that the node which computed the prompt has pinned."""
         computed_by = self.prefill or self.decode
-        return 0 if computed_by is None else computed_by.num_pinned_tokens
+        found = 0 if computed_by is None else computed_by.num_pinned_tokens
+        return min(found, self.num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

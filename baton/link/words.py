@@ -18,6 +18,7 @@ from baton.api.outputs import RequestError as RequestError
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
+from baton.kv.pins import PinTerms
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
 

@@ -358,7 +358,7 @@ class BlockPool:
             window = min(window, self._num_blank)
             if window < num_blocks:
                 return None
-        candidates, block = [], self._head
+        candidates, block = list[int](), self._head
         for _ in range(window):
             if block.next is self._fence:
                 if len(candidates) >= num_blocks:

@@ -34,6 +34,7 @@ from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
+from baton.kv.pins import PinTerms, PrefixPin, check_pins
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -124,6 +125,7 @@ class LLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt, and wait until all are complete.
@@ -134,6 +136,8 @@ class LLM:
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             priority: priority of all prompts, or one per prompt: requests with smaller values run
                 first. Needs ``scheduling_policy="priority"``. Priorities do not change any token.
+            pin_s: seconds for which prompts and answers stay in the prefix cache, as far as
+                ``pin_share`` allows; 0: as long as there is room.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -156,6 +160,8 @@ class LLM:
                 prompt_list, params_list, names, priorities, strict=True
             )
         ]
+        if pin_s:
+            self._pin([requests[0] for requests in choices], pin_s)
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with progress_bar(len(answers), shown=progress) as advance:
             while self.engine.has_work or self.engine.features.awaits_pixels:
@@ -169,6 +175,7 @@ class LLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, using the checkpoint's chat template; otherwise like
@@ -180,7 +187,12 @@ class LLM:
         """
         prompts = self.encode_chats(conversations)
         return self.generate(
-            prompts, sampling_params, adapter=adapter, priority=priority, progress=progress
+            prompts,
+            sampling_params,
+            adapter=adapter,
+            priority=priority,
+            pin_s=pin_s,
+            progress=progress,
         )
 
     def encode_chats(self, conversations: Conversation | Sequence[Conversation]) -> list[Prompt]:
@@ -495,6 +507,13 @@ class LLM:
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
+
+    def _pin(self, requests: list[Request], pin_s: float) -> None:
+        """Pin the prompts of requests, and their answers once they end."""
+        terms = PinTerms(prefixes=(PrefixPin(pin_s),))
+        check_pins(terms.prefixes)
+        for request in requests:
+            self.engine.features.pins.begin(request, terms)
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
         """Submit the requests of one prompt to the engine; return their answers, still empty."""

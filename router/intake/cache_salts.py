@@ -54,16 +54,6 @@ class CacheSalts:
         """Return the salt of a principal's tenant, even if the tenant is in a sharing group."""
         return self._narrowed(self._derive(b"tenant", principal.tenant), word)
 
-    def name_of(self, principal: Principal, kind: bytes, name: str = "") -> bytes:
-        """Return a name of a tenant, or of a thing of this tenant, that tells no other tenant's.
-
-        Args:
-            kind: the kind of thing, such as a session.
-            name: the client's name of the thing; empty: the tenant itself.
-        """
-        tenant = self._derive(b"tenant", principal.tenant) if principal.tenant else b""
-        return self._derive(kind, name, tenant)[:16]
-
     def _narrowed(self, salt: bytes, word: str) -> bytes:
         return self._derive(b"client", word, salt) if word else salt
 

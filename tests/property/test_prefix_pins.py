@@ -64,8 +64,9 @@ class PrefixPinsMachine(RuleBasedStateMachine):
         name = f"r{self.num_requests}"
         self.num_requests += 1
         keys = (owner,) if owner else ()
-        pair = make_request(name, prompt=prompt, extra_keys=keys), make_request(
-            name, prompt=prompt, extra_keys=keys
+        pair = (
+            make_request(name, prompt=prompt, extra_keys=keys),
+            make_request(name, prompt=prompt, extra_keys=keys),
         )
         if prefixes:
             self.pins.begin(pair[0], PinTerms(owner, owner, tuple(prefixes)))
@@ -118,7 +119,7 @@ class PrefixPinsMachine(RuleBasedStateMachine):
         self.pins.tick()
         assert all(
             pin.expires_at > self.now - TICK_S
-            for own in self.pins._owners.values()  # noqa: SLF001
+            for own in self.pins._owners.values()
             for pin in own.pins.values()
         )
 
@@ -132,7 +133,7 @@ class PrefixPinsMachine(RuleBasedStateMachine):
     def open_pins(self, owner: bytes | None = None) -> set[tuple[bytes, bytes]]:
         return {
             (name, last)
-            for name, own in self.pins._owners.items()  # noqa: SLF001
+            for name, own in self.pins._owners.items()
             for last in own.pins
             if owner in (None, name)
         }
@@ -157,11 +158,11 @@ class PrefixPinsMachine(RuleBasedStateMachine):
         if not hasattr(self, "pins"):
             return
         pool = self.pinned.block_pool
-        block, behind = pool._fence.next, set()  # noqa: SLF001
-        while block is not pool._tail:  # noqa: SLF001
+        block, behind = pool._fence.next, set()
+        while block is not pool._tail:
             behind.add(block.block_hash)
             block = block.next
-        assert behind <= set(self.pins._kept)  # noqa: SLF001
+        assert behind <= set(self.pins._kept)
         assert len(behind) <= MAX_PINNED
 
 

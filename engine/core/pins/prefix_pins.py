@@ -13,6 +13,7 @@ Refuses to know: tenants (an owner is a name made by the router), tensors.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -161,7 +162,8 @@ class PrefixPins:
             if excess <= 0:
                 return hashes, names
             # A logical block has at most `num_groups` blocks, so no prefix that fits is passed.
-            hashes = hashes[: -(-(-excess // self._manager.num_groups))]
+            num_surplus = math.ceil(excess / self._manager.num_groups)
+            hashes = hashes[:-num_surplus]
         return (), ()
 
     def _add(self, own: _Owner, pin: Pin) -> None:
@@ -182,7 +184,7 @@ class PrefixPins:
                 self._remove(own, old)
 
     def _make_room(self, own: _Owner) -> None:
-        """Drop an owner's oldest pins until the others fit its share; cut the last one if needed."""
+        """Drop an owner's oldest pins until the others fit its share; cut the last one."""
         share = self._max_blocks // len(self._owners)
         while len(own.names) > share or len(own.pins) > MAX_PINS:
             oldest = next(iter(own.pins.values()))
@@ -299,7 +301,9 @@ class PrefixPins:
 
     def _count(self) -> None:
         self.counts.open = sum(len(own.pins) for own in self._owners.values())
-        self.counts.blocks = sum(self._pool.find(name, ANY_CLASS) is not None for name in self._kept)
+        self.counts.blocks = sum(
+            self._pool.find(name, ANY_CLASS) is not None for name in self._kept
+        )
 
     # ------------------------------------------------------------------ checks
 

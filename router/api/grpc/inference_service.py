@@ -15,6 +15,7 @@ import structlog
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.kv.pins import PrefixPin, check_pins
 from baton.link import wire
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
@@ -23,6 +24,7 @@ from baton.wire import types as wire_types
 from router.api.grpc import pooled
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
+from router.intake.cache_hints import make_pins
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake.images.image_reader import ImageFile
 from router.intake.intake import MAX_REQUEST_ID_CHARS
@@ -238,6 +240,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = context.time_remaining()
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
+        prefixes: tuple[PrefixPin, ...] = ()
+        if not isinstance(request, inference_pb2.PooledTerms):
+            prefixes = wire.prefixes_from_proto(request.pins)
+            check_pins(prefixes)
         return Terms(
             received_at=context.entry.began_at,
             timeout_s=timeout_s,
@@ -247,6 +253,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             trace=context.entry.trace,
             model=served.name,
             adapter=served.adapter,
+            pins=make_pins(context.principal, request.session_id, prefixes),
         )
 
 
