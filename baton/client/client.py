@@ -239,6 +239,16 @@ class Client:
         request = classify_request(inputs, options)
         return classifications_from_proto(self._call(self._channel.stub().Classify, request))
 
+    def drop_pins(self, session_id: str, *, model: str = "") -> None:
+        """End the pins of a session that does not come back; raises a BatonError.
+
+        Args:
+            session_id: id of the session, as in the requests that made the pins.
+            model: served name of a model; empty: the first name that the caller may use.
+        """
+        request = inference_pb2.DropPinsRequest(session_id=session_id, model=model)
+        self._call(self._channel.stub().DropPins, request)
+
     def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""
         return models_from_proto(
@@ -459,6 +469,11 @@ class AsyncClient:
         """Return the labels of each text or list of token ids; raises a BatonError."""
         request = classify_request(inputs, options)
         return classifications_from_proto(await self._call(self._channel.stub().Classify, request))
+
+    async def drop_pins(self, session_id: str, *, model: str = "") -> None:
+        """End the pins of a session that does not come back; see `Client.drop_pins`."""
+        request = inference_pb2.DropPinsRequest(session_id=session_id, model=model)
+        await self._call(self._channel.stub().DropPins, request)
 
     async def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""

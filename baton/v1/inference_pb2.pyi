@@ -147,6 +147,18 @@ class CountTokensResponse(_message.Message):
     num_tokens: int
     def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
+class DropPinsRequest(_message.Message):
+    __slots__ = ("session_id", "model")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    model: str
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class DropPinsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -305,10 +305,6 @@ class BlockPool:
         """Return the reference count of each block in use, by block id, to check invariants."""
         return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
 
-    def num_references(self) -> int:
-        """Return the sum of all reference counts, to compare with all owners' references."""
-        return sum(self.ref_counts().values())
-
     def _free_blocks(self) -> Iterator[KVCacheBlock]:
         block = self._head.next
         while block is not self._tail:
@@ -367,7 +363,8 @@ class BlockPool:
             block = block.next
             candidates.append(block.block_id)
         block_ids = choose_extents(candidates, num_blocks)
-        if not have_all and (count_extents(block_ids) - FEW_EXTENTS) * SHORT_EXTENT > num_blocks:
+        num_extents = 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
+        if not have_all and (num_extents - FEW_EXTENTS) * SHORT_EXTENT > num_blocks:
             return None
         now = self._clock()
         for block_id in block_ids:
@@ -450,8 +447,3 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
         start = starts[longest_first[run]]
         chosen += ordered[start : start + length].tolist()
     return chosen
-
-
-def count_extents(block_ids: Sequence[int]) -> int:
-    """Return the number of runs of consecutive ids, at least one."""
-    return 1 + int(np.count_nonzero(np.diff(block_ids) != 1))

@@ -34,7 +34,7 @@ prefixes = st.lists(
 
 
 class PrefixPinsMachine(RuleBasedStateMachine):
-    """The same requests run over a cache with pins and over one without pins."""
+    """Runs equal requests over a cache with pins and over a cache without pins."""
 
     def __init__(self) -> None:
         super().__init__()
