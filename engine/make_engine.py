@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton.api.images import ImageLayout
+from baton.checkpoint.model_folder import weights_digest
+from baton.checkpoint.model_identity import folder_identity
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import BlockHasher, cache_namespace
 from baton.media.layouts import layout_of
@@ -24,6 +26,7 @@ from engine.executors.base import Executor
 from engine.features import Features
 from engine.images.image_inputs import ImageInputs
 from engine.images.pixel_maker import PixelMaker
+from engine.kv_files.make_tier import make_tier
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
@@ -60,6 +63,8 @@ def make_engine(
     if executor is None:
         executor = EXECUTORS.load(config.executor_name)(model_folder, config)
     config, memory, model = executor.config, executor.kv_memory, executor.model_config
+    if config.kv_files and not identity:  # files outlive this process
+        identity = {"weights": weights_digest(model_folder), **folder_identity(model_folder)}
     compatibility = {
         **identity,
         "dtype": executor.dtype,
@@ -105,8 +110,12 @@ def make_engine(
         config.max_pin_s,
         scheduler.counters.pins,
     )
-    features = Features(scheduler, compiler, pins, images, speculation)
-    return Engine(executor, scheduler, features, compatibility)
+    files = make_tier(config, executor, kv_cache_manager, scheduler.resume)
+    features = Features(scheduler, compiler, pins, images, speculation, files)
+    engine = Engine(executor, scheduler, features, compatibility)
+    if files is not None:
+        engine.figures.file_counts = files.counts
+    return engine
 
 
 def _image_inputs(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from baton.kv.encodings import holds_encodings
-from baton.kv.prefixes import is_fetch_end
+from baton.kv.prefixes import fetch_end, is_fetch_end
 from baton.link.words import PrefillCommand
 from baton.telemetry.ledger import BlockHolding, Ledger
 from engine.core.request import Request
@@ -61,20 +61,20 @@ class Supplies(SideWork):
         """Connect an encode node, or a node's end for prefixes; return False for other peers."""
         if holds_encodings(peer.manifest):
             if self.arrivals is not None:
-                self.arrivals.add_peer(peer)
+                self.arrivals.incoming.add_peer(peer)
             return True
         if is_fetch_end(peer.engine_id):
             if self.fetches is not None:
-                self.fetches.add_peer(peer)
+                self.fetches.incoming.add_peer(peer)
             return True
         return False
 
     def lose_peer(self, engine_id: str) -> None:
         """Give up what a departed node was to send."""
         if self.arrivals is not None:
-            self.arrivals.lose_peer(engine_id)
+            self.arrivals.incoming.lose_peer(engine_id)
         if self.fetches is not None:
-            self.fetches.lose_peer(engine_id)
+            self.fetches.incoming.lose_peer(fetch_end(engine_id))
 
     def step(self, outbox: Outbox) -> None:
         """Receive encodings and prefixes; report peers that have connected or failed."""
@@ -82,7 +82,7 @@ class Supplies(SideWork):
             for event in self.arrivals.step():
                 outbox.report_peer(event, is_encode_node=True)
         if self.fetches is not None:
-            for event in self.fetches.step():
+            for event in self.fetches.incoming.step():
                 outbox.report_peer(event)
 
     # ------------------------------------------------------------------ what operators see
@@ -94,16 +94,16 @@ class Supplies(SideWork):
 
     @property
     def _num_encodings(self) -> int:
-        return 0 if self.arrivals is None else self.arrivals.num_transfers
+        return 0 if self.arrivals is None else self.arrivals.incoming.num_transfers
 
     @property
     def _num_fetches(self) -> int:
-        return 0 if self.fetches is None else self.fetches.num_transfers
+        return 0 if self.fetches is None else self.fetches.incoming.num_transfers
 
     @property
     def num_quarantined_blocks(self) -> int:
         """Number of blocks that senders of lost prefixes may still write."""
-        return 0 if self.fetches is None else self.fetches.quarantine.num_blocks
+        return 0 if self.fetches is None else self.fetches.incoming.quarantine.num_blocks
 
     @property
     def num_waiting_for_encodings(self) -> int:
@@ -112,7 +112,7 @@ class Supplies(SideWork):
 
     def held(self) -> list[BlockHolding]:
         """Return the blocks of fetches, for the ledger."""
-        return [] if self.fetches is None else self.fetches.held()
+        return [] if self.fetches is None else self.fetches.incoming.held()
 
     def encodings_ledger(self) -> Ledger | None:
         """Return the owners of the memory for encodings; None: this node receives none."""

@@ -37,7 +37,6 @@ from baton.kv.block_hash import BlockHash
 from baton.kv.residency import BlockResidency
 
 # Extents are chosen among this many times the wanted number of blocks, the first in the free list.
-# More candidates give longer extents, but depart further from the free list's order.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # maximum number of candidates beyond the wanted blocks
 # Never-used blocks are preferred to blank blocks for extents if the blank ones would form more than
@@ -75,8 +74,7 @@ class KVCacheBlock:
         block_hash: hash of its content, once the block is full and committed; None: blank.
         silent: whether events leave out this block's content.
         cache_class: cache class of its content (see top of file).
-        cached_at, freed_at: when its content was cached, and when its last holder released it, by
-            the pool's clock.
+        cached_at, freed_at: when its content was cached, and last released, by the pool's clock.
         previous, next: neighbours in the free list; meaningless while the block is in use.
     """
 
@@ -142,9 +140,8 @@ class BlockPool:
         are evicted from the prefix cache.
 
         Args:
-            extents: prefer runs of consecutive ids, chosen among a few times ``num_blocks``
-                candidates; prefer never-used blocks, which are consecutive, to scattered blank
-                blocks.
+            extents: prefer runs of consecutive ids among the first free blocks; prefer never-used
+                blocks, which are consecutive, to scattered blank blocks.
         """
         if num_blocks > self.num_free:
             return None
@@ -212,6 +209,11 @@ class BlockPool:
         if isinstance(found, KVCacheBlock):
             return found.block_id if found.cache_class <= cache_class else None
         return next((b.block_id for b in found.values() if b.cache_class <= cache_class), None)
+
+    def cached_at(self, block_id: int, block_hash: BlockHash) -> float | None:
+        """Return when a block's content was cached; None: the block has other content."""
+        block = self._blocks[block_id]
+        return block.cached_at if block.block_hash == block_hash else None
 
     def cache(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import FinishReason
+from baton.kv.kv_file_counts import KVFileCounts
 from baton.kv.residency import BlockResidency
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
@@ -99,6 +100,7 @@ class EngineMetrics:
         encoder_seconds_total: seconds in the image encoder; part of ``forward_seconds_total``.
         expert_rows_busiest_rank_total, expert_rows_mean_rank_total: rows that experts computed on
             the busiest rank, and on a mean rank; see `Executor.expert_loads`.
+        kv_files: counts of the prefix cache's file tier; None: there is no file tier.
         forward_seconds_total: seconds in the model and the sampler.
         step_seconds_total: seconds in whole steps.
         uptime_seconds: seconds since the engine started.
@@ -149,6 +151,7 @@ class EngineMetrics:
     encoder_seconds_total: float = 0.0
     expert_rows_busiest_rank_total: float = 0.0
     expert_rows_mean_rank_total: float = 0.0
+    kv_files: KVFileCounts | None = None
 
     @property
     def mean_acceptance_length(self) -> float:

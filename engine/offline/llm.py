@@ -164,7 +164,7 @@ class LLM:
             self._pin([requests[0] for requests in choices], pin_s)
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with progress_bar(len(answers), shown=progress) as advance:
-            while self.engine.has_work or self.engine.features.awaits_pixels:
+            while self.engine.has_work or self.engine.features.is_awaited:
                 advance(self._step())
         return [answer.completion() for answer in answers]
 
@@ -491,7 +491,7 @@ class LLM:
             for request_id in list(self._answers):
                 self.abort_answer(request_id)
         engine = self.engine
-        while engine.has_work or engine.step_in_flight or engine.features.awaits_pixels:
+        while engine.has_work or engine.step_in_flight or engine.features.is_awaited:
             self._step()
 
     def _check_awake(self) -> None:
@@ -554,10 +554,10 @@ class LLM:
         An unexpected error ends the engine, and a crash dump is written.
 
         Args:
-            waits: whether to wait for images if nothing else can be computed.
+            waits: whether to wait for images or files if nothing else can be computed.
         """
         if waits and not self.engine.has_work:
-            self.engine.features.images.wait()
+            self.engine.features.wait()
         if self._dead:
             raise EngineDeadError("the engine has failed before; make a new LLM")
         try:
@@ -577,6 +577,8 @@ class LLM:
             if answer.ended:
                 self._end(output.request_id)
                 num_ended += 1
+        if not self.engine.has_work:  # no further step may come
+            self.engine.features.settle_files()
         return num_ended
 
     def _end_failed(self) -> int:

@@ -28,6 +28,7 @@ from baton.kv.layers import LayerKV, PagedKV
 from baton.kv.manifest import KVGroup, KVKind, KVManifest, KVOrder, array_offsets
 from baton_kernels.huge_pages import huge_pages
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
+from engine.kv_files.block_bytes import BlockBytes
 from models.base import LayerCache
 from models.config import ModelConfig
 
@@ -235,6 +236,10 @@ class KVMemory:
     def dtype(self) -> str:
         """Return the name of the dtype of keys and values."""
         return dtype_name(self.spec.dtype)
+
+    def open_bytes(self) -> BlockBytes:
+        """Return the bytes of this worker's blocks, for files."""
+        return BlockBytes(self.tensor)
 
     def fence(self) -> Callable[[], bool] | None:
         """Return a query for whether all GPU work launched so far is done; None: all is done.

@@ -78,7 +78,7 @@ class WithEncodeNode(Cluster):
         )
         self.e_stands_still = False
         self.e.submit(PeerUpdate(f"p-of-{E}", self.encodings.describe()))
-        self.p.side_work.arrivals.add_peer(self.e_sender.peer_info)
+        self.p.side_work.arrivals.incoming.add_peer(self.e_sender.peer_info)
 
     def step(self, engine_id: str) -> None:
         super().step(engine_id)
@@ -140,6 +140,7 @@ def test_encodings_of_another_node_give_the_same_tokens(
     cluster.step("p")
     beat = cluster.p.beat()
     assert (beat.num_waiting, beat.num_waiting_for_encodings) == (1, 1)
+    assert beat.num_decoding_images == 0
     encodings = cluster.p.ledger().encodings
     assert encodings is not None
     assert encodings.num_blocks == 128
@@ -150,7 +151,7 @@ def test_encodings_of_another_node_give_the_same_tokens(
     assert cluster.p.side_work.arrivals is not None
     cluster.e_stands_still = False
     cluster.settle()
-    assert cluster.p.side_work.arrivals.num_transfers == 0
+    assert cluster.p.side_work.arrivals.incoming.num_transfers == 0
     assert cluster.units.num_free == cluster.units.num_units
     assert cluster.p.engine.block_pool.num_free == NUM_BLOCKS
 

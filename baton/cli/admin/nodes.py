@@ -184,6 +184,8 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
     )
     if beat.num_waiting_for_encodings:
         table.add_row("", f"{beat.num_waiting_for_encodings} of the waiting wait for encodings")
+    if beat.num_decoding_images:
+        table.add_row("", f"images of {beat.num_decoding_images} of the waiting are being decoded")
     table.add_row("transfers", str(beat.num_transfers))
     num_used = str(one.num_blocks - beat.num_free_blocks) if one.HasField("beat") else "?"
     table.add_row(
@@ -191,6 +193,12 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{kv_bar(one)}  {num_used} of {one.num_blocks} in use, "
         f"{beat.num_quarantined_blocks} in quarantine",
     )
+    if beat.kv_files_bytes or beat.kv_file_read_tokens:
+        table.add_row(
+            "KV files",
+            f"{beat.kv_files_bytes / 2**20:,.0f} MiB in the folder; this node has read "
+            f"{format_count(beat.kv_file_read_tokens)} tokens",
+        )
     table.add_row(
         "room",
         f"{format_count(one.num_blocks * one.block_size)} tokens in blocks of {one.block_size}; "

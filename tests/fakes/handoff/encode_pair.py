@@ -123,7 +123,7 @@ class EncodePair:
     def meet(self) -> None:
         """Introduce the nodes, and wait until they are connected."""
         self.node.submit(PeerUpdate(self.p, self.receiver.describe()))
-        self.arrivals.add_peer(self.sender.peer_info)
+        self.arrivals.incoming.add_peer(self.sender.peer_info)
         self.run()
 
     def run(self, seconds: float = 1.0) -> None:
@@ -189,7 +189,7 @@ class EncodePair:
         store = self.node.store
         assert store.units.num_free == store.units.num_units - len(store.kept_units())
         assert not self.node.requests()
-        assert self.arrivals.num_transfers == 0
+        assert self.arrivals.incoming.num_transfers == 0
 
 
 def rows_of(received: Mapping[bytes, ImagePixels], digest: bytes) -> list[list[float]]:

@@ -141,7 +141,7 @@ def test_an_encode_node_that_stands_still_costs_a_second_and_no_prompt(
     assert pair.engine.prompts == [prompt], "the silence was noticed"
     assert not prompt.awaits_encodings
     late, waiting = pair.expect("late", IMAGES, TOKENS)
-    if pair.arrivals.num_transfers or not late.awaits_encodings:
+    if pair.arrivals.incoming.num_transfers or not late.awaits_encodings:
         assert waiting is not None
         assert waiting.num_lost == 2, "nothing is expected of a silent node"
     pair.stopped.clear()
@@ -191,7 +191,7 @@ def test_a_command_that_comes_twice_holds_nothing_twice(pair: EncodePair) -> Non
 
 def test_an_encode_node_that_joins_again_is_used_again(pair: EncodePair) -> None:
     for pause_s in (0.0, 1.0):
-        pair.arrivals.lose_peer(pair.e)
+        pair.arrivals.incoming.lose_peer(pair.e)
         pair.node.submit(PeerUpdate(pair.p, removed=True))
         pair.run(pause_s)
         pair.meet()
@@ -274,7 +274,7 @@ def test_an_encode_node_that_is_gone_is_forgotten(pair: EncodePair) -> None:
     pair.order("r", IMAGES)
     pair.run(0.1)
     pair.stopped.add("e")
-    pair.arrivals.lose_peer(pair.e)
+    pair.arrivals.incoming.lose_peer(pair.e)
     assert pair.engine.prompts == [prompt]
     pair.stopped.clear()
     pair.node.submit(PeerUpdate(pair.p, removed=True))

@@ -266,8 +266,8 @@ def run_until(cluster: FetchCluster, is_so: Callable[[], bool], *, lands: bool =
 
 STATES: dict[str, Callable[[FetchCluster], bool]] = {
     "asked": lambda cluster: True,
-    "expected": lambda cluster: bool(cluster.fetches.num_transfers),
-    "granted": lambda cluster: any(one.block_ids for one in cluster.fetches._open.values()),
+    "expected": lambda cluster: bool(cluster.fetches.incoming.num_transfers),
+    "granted": lambda cluster: bool(cluster.fetches.incoming.held()),
     "writing": lambda cluster: bool(cluster.network.writes),
 }
 
