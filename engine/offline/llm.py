@@ -34,6 +34,7 @@ from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
+from baton.kv.pins import PinTerms, PrefixPin, check_pins
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -125,6 +126,7 @@ class LLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt, and wait until all are complete.
@@ -135,6 +137,8 @@ class LLM:
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             priority: priority of all prompts, or one per prompt: requests with smaller values run
                 first. Needs ``scheduling_policy="priority"``. Priorities do not change any token.
+            pin_s: seconds for which prompts and answers stay in the prefix cache, as far as
+                ``pin_share`` allows; 0: as long as there is room.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -157,6 +161,8 @@ class LLM:
                 prompt_list, params_list, names, priorities, strict=True
             )
         ]
+        if pin_s:
+            self._pin([requests[0] for requests in choices], pin_s)
         return [one.completion() for one in self._run(choices, progress=progress)]
 
     def _run(self, choices: Sequence[list[Request]], *, progress: bool = False) -> list[Answer]:
@@ -174,6 +180,7 @@ class LLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, using the checkpoint's chat template; otherwise like
@@ -185,7 +192,12 @@ class LLM:
         """
         prompts = self.encode_chats(conversations)
         return self.generate(
-            prompts, sampling_params, adapter=adapter, priority=priority, progress=progress
+            prompts,
+            sampling_params,
+            adapter=adapter,
+            priority=priority,
+            pin_s=pin_s,
+            progress=progress,
         )
 
     def encode_chats(self, conversations: Conversation | Sequence[Conversation]) -> list[Prompt]:
@@ -508,6 +520,13 @@ class LLM:
         if self.is_paused and how is WhenOpen.DRAIN and self.engine.requests:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
+
+    def _pin(self, requests: list[Request], pin_s: float) -> None:
+        """Pin the prompts of requests, and their answers once they end."""
+        terms = PinTerms(prefixes=(PrefixPin(pin_s),))
+        check_pins(terms.prefixes)
+        for request in requests:
+            self.engine.features.pins.begin(request, terms)
 
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
         """Submit the requests of one prompt to the engine; return their answers, still empty."""
