@@ -33,9 +33,9 @@ def test_other_nodes_serve_beside_nodes_with_wrong_addresses() -> None:
         programs.start_node("p1", *NODE_WORDS, router=wrong)
         told = (
             ("router", "node d1 joined"),
-            ("router", "p0 cannot reach d1"),
+            ("router", "p0 cannot reach"),
             ("p1", wrong),
-            ("p0", "self-test with d0"),
+            ("p0", "self-test with"),
         )
         for name, text in told:
             wait_until(
