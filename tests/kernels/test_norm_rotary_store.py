@@ -51,6 +51,9 @@ def angles(num_tokens: int, rotary_dim: int, like: Tensor) -> tuple[Tensor, Tens
         (6, 2, 80, 32, "both"),  # partial rotary: a tail that is normed, not turned
         (2, 1, 6, 4, "key"),
         (5, 3, 64, 2, "none"),
+        (3, 2, 80, 32, "value"),
+        (2, 1, 64, 64, "all"),
+        (3, 2, 80, 32, "queries only"),
     ],
 )
 def test_norm_rotary_store(
@@ -67,10 +70,14 @@ def test_norm_rotary_store(
     cos, sin = angles(num_tokens, rotary_dim, like)
     ours, meant = caches(num_kv_heads, head_dim, like)
     weights: dict[str, Any] = {
-        "query_weight": torch.randn(head_dim).to(like) if norms in ("both", "query") else None,
-        "key_weight": torch.randn(head_dim).to(like) if norms in ("both", "key") else None,
+        "query_weight": None if norms in ("none", "key", "value") else torch.randn(head_dim),
+        "key_weight": torch.randn(head_dim) if norms in ("both", "key", "all") else None,
+        "value_weight": torch.randn(head_dim) if norms in ("value", "all") else None,
     }
-    slots = SLOTS.to(device)
+    weights = {name: one if one is None else one.to(like) for name, one in weights.items()}
+    slots: Tensor | None = SLOTS.to(device)
+    if norms == "queries only":
+        qkv, slots = qkv[:, : num_heads * head_dim].contiguous(), None
     query = norm_rotary_store(qkv, num_heads, cos, sin, ours, slots, **weights, eps=1e-5)
     expected = reference.norm_rotary_store(
         qkv, num_heads, cos, sin, meant, slots, **weights, eps=1e-5

@@ -32,7 +32,11 @@ NUM_TOKENS = 6
 CLEAR_CUT = 1e-3
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 QUICK = "SmolVLMForConditionalGeneration"
-WHOLE = "Gemma3ForConditionalGeneration"  # one step computes all tokens of an image
+# One step computes all tokens of an image -> the name of their types.
+WHOLE = {
+    "Gemma3ForConditionalGeneration": "token_type_ids",
+    "Gemma4ForConditionalGeneration": "mm_token_type_ids",
+}
 SIZES = [(40, 30), (9, 70), (100, 37), (64, 64), (33, 32)]
 
 Parts = Sequence[str | Image.Image]
@@ -68,7 +72,7 @@ def has_states(checkpoint: VisionCheckpoint) -> bool:
 
 
 def keeps_images_whole(checkpoint: VisionCheckpoint) -> bool:
-    return type(checkpoint.theirs).__name__ == WHOLE
+    return type(checkpoint.theirs).__name__ in WHOLE
 
 
 def block_size(checkpoint: VisionCheckpoint) -> int:
@@ -106,7 +110,7 @@ def expected(checkpoint: VisionCheckpoint, parts: Parts) -> list[int]:
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = _types(checkpoint, input_ids)
     elif images and keeps_images_whole(checkpoint):
-        inputs["token_type_ids"] = _types(checkpoint, input_ids)
+        inputs[WHOLE[type(checkpoint.theirs).__name__]] = _types(checkpoint, input_ids)
     result = checkpoint.theirs.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),

@@ -29,10 +29,11 @@ def norm_rotary_store(
     cos: Tensor,
     sin: Tensor,
     kv_cache: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor | None,
     *,
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
     eps: float = 0.0,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -45,7 +46,8 @@ def norm_rotary_store(
     if kv_cache.dtype == reference.FP8 and not has_fp8(kv_cache.device):
         return reference.norm_rotary_store(
             *(qkv, num_heads, cos, sin, kv_cache, slot_mapping), query_weight=query_weight,
-            key_weight=key_weight, eps=eps, key_scale=key_scale, value_scale=value_scale,
+            key_weight=key_weight, value_weight=value_weight, eps=eps, key_scale=key_scale,
+            value_scale=value_scale,
         )  # fmt: skip
     if query_weight is not None and len(query_weight) != kv_cache.shape[4]:
         qkv = _norm_all_heads(qkv, query_weight, key_weight, eps)
@@ -55,12 +57,13 @@ def norm_rotary_store(
         kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
         None if query_weight is None else query_weight.dtype,
         None if key_weight is None else key_weight.dtype,
-        eps, key_scale, value_scale,
+        None if value_weight is None else value_weight.dtype,
+        eps, key_scale, value_scale, slot_mapping is not None,
     )  # fmt: skip
     out = qkv.new_empty(shape)
     launch(
-        qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
-        kv_cache,
+        qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, value_weight,
+        slot_mapping, out, kv_cache,
     )  # fmt: skip
     return out
 
@@ -78,9 +81,11 @@ def _bind(
     cache_dtype: torch.dtype,
     query_weight_dtype: torch.dtype | None,
     key_weight_dtype: torch.dtype | None,
+    value_weight_dtype: torch.dtype | None,
     eps: float,
     key_scale: float,
     value_scale: float,
+    stores: bool,
 ) -> tuple[tuple[int, int, int], Callable[..., None]]:
     """Bind the launch to these shapes and dtypes; return the queries' shape, and the launch."""
     _, _, num_kv_heads, block_size, head_dim = cache_shape
@@ -88,6 +93,8 @@ def _bind(
     known = (dtype, reference.FP8)
     assert cache_dtype in known, f"kv_cache: {dtype} or float8, got {cache_dtype}"
     num_tokens = qkv_shape[0]
+    if not stores:  # the rows have only query heads
+        num_kv_heads = 0
     launcher = _launcher(num_heads, num_kv_heads, head_dim, block_size, angles_shape[-1])
     grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS))
     numbers = (qkv_stride[0], *cache_stride[:4], eps, 1 / key_scale, 1 / value_scale)
@@ -187,15 +194,21 @@ def turn(x1, x2, cos_ptr, sin_ptr, pair, HALF: tl.constexpr):
 
 @triton.jit
 def normalize(
-    x, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, dim, exists,
-    dtype: tl.constexpr,
+    x, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+    value_weight_ptr, dim, exists, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Normalize some dims of heads, ``[HEADS, n]``, by the query's or the key's weight.
+    """Normalize some dims of heads, ``[HEADS, n]``, by the query's, key's or value's weight.
 
     Rounds as the reference does.
     """
     wide = x * inverse_rms[:, None]
     normed = wide.to(dtype).to(tl.float32)
+    if value_weight_ptr is not None:
+        of_value = normed
+        if value_weight_ptr.dtype.element_ty != dtype:
+            of_value = wide
+        weight = tl.load(value_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]
+        x = tl.where(is_value[:, None], (of_value * weight).to(dtype).to(tl.float32), x)
     if query_weight_ptr is not None:
         # A float32 weight is applied before rounding.
         if query_weight_ptr.dtype.element_ty != dtype:
@@ -212,8 +225,8 @@ def normalize(
 
 @triton.jit
 def norm_rotary_store_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, slots_ptr, out_ptr, cache_ptr,
-    qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
+    qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, value_weight_ptr, slots_ptr,
+    out_ptr, cache_ptr, qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
     key_factor, value_factor,  # reciprocals of the scales of keys and values, for a float8 cache
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
@@ -242,15 +255,16 @@ def norm_rotary_store_kernel(
         rest = tl.load(x_ptrs + tail[None, :], mask=tail_exists, other=0.0).to(tl.float32)
         squares += tl.sum(rest * rest, axis=1)
     inverse_rms = squares
-    if query_weight_ptr is not None or key_weight_ptr is not None:
+    has_norm: tl.constexpr = query_weight_ptr is not None or key_weight_ptr is not None
+    if has_norm or value_weight_ptr is not None:
         inverse_rms = tl.rsqrt(squares / HEAD_DIM + eps)
     x1 = normalize(
-        x1, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, pair, pair < HALF,
-        dtype,
+        x1, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+        value_weight_ptr, pair, pair < HALF, dtype,
     )  # fmt: skip
     x2 = normalize(
-        x2, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, HALF + pair,
-        pair < HALF, dtype,
+        x2, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+        value_weight_ptr, HALF + pair, pair < HALF, dtype,
     )  # fmt: skip
     turned1, turned2 = turn(
         x1, x2, cos_ptr + token * 2 * HALF, sin_ptr + token * 2 * HALF, pair, HALF
@@ -258,7 +272,9 @@ def norm_rotary_store_kernel(
     x1 = tl.where(is_value[:, None], x1, turned1).to(dtype)
     x2 = tl.where(is_value[:, None], x2, turned2).to(dtype)
 
-    slot = tl.load(slots_ptr + token)
+    slot = tl.full((), -1, tl.int64)  # without slots, nothing is stored
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + token)
     kv_head = tl.where(is_value, head - NUM_KV_HEADS, head) - NUM_HEADS
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
     cache_ptrs = cache_ptr + place + (is_value * plane_stride + kv_head * head_stride)[:, None]
@@ -272,8 +288,8 @@ def norm_rotary_store_kernel(
     tl.store(cache_ptrs + HALF + pair[None, :], x2, mask=exists & stored)
     if TAIL_BLOCK > 0:
         rest = normalize(
-            rest, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, tail,
-            tail < HEAD_DIM, dtype,
+            rest, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+            value_weight_ptr, tail, tail < HEAD_DIM, dtype,
         ).to(dtype)  # fmt: skip
         tl.store(out_ptrs + tail[None, :], rest, mask=tail_exists & queries)
         rest = to_stored(rest, factor, stored_dtype)
@@ -344,11 +360,11 @@ def _case(
     cache: str = "bf16",
     weight: str = "bf16",
 ) -> AotCase:
-    weights = ("query_weight_ptr", "key_weight_ptr")
+    weights = ("query_weight_ptr", "key_weight_ptr", "value_weight_ptr")
     constants: dict[str, int | float | bool | None] = {
         "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim,
         "BLOCK_SIZE": 16, "HALF": rotary_dim // 2, "HEADS": HEADS, **_blocks(head_dim, rotary_dim),
-        **({} if with_norm else dict.fromkeys(weights)),
+        **dict.fromkeys(weights[2:] if with_norm else weights),
     }  # fmt: skip
     pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", *weights, "out_ptr", "cache_ptr")
     strides = ("qkv_stride", "block_stride", "plane_stride", "head_stride", "token_stride")
