@@ -18,6 +18,7 @@ from baton.api.outputs import RequestError as RequestError
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
+from baton.kv.pins import PinTerms
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
 
@@ -312,6 +313,7 @@ class RequestCommand:
         trace: parent span of the node's spans; None: not traced.
         images: images of the prompt in order; a node that does not compute the prompt gets the
             images without their files.
+        pins: prefixes to keep in the prefix cache; None: none.
     """
 
     request_id: str
@@ -327,6 +329,7 @@ class RequestCommand:
     priority: int = 0
     trace: TraceContext | None = None
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+    pins: PinTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,6 +397,14 @@ class ShareCommand:
     cache_salt: bytes = field(default=b"", repr=False)
     adapter: str = ""
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DropPins:
+    """Command to end the pins of one session of an owner; see `PinTerms`."""
+
+    owner: bytes = field(repr=False)
+    session: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +477,7 @@ RouterCommand = (
     | DecodeCommand
     | EncodeCommand
     | ShareCommand
+    | DropPins
     | CancelCommand
     | RouterBeat
     | DrainCommand
