@@ -227,10 +227,12 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
             raise TransferError(
                 f"num_stages: {self.num_stages} for {self.num_ranks} ranks, {num_layers} layers"
             )
+        # Layers that read other layers' KV are in no group, but stages have them, too.
+        num_known = max(num_layers, *(1 + max(group.layers, default=0) for group in self.groups))
         if self.stage_layers and (
-            len(self.stage_layers) != self.num_stages or sum(self.stage_layers) != num_layers
+            len(self.stage_layers) != self.num_stages or sum(self.stage_layers) < num_known
         ):
-            raise TransferError(f"stage_layers: {self.stage_layers} for {num_layers} layers")
+            raise TransferError(f"stage_layers: {self.stage_layers} for {num_known} layers")
         if self.stage_size > MAX_STAGE_SIZE:
             raise TransferError(f"num_ranks: must be at most {MAX_STAGE_SIZE} per stage")
         for index, group in enumerate(self.groups):

@@ -305,7 +305,8 @@ def kv_cache_spec(
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
     groups, kv_sources = group_layers(kv_layers, block_size, layer_bytes), shared_layers(kv_layers)
-    if kv_sources and not stage_layers:  # peers cannot count the layers, which are in no group
+    if kv_sources and stages[1] > 1 and not stage_layers:
+        # Peers cannot count the layers that are in no group.
         spans = (stage_span(len(kv_layers), stage, stages[1]) for stage in range(stages[1]))
         stage_layers = tuple(end - first for first, end in spans)
     return KVCacheSpec(

@@ -78,6 +78,8 @@ _VALUES: Mapping[str, Sequence[Any]] = {
     ),
     "rope_parameters": ({}, {"rope_type": "default"}, {"rope_theta": 77.0}),
 }
+# With larger weights, transformers' float32 differs from its float64 by more than 1e-3.
+_SMALL_WEIGHTS = {"Gemma4ForCausalLM": 0.1, "Gemma4ForConditionalGeneration": 0.05}
 _LAYER_TYPES = (
     ("full_attention", "sliding_attention"),
     ("linear_attention", "full_attention"),
@@ -113,9 +115,11 @@ def base_configs(architecture: str, num_variants: int = 1) -> list[Config]:
     shape: dict[str, Any] = {"vocab_size": VOCAB_SIZE}
     shape["max_position_embeddings"] = MAX_MODEL_LEN
     shape |= {"attn_implementation": "eager"}
+    weights = _SMALL_WEIGHTS.get(architecture)
+    small = {} if weights is None else {"initializer_range": weights}
     made = []
     for variant in list(FAMILIES[architecture].variants.values())[::-1][:num_variants]:
-        config = make_hugging_face_model(architecture, **(shape | dict(variant))).config
+        config = make_hugging_face_model(architecture, **(shape | dict(variant) | small)).config
         for use_diff in (False, True):
             values = json.loads(config.to_json_string(use_diff=use_diff))
             values["architectures"] = [architecture]
