@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.kv.block_hash import BlockHash
-from baton.kv.prefixes import fetch_end, transfer_name
+from baton.kv.prefixes import share_end, transfer_name
 from baton.link.words import PrefillCommand
 from engine.core.request import Request
 from engine.engine import Engine
@@ -139,7 +139,7 @@ class Fetches:
         brings = (
             self.incoming.open.get(self._coming[lacking[0]]) if self._is_coming(lacking) else None
         )
-        engine_id = fetch_end(command.fetch_engine_id)
+        engine_id = share_end(command.fetch_engine_id)
         if brings is not None:
             brings.waiters.append(waiter)
             request.awaits_prefix = True
