@@ -128,6 +128,9 @@ hosts: setup ## run router, nodes and client on hosts of their own (network name
 	$(BIN)/python -m pytest -q tests/hosts
 	$(BIN)/python -m benchmarks partitions --seeds $(SEEDS) --seconds $(LENGTHS)
 
+soak: setup ## SECONDS (120) of mixed load on hosts of their own, with a fault every 20 s: memory, descriptors, threads must not grow; plot in build (root)
+	$(BIN)/python -m benchmarks soak --seconds $(SECONDS)
+
 resilience: setup ## 1,000 simulated nodes die, then 3 times too much load; JSON in benchmarks/results (some 7 minutes)
 	$(BIN)/python -m benchmarks resilience --save
 

@@ -133,7 +133,7 @@ class TransferEvent:
     record: HandoffRecord | None = None  # set only in a receiver's COMMITTED event
     receipt: PushReceipt | None = None
     transport: str = ""
-    bandwidth_bytes_per_s: float = 0.0  # bandwidth that the self-test measured
+    bandwidth_bytes_per_s: float = 0.0  # measured by the self-test, or from KV later
     reason: str = ""
 
     @property

@@ -26,13 +26,14 @@ from kvconnector.base import (
 from kvconnector.io import IoLoop
 from kvconnector.peer_info import PeerInfo
 from kvconnector.peer_process import PeerProcess, start_time
-from kvconnector.protocol.actions import Abort, Begin, Drain, Drop, Leave, Meet, Push
+from kvconnector.protocol.actions import Abort, Begin, Drain, Drop, Leave, Meet, Push, StateMachine
 from kvconnector.protocol.digests import (
     BlockReader,
     DigestTeller,
     DigestVerifier,
     SentDigests,
 )
+from kvconnector.protocol.link_meter import LinkMeter
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import Channels
@@ -126,15 +127,15 @@ class Sender(_End):
         self.machine = SendMachine(
             own, scratch.digest, portions, is_verified=digests is not None, make_peers=make_peers
         )
-        teller = None
+        machine: StateMachine = self.machine
         if digests is not None:
             sent = SentDigests(digests, own.engine_id)
-            teller = DigestTeller(self.machine, sent, channels, own.manifest)
+            machine = DigestTeller(machine, sent, channels, own.manifest)
         self.loop = IoLoop(
             transport,
             self.machine,
             channels,
-            teller,
+            LinkMeter(self.machine, machine),
             on_event=on_event,
             on_death=on_death,
             clock=clock,

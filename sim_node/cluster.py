@@ -25,6 +25,7 @@ from baton.checkpoint.model_folder import find_model_folder, read_limits
 from baton.checkpoint.model_identity import SIMULATED, folder_identity
 from baton.link.router_links import RouterLinks
 from baton.link.words import BEAT_INTERVAL_S, NodeRole
+from engine.engine import Engine
 from sim_node.connector import KVNetwork
 from sim_node.faults import FaultSpec
 from sim_node.node import NodeLinks, SimNode
@@ -231,6 +232,10 @@ class SimCluster:
     def slow(self, name: str, factor: float) -> None:
         """Multiply the durations of a node's steps and transfers by ``factor``; 1 is normal."""
         self._node(name).simulation.slow_down(factor)
+
+    def engine(self, name: str) -> Engine:
+        """Return a node's engine, with its blocks and prefix cache."""
+        return self._node(name).simulation.engine
 
     def stats(self) -> SimStats:
         wall, cpu = self._started

@@ -187,6 +187,8 @@ class NodeBeat:
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
         num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
             their images; ``num_waiting`` includes them.
+        num_decoding_images: prompts that wait until this node has decoded their image files;
+            ``num_waiting`` includes them, ``num_waiting_for_encodings`` does not.
     """
 
     num_waiting: int = 0
@@ -205,6 +207,7 @@ class NodeBeat:
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
     num_waiting_for_encodings: int = 0
+    num_decoding_images: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +215,7 @@ class PeerReport:
     """The state of a node's KV connection to a peer.
 
     Attributes:
-        bandwidth_bytes_per_s: bandwidth measured when the nodes connected; 0: unknown.
+        bandwidth_bytes_per_s: bandwidth measured at the self-test, or from KV later; 0: unknown.
         is_encode_node: whether a prefill node reports an encode node, with which it forms no pair.
     """
 

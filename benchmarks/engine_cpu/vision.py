@@ -125,6 +125,9 @@ def run(
     """
     import torch
 
+    from engine.worker.host.allocator import keep_freed_memory
+
+    keep_freed_memory()  # as in a node; both engines then reuse the memory of activations
     torch.set_num_threads(threads)
     cases: dict[str, dict[str, float]] = {}
     for name in shapes:

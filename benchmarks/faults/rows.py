@@ -186,6 +186,7 @@ SUBJECT = Subject(
             " node_runtime/adapters/adapter_queue.py engine/adapters.py",
             (MANY_NAMES,),
         ),
+        Measurement("hosts.soak", "kvconnector node_runtime router/calls router/fleet"),
         Measurement("hosts.partitions", "kvconnector node_runtime router/calls router/fleet"),
         Measurement("faults.innocents", "router/calls kvconnector"),
         Measurement("faults.innocents_virtual", "router/calls sim_node"),

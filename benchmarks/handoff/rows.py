@@ -154,6 +154,7 @@ SUBJECT = Subject(
         ),
         Measurement("handoff.handoff_trace", "kvconnector prefill_node decode_node"),
         Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node"),
+        Measurement("hosts.slow_link", "kvconnector router/policies router/fleet"),
     ),
     log=(
         "2026-11-21: a hand-over that hides behind the computation, and blocks that lie together",

@@ -91,12 +91,15 @@ class Site:
         """Start all programs, and wait until all pairs are connected."""
         self.programs.start_router("--no-local-prefill")
         for name in NODES:
-            kv = ["--kv-listen", self.network.at(name, 0)] if connector == "tls" else []
-            words = [*NODE_WORDS, "--kv-connector", connector, *kv]
-            self.programs.start_node(name, *words)
+            self.start_node(name, connector)
         self.network.enter(CLIENT)  # before gRPC has threads: they stay where they begin
         if _seconds_until(lambda: all_are_paired(self.router), READY_TIMEOUT_S) is None:
             raise TimeoutError("\n".join(self.programs.log(name)[-2000:] for name in NODES))
+
+    def start_node(self, name: str, connector: str) -> None:
+        """Start a node."""
+        kv = ["--kv-listen", self.network.at(name, 0)] if connector == "tls" else []
+        self.programs.start_node(name, *NODE_WORDS, "--kv-connector", connector, *kv)
 
 
 def all_are_paired(router: str) -> bool:

@@ -133,6 +133,7 @@ SUBJECT = Subject(
             "router/calls router/intake baton/serving baton/link baton/access baton/telemetry",
             (ROUTER, TLS, TRACING),
         ),
+        Measurement("router.control_plane", "router/fleet baton/link baton/wire"),
         Measurement("router.prefix_index", "router/fleet", (PREFIX_INDEX,)),
         Measurement("router.chat_places", "router/policies router/fleet", (CHAT_PLACES,)),
         Measurement("router.http_servers", "baton/serving", (HTTP,)),

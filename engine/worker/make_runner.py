@@ -100,6 +100,7 @@ def make_model_runner(
         loaded.model,
         device,
         tokens=RankTokens(loaded.ranks, are_sent=sends_tokens),
+        ranks=loaded.ranks,
         drafting=drafting,
         replays=lambda: bool(decode_graphs.graphs or chunk_graphs.graphs),
     )

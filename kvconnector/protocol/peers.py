@@ -37,6 +37,10 @@ LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a peer
+# A message waits behind the KV that is in flight to its peer, at most for this time. The time is
+# longer than round trips are, so that a link is always full, and much shorter than a lease.
+QUEUE_S = 0.1
+MIN_POSTED_BYTES = 2**18  # less than this is never the limit of a link
 # After this many read rounds and seconds, no more bytes of a dead peer can arrive (`DeadPeers`).
 DRAIN_READS, DRAIN_S = 10, 0.5
 
@@ -63,7 +67,7 @@ class Peer:
         probe: number of the peer's next probe.
         is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
-        bandwidth_bytes_per_s: bandwidth that the last probe measured.
+        bandwidth_bytes_per_s: bandwidth that the last probe, or the last writes of KV, measured.
         problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.
     """
@@ -280,6 +284,17 @@ class Peers:
             return True
         self._lose_if_silent(peer)
         return False
+
+    def limit_bytes(self, engine_id: str, most_bytes: int) -> int:
+        """Return how many bytes may be posted at once to a peer, at most ``most_bytes``.
+
+        A slow link gets no more than the link carries in `QUEUE_S`, so that messages stay fast.
+        """
+        peer = self._peers.get(engine_id)
+        if peer is None or not peer.bandwidth_bytes_per_s:
+            return most_bytes
+        in_time = max(MIN_POSTED_BYTES, int(QUEUE_S * peer.bandwidth_bytes_per_s))
+        return min(most_bytes, in_time)
 
     def tick(self) -> None:
         """Set silent peers to SUSPECT; send Hello and Beat when they are due."""

@@ -42,6 +42,9 @@ REPEAT_S = 0.05  # seconds between repeats of an unanswered SelfTest
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
+# On a slow link, fewer writes are in flight, so that the probe does not fill the link for longer
+# than this time. If the first write takes longer, its own time gives the bandwidth.
+FILLED_S = 0.75
 ROUND_S = 0.001  # most seconds per round for posting, which may copy; other peers wait meanwhile
 
 
@@ -52,7 +55,8 @@ class _Probe:
     Attributes:
         num_in_flight: number of posted writes that are not complete.
         timed_from: when the first write was complete. The first write sets up the connection, so
-            the bandwidth is measured from then on.
+            the bandwidth is measured from then on, except on very slow links.
+        max_in_flight: number of writes that may be in flight at once.
         num_posted: number of posted writes, including the first.
         bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
         is_over: whether the probe was answered or abandoned; its writes may still be in flight.
@@ -63,6 +67,7 @@ class _Probe:
     began_at: float
     num_in_flight: int = 0
     timed_from: float | None = None
+    max_in_flight: int = MAX_POSTED
     num_posted: int = 0
     bandwidth_bytes_per_s: float = 0.0
     duration_s: float = 0.0
@@ -167,16 +172,25 @@ class Probes:
             if probe.num_in_flight:
                 return
             probe.timed_from = now
+            first_s = now - probe.began_at
+            if first_s > FILLED_S:
+                self._note_bandwidth(peer_id, probe, 1, first_s)
+                return
+            probe.max_in_flight = max(1, min(MAX_POSTED, int(FILLED_S / max(first_s, 1e-6))))
         num_timed, left_s = probe.num_posted - 1, probe.timed_from + TIMED_S - now
-        room = min(MAX_TIMED_WRITES - num_timed, MAX_POSTED - probe.num_in_flight)
+        room = min(MAX_TIMED_WRITES - num_timed, probe.max_in_flight - probe.num_in_flight)
         if num_timed == 0 or (room > 0 and left_s > 0):
             self._turn.ask(WriteProbe(peer_id, probe.slot, room, min(left_s, ROUND_S)))
         elif not probe.num_in_flight:
-            num_ranks = len(self._peers[peer_id].info.ranks)  # each write fills one slot per rank
-            num_bytes = num_timed * num_ranks * (self._own.scratch_bytes // (1 + NUM_SLOTS))
-            probe.bandwidth_bytes_per_s = num_bytes / max(now - probe.timed_from, 1e-6)
-            probe.duration_s = now - probe.began_at
-            self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
+            self._note_bandwidth(peer_id, probe, num_timed, now - probe.timed_from)
+
+    def _note_bandwidth(self, peer_id: str, probe: _Probe, num_writes: int, seconds: float) -> None:
+        """Compute the bandwidth from the time that some writes took."""
+        num_ranks = len(self._peers[peer_id].info.ranks)  # each write fills one slot per rank
+        num_bytes = num_writes * num_ranks * (self._own.scratch_bytes // (1 + NUM_SLOTS))
+        probe.bandwidth_bytes_per_s = num_bytes / max(seconds, 1e-6)
+        probe.duration_s = self._turn.now - probe.began_at
+        self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
 
     def _say(self, peer_id: str, probe: _Probe) -> None:
         """Ask the peer to check its slot; repeat the question, because it may be lost."""

@@ -191,8 +191,8 @@ class SendMachine:
         if push.record is not None:
             transfer.record, transfer.last_at = push.record, wish.at_s
         block_bytes = self._num_bytes(transfer.engine_id, 1, push.layers)
-        blocks_per_write = self._portions.write_bytes // max(1, block_bytes)
-        transfer.pieces += cut(push, max(1, blocks_per_write))
+        write_bytes = self.peers.limit_bytes(transfer.engine_id, self._portions.write_bytes)
+        transfer.pieces += cut(push, max(1, write_bytes // max(1, block_bytes)))
 
     def _leave(self, engine_id: str) -> None:
         """Fail a peer's transfers; each ends once none of its writes is in flight.
@@ -274,10 +274,10 @@ class SendMachine:
             return
         self._room_bytes.clear()
         for transfer in self.transfers.values():
-            room = self._room_bytes.get(transfer.engine_id, self._portions.in_flight_bytes)
-            for piece in transfer.writes:
-                room -= self._num_bytes(transfer.engine_id, len(piece.block_ids), piece.layers)
-            self._room_bytes[transfer.engine_id] = room
+            peer_id = transfer.engine_id
+            limit = self.peers.limit_bytes(peer_id, self._portions.in_flight_bytes)
+            sizes = [self._num_bytes(peer_id, len(p.block_ids), p.layers) for p in transfer.writes]
+            self._room_bytes[peer_id] = self._room_bytes.get(peer_id, limit) - sum(sizes)
         self._to_post = deque(self.transfers.values())
         self._turn.ask(Pause())  # `_post_next` runs after this action
 

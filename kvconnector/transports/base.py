@@ -38,6 +38,12 @@ class CertificateFiles(Protocol):
         """Return the files' certificates: the same object again unless a file has changed."""
 
 
+# Seconds after which a TCP connection fails if the other end acknowledges nothing. Without this
+# limit, TCP sends lost bytes again at intervals that double, so a pair of nodes would stay apart
+# for as long again as their network was cut. The limit is longer than a peer's lease.
+UNACKNOWLEDGED_S = 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
     """Options of all transports; a transport ignores options that it does not use.

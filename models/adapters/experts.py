@@ -94,11 +94,15 @@ class AdaptedExperts:
             some = [None if one is None else one[tokens] for one in (shared, gate)]
             return x[tokens], ids[tokens], weights[tokens], some[0], some[1]
 
+        # Count all tokens together, because ranks wait for each other once per layer: the rank with
+        # the most rows of tokens with adapters may have few rows of other tokens.
+        if self._moe.loads is not None:
+            ops.count_loads(ids, self._moe.share, self._moe.loads)
         out = torch.empty_like(x)
         parts = [part for _, part in found]
         out[adapted] = self._adapted(parts, adapters[adapted], *inputs(adapted))
         if len(plain):
-            out[plain] = self._moe.mix(*inputs(plain))
+            out[plain] = self._moe.mix(*inputs(plain), is_counted=False)
         return out
 
     def make(
@@ -142,11 +146,9 @@ class AdaptedExperts:
         # A row is a pair of a token and one of its experts. Rows are sorted by expert and adapter.
         keys = (ids * len(parts) + adapters.unsqueeze(1)).flatten()  # [num_tokens * top_k]
         order = keys.argsort(stable=True)
-        share, loads = self._moe.share, self._moe.loads
+        share = self._moe.share
         if share.size > 1:  # other ranks compute the rows of their experts
             order = order[(ids.flatten() % share.size == share.rank)[order]]
-        if loads is not None:
-            ops.count_loads(ids, share, loads)
         results = x.new_zeros(num_tokens * top_k, x.shape[1])
         if len(order):
             results[order] = self._results(parts, keys[order], x[order // top_k])

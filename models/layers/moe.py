@@ -165,6 +165,8 @@ class SparseMoe(Computing):
         weights: Tensor,
         shared: Tensor | None,
         gate: Tensor | None,
+        *,
+        is_counted: bool = True,
     ) -> Tensor:
         """Return the weighted sum of each token's experts, plus the shared experts' result.
 
@@ -174,14 +176,16 @@ class SparseMoe(Computing):
             weights: ``[num_tokens, top_k]``, the experts' weights.
             shared: the shared experts' result, shaped like ``x``; None: there is none to add.
             gate: ``[num_tokens, 1]``, logits whose sigmoid scales ``shared``; None: not scaled.
+            is_counted: whether to add these tokens to ``loads``.
         """
+        loads = self.loads if is_counted else None
         if isinstance(self.gate_up, PackedLinear) and isinstance(self.down, PackedLinear):
             packed = (self.gate_up.packed, self.down.packed)
             return self.ops.packed_experts(
                 *(x, ids, weights, *packed, shared, gate),
                 activation=self.activation,
                 share=self.share,
-                loads=self.loads,
+                loads=loads,
             )
         assert isinstance(self.gate_up, nn.Linear)
         assert isinstance(self.down, nn.Linear)
@@ -200,7 +204,7 @@ class SparseMoe(Computing):
             activation=self.activation,
             invariant=self.invariant,
             share=self.share,
-            loads=self.loads if x.device.type == "cpu" else None,
+            loads=loads if x.device.type == "cpu" else None,
         )
 
 

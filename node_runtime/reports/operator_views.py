@@ -47,11 +47,18 @@ def describe_load(
         num_waiting_for_adapters=num_held,
         adapter_load_s=inbox.adapter_load_s,
         num_waiting_for_encodings=num_waiting_for_encodings,
+        num_decoding_images=sum(map(_decodes_images, to_compute)),
         num_uncomputed_tokens=sum(
             max(request.num_initial_tokens - request.num_computed_tokens, 0)
             for request in to_compute
         ),
     )
+
+
+def _decodes_images(request: Request) -> bool:
+    """Return whether a request waits until this node has decoded its image files."""
+    images, status = request.images, request.status
+    return status is RequestStatus.WAITING_FOR_PIXELS and not (images and images.awaits_encodings)
 
 
 def take_ledger(

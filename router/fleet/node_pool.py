@@ -52,7 +52,15 @@ from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
-from router.fleet.pairing import Reach, are_peers, introduce, may_fetch, may_meet, why_no_pair
+from router.fleet.pairing import (
+    Reach,
+    are_peers,
+    introduce,
+    may_fetch,
+    may_meet,
+    receives_from,
+    why_no_pair,
+)
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from router.fleet.prefix_sources import PrefixSource, PrefixSources
@@ -221,6 +229,7 @@ class NodePool:
                 node
                 for node in self._of(NodeRole.ENCODE)
                 if prefill.engine_id in reached.get(node.engine_id, {})
+                and receives_from(prefill, node)
                 and not node.is_silent
                 and self.is_eligible(node)
             ]

@@ -45,6 +45,8 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     Returns an empty text if there is none. With an encode node, only the entries that the encode
     node has are compared, because encodings depend on them alone.
     """
+    if one.compatibility == other.compatibility:  # fast, because this runs for every pair
+        return ""
     keys = one.compatibility.keys() | other.compatibility.keys()
     for node in (one, other):
         if node.role is NodeRole.ENCODE:
@@ -106,6 +108,16 @@ def are_peers(one: Node, other: Node, *, by_prefixes: bool = False) -> bool:
     may = may_fetch if by_prefixes else may_meet
     pair = one.registration, other.registration
     return may(*pair) and not incompatibility(*pair)
+
+
+def receives_from(prefill: Node, encode: Node) -> bool:
+    """Return whether a prefill node reports that it is connected to an encode node.
+
+    The encode node's own report may come first. The prefill node would give up an encoding of a
+    node to which it is not connected yet.
+    """
+    report = prefill.reports.get(encode.engine_id)
+    return report is not None and report.connected
 
 
 def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
@@ -197,8 +209,9 @@ class Reach:
         """
         reached = self.bandwidths.setdefault(sender, {})
         if there is not None and there.connected and (back is None or not back.problem):
-            known = [report.bandwidth_bytes_per_s for report in (there, back) if report]
-            reached[receiver] = max(known)
+            # Only the sender measures the bandwidth again after the self-test.
+            told_back = back.bandwidth_bytes_per_s if back is not None else 0.0
+            reached[receiver] = there.bandwidth_bytes_per_s or told_back
         else:
             reached.pop(receiver, None)
 

@@ -168,7 +168,15 @@ def check_what_no_schema_says(documents: list[Document]) -> None:
         ({"prefill": {"replicas": -1}}, "replicas"),
         ({"prefil": {}}, "prefil"),
         ({"kv": {"connector": "smoke"}}, "connector"),
-        ({"kv": {"port": 7101}}, "must differ from kv.port 7101"),
+        ({"kv": {"port": 7101}, "encode": {"replicas": 1}}, "must differ from kv.port 7101"),
+        (
+            {
+                "kv": {"port": 7101},
+                "autoscaling": {"encode": {"enabled": True}},
+                "networkPolicy": {"enabled": False},
+            },
+            "must differ from kv.port 7101",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(values: Document, problem: str) -> None:
@@ -178,6 +186,11 @@ def test_what_makes_no_sense_is_refused(values: Document, problem: str) -> None:
     )
     assert done.returncode != 0
     assert problem in done.stderr
+
+
+def test_ports_of_encodings_are_free_where_no_encode_node_is() -> None:
+    documents = render({"kv": {"port": 7101}})
+    assert ("TCP", 7101) in allowed_ports(documents, "decode")
 
 
 def test_encode_nodes_come_with_their_policy_budget_scaler_and_certificate() -> None:

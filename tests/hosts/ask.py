@@ -16,7 +16,7 @@ MAX_TOKENS = 24
 
 
 def main(address: str, prompts: str) -> None:
-    """Print the tokens of each prompt's greedy answer, and how its KV travelled."""
+    """Print the tokens of each prompt's greedy answer, how its KV travelled, and where to."""
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     answers = []
     with Client(address) as client:
@@ -30,6 +30,7 @@ def main(address: str, prompts: str) -> None:
                     "token_ids": list(found.token_ids),
                     "transport": push.transport,
                     "num_bytes": push.num_bytes,
+                    "decode_node": found.receipt.decode_node,
                 }
             )
     json.dump(answers, sys.stdout)

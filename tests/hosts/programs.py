@@ -66,14 +66,21 @@ class HostPrograms:
         """Address of the router."""
         return self.network.at("router", ROUTER_PORT)
 
-    def start(self, host: str, *words: object, name: str = "") -> None:
-        """Start `baton` with these words on a host."""
+    def start(
+        self,
+        host: str,
+        *words: object,
+        name: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `baton` with these words, and additional environment variables, on a host."""
         name = name or host
         command = self.network.command(host, *_BATON, *words)
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env=self._environment, start_new_session=True
-            )
+                command, stdout=log, stderr=log, env={**self._environment, **(variables or {})},
+                start_new_session=True,
+            )  # fmt: skip
 
     def start_router(self, *words: object, model: Path = DEMO_MODEL) -> None:
         """Start the router on the host "router"."""
@@ -81,17 +88,23 @@ class HostPrograms:
                    "--http-listen", "", "--insecure", *words)  # fmt: skip
 
     def start_node(
-        self, host: str, *words: object, model: Path = DEMO_MODEL, router: str = ""
+        self,
+        host: str,
+        *words: object,
+        model: Path = DEMO_MODEL,
+        router: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Start a node; a host whose name begins with p computes prompts.
 
         Args:
             router: the router's address; empty: that of the host "router".
+            variables: additional environment variables of this node.
         """
         role = "prefill" if host.startswith("p") else "decode"
         self.start(host, role, "--model", model, "--router", router or self.router,
                    "--name", host, "--listen", self.network.at(host, NODE_PORT),
-                   "--insecure", "--num-threads", "1", *words)  # fmt: skip
+                   "--insecure", "--num-threads", "1", *words, variables=variables)  # fmt: skip
 
     def run(self, host: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Run a `baton` command on a host; return what it prints, or raise AssertionError."""

@@ -16,7 +16,13 @@ from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
 from baton.v1 import admin_pb2
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
-from tests.fakes.processes.deployments import described_nodes, held_by, open_admin, run_deployment
+from tests.fakes.processes.deployments import (
+    described_nodes,
+    held_by,
+    open_admin,
+    run_deployment,
+    wait_for_beats,
+)
 from tests.fakes.time.waiting import wait_until
 from tests.integration.test_audit import audit
 from tests.integration.test_encode_node import figure
@@ -110,7 +116,7 @@ def test_only_new_tokens_are_computed(deployment: LocalDeployment, llm: LLM) -> 
         num_exact += is_fetched and prefill.num_cached_tokens == known
         fetched += prefill.num_fetched_tokens
         prompt += [*completion.token_ids, *new_part(1, turn)]
-        time.sleep(0.3)  # the router learns what the decode node has cached
+        wait_for_beats(deployment)
     assert num_exact >= 1
     assert figure(METRICS, "baton_fetched_tokens_total") >= fetched > 0
     assert_nothing_is_left(deployment)
@@ -134,7 +140,7 @@ def test_nodes_of_several_ranks_fetch(ranks: tuple[int, int], llm: LLM) -> None:
             assert completion.receipt.prefill is not None
             fetched.append(completion.receipt.prefill.num_fetched_tokens)
             prompt += [*completion.token_ids, *new_part(5, turn)]
-            time.sleep(0.3)
+            wait_for_beats(running)
         assert fetched[0] == 0
         assert min(fetched[1:]) > NUM_OUT - BLOCK
 
@@ -150,7 +156,7 @@ def test_prompts_go_on_without_their_holder(
         assert first.receipt is not None
         holder = first.receipt.decode_node
         prompt += [*first.token_ids, *new_part(10 * int(number) + seed, 1)]
-        time.sleep(0.3)
+        wait_for_beats(deployment)
         child = deployment.child(holder)
         timer = threading.Timer(0.006 * (seed + 1), child.process.send_signal, (number,))
         timer.start()

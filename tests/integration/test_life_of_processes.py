@@ -23,6 +23,7 @@ from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import READY_TIMEOUT_S, deployment_config
+from tests.fakes.time.waiting import wait_until
 
 SOME = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -120,6 +121,12 @@ def test_what_is_open_when_up_is_stopped_ends_by_itself(
         assert process.wait(15) == 0
 
 
+def interrupt_once_told(log: Path) -> None:
+    """Press Ctrl-C as soon as the router says that it serves on."""
+    wait_until(lambda: "serves on for 60 s" in log.read_text(), "the router's first stop")
+    _thread.interrupt_main()
+
+
 def test_a_second_ctrl_c_ends_at_once_what_would_take_its_time(tmp_path: Path) -> None:
     config = deployment_config(
         num_prefill=0, num_decode=0, router_args=["--drain-delay-s", "60"], log_folder=tmp_path
@@ -129,7 +136,7 @@ def test_a_second_ctrl_c_ends_at_once_what_would_take_its_time(tmp_path: Path) -
             deployment.check()
             time.sleep(0.05)
         process = deployment.child("router").process
-        second = threading.Timer(1, _thread.interrupt_main)
+        second = threading.Thread(target=interrupt_once_told, args=(tmp_path / "router.log",))
         second.start()
         deployment.stop()
         second.join()

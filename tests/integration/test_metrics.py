@@ -17,7 +17,7 @@ from baton.deployment.local_deployment import LocalDeployment
 from tests.fakes.processes.deployments import run_deployment
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
-PROMPT, NUM_OUTPUTS, NUM_REQUESTS = [5, 6, 7] * 50, 20, 3
+PROMPT, NUM_OUTPUTS, MIN_REQUESTS = [5, 6, 7] * 50, 100, 3
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +59,23 @@ def test_the_pages_of_both_nodes_add_up(deployment: LocalDeployment) -> None:
     params = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0, ignore_eos=True)
     amid: list[list[Sample]] = []
 
-    async def run() -> None:
+    def are_held() -> bool:
+        return any(total(samples, "baton_blocks_held", owner="request") for samples in amid)
+
+    async def run() -> int:
+        num_requests = 0
         async with AsyncClient(deployment.config.listen) as client:
-            for _ in range(NUM_REQUESTS):
+            # A page may take longer than a request, and so show none.
+            while num_requests < MIN_REQUESTS or not are_held():
+                num_requests += 1
                 async with contextlib.aclosing(client.stream(PROMPT, params)) as deltas:
                     async for delta in deltas:
-                        if delta.token_ids and len(amid) < 6:
-                            amid.append(await asyncio.to_thread(scrape, deployment, "p0"))
+                        if delta.token_ids and len(amid) < 2 * num_requests:
                             amid.append(await asyncio.to_thread(scrape, deployment, "d0"))
+                            amid.append(await asyncio.to_thread(scrape, deployment, "p0"))
+        return num_requests
 
-    asyncio.run(run())
-    assert any(total(samples, "baton_blocks_held", owner="request") for samples in amid)
+    num_requests = asyncio.run(run())
     for samples in amid:
         assert_balanced(samples)
 
@@ -79,17 +85,17 @@ def test_the_pages_of_both_nodes_add_up(deployment: LocalDeployment) -> None:
         assert total(samples, "baton_blocks_held") == 0
         assert total(samples, "baton_blocks") == total(samples, "baton_blocks_free")
         assert total(samples, "baton_transfers") == 0
-        assert total(samples, "baton_transfers_ended_total", outcome="committed") == NUM_REQUESTS
-        assert total(samples, "baton_transfers_ended_total") == NUM_REQUESTS
+        assert total(samples, "baton_transfers_ended_total", outcome="committed") == num_requests
+        assert total(samples, "baton_transfers_ended_total") == num_requests
         assert total(samples, "baton_pairs", state="CONNECTED") == 1
         assert total(samples, "baton_peer_failures_total") == 0
-    num_prompt_tokens = NUM_REQUESTS * len(PROMPT)
+    num_prompt_tokens = num_requests * len(PROMPT)
     assert total(prefill, "baton_prompt_tokens_computed_total") == num_prompt_tokens
     assert total(decode, "baton_prompt_tokens_computed_total") == 0
-    assert total(prefill, "baton_output_tokens_total") == NUM_REQUESTS
-    assert total(decode, "baton_output_tokens_total") == NUM_REQUESTS * (NUM_OUTPUTS - 1)
+    assert total(prefill, "baton_output_tokens_total") == num_requests
+    assert total(decode, "baton_output_tokens_total") == num_requests * (NUM_OUTPUTS - 1)
     sent = total(prefill, "baton_kv_sent_bytes_total")
     assert sent == total(decode, "baton_kv_received_bytes_total") > 0
-    num_blocks = NUM_REQUESTS * -(-len(PROMPT) // 16)
+    num_blocks = num_requests * -(-len(PROMPT) // 16)
     assert total(prefill, "baton_kv_sent_blocks_total") == num_blocks
     assert total(prefill, "baton_kv_descriptors_total") > 0

@@ -16,6 +16,7 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 from engine import LLM
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import run_deployment
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(200)]
 
@@ -62,6 +63,13 @@ class DecodeNodeView:
             time.sleep(0.01)
         raise AssertionError(f"no request became {status}: {self.list()}")
 
+    def wait_until_empty(self) -> None:
+        def is_empty() -> bool:
+            held = self.list()
+            return not held.requests and held.num_free_blocks == held.num_blocks
+
+        wait_until(is_empty, "no request and all blocks free")
+
 
 def test_a_held_back_request_waits_while_others_decode(
     two_prefill_nodes: LocalDeployment,
@@ -100,9 +108,7 @@ def test_a_held_back_request_waits_while_others_decode(
         [PROMPT_A, PROMPT_B], GREEDY
     )
     assert [results["a"].token_ids, other.token_ids] == [c.token_ids for c in alone]
-    response = view.list()
-    assert not response.requests
-    assert response.num_free_blocks == response.num_blocks
+    view.wait_until_empty()
     view.close()
 
 
@@ -124,6 +130,5 @@ def test_a_cancelled_parked_request_leaves_nothing(two_prefill_nodes: LocalDeplo
             process.send_signal(signal.SIGCONT)
     with Client(router) as client:  # and everything still works
         assert client.generate(PROMPT_B, GREEDY).token_ids
-    response = view.list()
-    assert response.num_free_blocks == response.num_blocks
+    view.wait_until_empty()
     view.close()

@@ -147,7 +147,15 @@ def test_adapters_of_experts_that_ranks_have(tmp_path: Path) -> None:
         ids = torch.rand(8, whole._moe.num_experts).argsort(1)[:, :2].contiguous()
         expected = whole.mix(x, ids, weights, None, None)
         assert (expected - whole._moe.mix(x, ids, weights, None, None)).abs().max() > 1e-3
+        # Tokens with the adapter use only the first rank's experts, other tokens only the second's.
+        ids = ids // 2 * 2
+        ids[[0, 6, 7]] += 1
+        expected = whole.mix(x, ids, weights, None, None)
+        for part in parts:
+            assert part._moe.loads is not None
+            part._moe.loads.zero_()
         total = sum(one.mix(x, ids, weights, None, None) for one in parts)
+        assert [one._moe.loads.tolist() for one in parts] == [[10, 16], [10, 16]]
         torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 

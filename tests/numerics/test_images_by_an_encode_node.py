@@ -140,6 +140,7 @@ def test_encodings_of_another_node_give_the_same_tokens(
     cluster.step("p")
     beat = cluster.p.beat()
     assert (beat.num_waiting, beat.num_waiting_for_encodings) == (1, 1)
+    assert beat.num_decoding_images == 0
     encodings = cluster.p.ledger().encodings
     assert encodings is not None
     assert encodings.num_blocks == 128

@@ -157,6 +157,22 @@ def test_a_decode_node_without_prefill_node_encodes(
     assert cluster.d.engine.metrics().images_encoded_total == 2
 
 
+def test_a_node_reports_prompts_whose_files_it_decodes(
+    cluster: Cluster, prompts: list[Expanded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids, images = prompts[1]
+    with monkeypatch.context() as held:
+        held.setattr(cluster.p.engine.features.images._pixels, "take_ready", list)
+        cluster.place("r", 1, token_ids, GREEDY, images=images)
+        cluster.step("p")
+        beat = cluster.p.beat()
+        assert (beat.num_waiting, beat.num_decoding_images) == (1, 1)
+        assert beat.num_waiting_for_encodings == 0
+    cluster.settle()
+    assert cluster.p.beat().num_decoding_images == 0
+    assert len(tokens_of(cluster, "r")) == NUM_TOKENS
+
+
 def test_bad_images_end_their_request_in_one_line(
     cluster: Cluster, llm: LLM, prompts: list[Expanded]
 ) -> None:

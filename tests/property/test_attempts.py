@@ -131,7 +131,7 @@ def test_whatever_fails_the_stream_has_no_gap_and_no_repeat_and_ends_once(
         )
         all_nodes = [*scene.prefills, *scene.decodes]
         world = World(scene, random.Random(seed), max_tokens)
-        await scene.call(params=SamplingParams(max_tokens=max_tokens, seed=1), timeout_s=5)
+        await scene.call(params=SamplingParams(max_tokens=max_tokens, seed=1), timeout_s=20)
         assert scene.task is not None
         while not scene.task.done():
             world.step()

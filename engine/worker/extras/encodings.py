@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,7 @@ from engine.core.images.image_plan import (
     StepImages,
 )
 from models.base import CausalLM, ImageRows
+from models.parallel.group import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ class ReadImages:
 
     Attributes:
         rows: for each placed encoding, the step's tokens that read it, and their embeddings.
-        failed: by digest of an image, why it was not encoded.
+        failed: by digest of an image, why it was not encoded. On the leader, these include the
+            failures of all ranks.
         seconds: seconds spent on encoding.
     """
 
@@ -51,10 +53,12 @@ class Encodings:
     Args:
         model: the model, with its encoder of images.
         device: device of the model.
+        ranks: the ranks that share the model, each of which encodes every image.
     """
 
-    def __init__(self, model: CausalLM, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, device: torch.device, ranks: Ranks = ALONE) -> None:
         self._model, self._device = model, device
+        self._everyone, self._leader = ranks.everyone, ranks.leader
         self._kept: dict[bytes, Tensor] = {}  # each [num_embeddings, width]
 
     def __len__(self) -> int:
@@ -64,7 +68,8 @@ class Encodings:
     def read(self, step: StepImages) -> ReadImages:
         """Drop and make the encodings that a step's plan names.
 
-        Return the encodings that the step's forward reads.
+        Return the encodings that the step's forward reads. If the step encodes images, the leader
+        waits until all ranks have encoded them.
         """
         for digest in step.forget:
             self._kept.pop(digest, None)  # absent if it could not be encoded
@@ -73,6 +78,8 @@ class Encodings:
         for image in step.encode:
             if problem := self._encode(image):
                 failed[image.digest] = problem
+        if step.encode and self._everyone.size > 1:
+            self._exchange(step.encode, failed)
         seconds = time.monotonic() - began_at if step.encode else 0.0
         placed = [one for one in step.placed if one.digest in self._kept]
         # After this step, the scheduler ends the requests of images that could not be encoded, or
@@ -103,6 +110,27 @@ class Encodings:
             return "its encoding has NaN or infinite numbers"
         self._kept[image.digest] = embeddings
         return ""
+
+    def _exchange(self, images: Sequence[EncodeImage], failed: dict[bytes, str]) -> None:
+        """Tell the leader which images this rank failed to encode; on the leader, add these.
+
+        The other ranks need no answer: the leader's failures end the requests of an image, whatever
+        the other ranks have computed for these requests. The messages go from rank to leader only,
+        so that no pipeline stage waits for a later stage.
+        """
+        if self._everyone.rank != self._leader:
+            flags = [int(image.digest in failed) for image in images]
+            self._everyone.send(torch.tensor(flags, device=self._device), self._leader)
+            return
+        for rank in range(self._everyone.size):
+            if rank == self._leader:
+                continue
+            received = torch.zeros(len(images), dtype=torch.int64, device=self._device)
+            for image, flag in zip(
+                images, self._everyone.receive(received, rank).tolist(), strict=True
+            ):
+                if flag:
+                    failed.setdefault(image.digest, f"rank {rank} could not encode it")
 
     def _rows_of(self, placed: PlacedImage) -> ImageRows:
         embeddings = self._kept[placed.digest][placed.first : placed.first + len(placed.rows)]

@@ -26,6 +26,7 @@ from engine.worker.extras.rank_tokens import RankTokens
 from engine.worker.input_batch import InputBatch
 from engine.worker.inputs.prepared_step import PreparedStep
 from models.base import CausalLM
+from models.parallel.group import ALONE, Ranks
 
 NO_IMAGES = ReadImages()
 
@@ -37,6 +38,7 @@ class StepExtras:
         model: the model, with its encoder of images.
         device: device of the model.
         tokens: exchanges sampled tokens with other ranks. Only the last pipeline stage pools.
+        ranks: the ranks that share the model.
         drafting: makes drafts after each step, once its tokens are known; None: no drafts.
         replays: returns whether steps replay captured graphs, which overwrite earlier hidden
             states.
@@ -52,10 +54,11 @@ class StepExtras:
         device: torch.device,
         *,
         tokens: RankTokens | None = None,
+        ranks: Ranks = ALONE,
         drafting: Drafting | None = None,
         replays: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.encodings = Encodings(model, device)
+        self.encodings = Encodings(model, device, ranks)
         self.tokens = tokens or RankTokens()
         self._pooler = Pooler(model, is_last_stage=self.tokens.is_last_stage)
         self._drafting, self._replays = drafting, replays

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
+from kvconnector.transports.base import UNACKNOWLEDGED_S
 
 # Maximum number of released peers that NIXL keeps. A kept peer whose process has ended costs some
 # kilobytes of memory. Dropping a living peer leaves a TCP connection open on both sides.
@@ -34,6 +35,7 @@ def _import_nixl() -> Any:
     # listens without authentication on each network device that it may use, so the default is the
     # loopback device only.
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    os.environ.setdefault("UCX_TCP_USER_TIMEOUT", f"{UNACKNOWLEDGED_S}s")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.api.errors import TransferError
+from kvconnector.transports.base import UNACKNOWLEDGED_S
 from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
 
 # bytes per call that encrypts; other threads can run during and between the calls
@@ -65,6 +66,9 @@ class Connection:
         self.address = "?"
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+                limit_ms = 1000 * UNACKNOWLEDGED_S
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             host, port = raw.getpeername()[:2]
             self.address = f"{host}:{port}"
             self._socket = context.wrap_socket(

@@ -142,20 +142,19 @@ class EncodePlaces:
     ) -> None:
         """Note that the prefill node has computed an attempt's prompt, and so has its encodings.
 
-        An encode node whose encodings were lost gets no images for a while. If the receipt does not
-        say which encodings were lost, none of the plan's encode nodes gets images.
+        An encode node whose encodings were lost gets no images for a while; the plan's other encode
+        nodes still do.
         """
         kept = _Kept(DEFAULT_ENCODER_CACHE_TOKENS)
         kept = self._kept.setdefault(plan.prefill_engine_id, kept)
         for image in images:
             kept.note(image)
-        if receipt.num_encodings_lost:
-            lost = {plan.engine_ids[i] for i in receipt.lost_images if i < len(plan.engine_ids)}
-            until = self._clock() + BARRED_S
-            for node, _ in plan.by_node:
-                if node.engine_id in lost or not lost:
-                    self._barred[node.engine_id] = until
-                    self._kept.pop(node.engine_id, None)
+        lost = {plan.engine_ids[i] for i in receipt.lost_images if i < len(plan.engine_ids)}
+        until = self._clock() + BARRED_S
+        for node, _ in plan.by_node:
+            if node.engine_id in lost:
+                self._barred[node.engine_id] = until
+                self._kept.pop(node.engine_id, None)
         self.close(plan)
 
     def close(self, plan: EncodePlan) -> None:

@@ -123,6 +123,8 @@ class NodeLoad:
         prefill: predicted seconds to compute a prompt, by its number of uncomputed tokens.
         awaits_encodings: whether all open prompts wait for encodings from encode nodes, so that
             the node has nothing to compute.
+        awaits_images: whether all open prompts wait for encodings, or for the node to decode their
+            image files, so that no step can finish a prompt.
         prefill_queue_s: predicted seconds to compute all open prompts of all routers that do not
             wait for encodings.
         prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
@@ -177,7 +179,7 @@ class NodeLoad:
             shared_units=_SHARED_UNITS,
         )
         self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
-        self.awaits_encodings = False
+        self.awaits_encodings = self.awaits_images = False
         self.prefill_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -504,14 +506,18 @@ class NodeLoad:
     def _share_without_encodings(self) -> float:
         """Return which share of the open prompts waits for encodings; set `awaits_encodings`.
 
-        The node does not say which prompts wait, so each prompt counts as an average prompt.
+        Set `awaits_images`, too. The node does not say which prompts wait, so each prompt counts as
+        an average prompt. Prompts whose files the node decodes count fully, because other prompts
+        with images wait for them.
         """
         beat = self.beat
-        if not beat.num_waiting_for_encodings:  # by far the most frequent case
-            self.awaits_encodings = False
+        num_without_images = beat.num_waiting_for_encodings + beat.num_decoding_images
+        if not num_without_images:  # by far the most frequent case
+            self.awaits_encodings = self.awaits_images = False
             return 0.0
         num_prompts = max(self.num_uncomputed_requests, beat.num_waiting + beat.num_running)
-        self.awaits_encodings = beat.num_waiting_for_encodings >= num_prompts
+        self.awaits_encodings = beat.num_waiting_for_encodings >= max(num_prompts, 1)
+        self.awaits_images = num_without_images >= num_prompts
         return min(beat.num_waiting_for_encodings / max(num_prompts, 1), 1.0)
 
 

@@ -95,6 +95,23 @@ def node_with(
     return found[0]
 
 
+def wait_for_beats(running: LocalDeployment) -> None:
+    """Wait for two beats of each node: the router then knows what the nodes cached before."""
+    for _ in range(2):
+        before = _rounds_of(running)
+        wait_until(
+            lambda before=before: all(  # type: ignore[misc]  # keeps the value
+                number > before.get(name, 0) for name, number in _rounds_of(running).items()
+            ),
+            "a beat of each node",
+        )
+
+
+def _rounds_of(running: LocalDeployment) -> dict[str, int]:
+    """Return how many rounds each node's engine had ended at the node's last beat."""
+    return {name: node.beat.num_rounds for name, node in described_nodes(running).items()}
+
+
 def wait_for_answer(address: str) -> None:
     """Wait until a router has nodes and a node answers."""
 

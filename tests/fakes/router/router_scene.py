@@ -173,7 +173,7 @@ def asynchronous(
     """Run a coroutine as a test."""
 
     def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
+        asyncio.run(asyncio.wait_for(test(), 60))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run

@@ -181,6 +181,7 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         adapters=st.lists(texts, max_size=2).map(tuple),
         num_waiting_for_adapters=uint32,
         num_waiting_for_encodings=uint32,
+        num_decoding_images=uint32,
         adapter_load_s=seconds,
     ),
     st.builds(

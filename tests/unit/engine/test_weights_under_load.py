@@ -113,8 +113,7 @@ def test_requests_wait_while_the_engine_sleeps_or_pauses(
                 assert [one.token_ids for one in await waiting] == old
             await llm.pause()
             waiting = asyncio.create_task(llm.generate(PROMPTS, LONG))
-            await asyncio.sleep(0.02)
-            assert llm.engine.requests
+            await until(lambda: llm.engine.requests)
             assert not waiting.done()
             with pytest.raises(InvalidRequestError, match=r"when: must be abort while .* paused"):
                 await llm.update_weights(folders[1])

@@ -74,9 +74,12 @@ def test_a_broken_stream_is_an_error(
 
 @asynccontextmanager
 async def server(
-    bodies: list[dict[str, Any]], *, status: int = 200, pause_s: float = 0.0
+    bodies: list[dict[str, Any]], *, status: int = 200, at_once: int = 1
 ) -> AsyncIterator[str]:
-    """Serve streams of four pieces of two tokens; bodies of requests are kept."""
+    """Serve streams of four pieces of two tokens; bodies of requests are kept.
+
+    No stream ends before ``at_once`` requests have come.
+    """
 
     async def answer(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
@@ -86,10 +89,12 @@ async def server(
         await response.prepare(request)
         is_chat = request.path.endswith("chat/completions")
         for number in range(NUM_PIECES):
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(0)
             text = f" w{number}"
             choice = {"delta": {"content": text}} if is_chat else {"text": text}
             await response.write(line({"choices": [choice]}) + b"\n")
+            while number == NUM_PIECES - 2 and len(bodies) < at_once:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
         await response.write(USAGE + b"\ndata: [DONE]\n\n")
         return response
 
@@ -149,7 +154,7 @@ def test_a_user_alone_sends_some_requests_after_the_time_is_over(
 def test_arrivals_do_not_wait_for_answers(module: Callable[[str], Any]) -> None:
     client = module("served_client")
     load = client.Load(prompt_tokens=16, output_tokens=8, rate=1000.0, num_requests=5, even=True)
-    played, bodies = play(client, load, 0.0, pause_s=0.05)
+    played, bodies = play(client, load, 0.0, at_once=5)
     assert len(bodies) == 5
     last_sent = max(one.sent_at for one in played.answers)
     assert all(one.times[-1] > last_sent for one in played.answers)

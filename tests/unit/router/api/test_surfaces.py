@@ -38,7 +38,7 @@ from router.api.admin.service import AdminService
 from router.api.grpc.inference_service import InferenceService
 from router.api.grpc.link_service import NodeLinkService
 from router.api.http_server import NOT_SERVED, POOLED
-from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.http_scene import HttpScene, on_http, until
 from tests.fakes.router.intakes import make_intake
 from tests.fakes.router.name_tables import one_base
 from tests.fakes.router.nodes import make_registration
@@ -337,7 +337,7 @@ def test_who_looked_changed_joined_and_failed_is_in_the_audit_log(
             await link.write(wire.registration_to_proto(make_registration("d7", NodeRole.DECODE)))
             await link.read()
             link.cancel()
-            await asyncio.sleep(0.1)
+            await until(lambda: '"left"' in (tmp_path / "audit.jsonl").read_text())
 
     run()
     log.close()

@@ -124,7 +124,7 @@ async def test_a_request_that_waits_for_nodes_can_be_aborted() -> None:
     assert record.state == "queued"
     assert scene.dispatcher.abort("a", "why")
     with pytest.raises(RequestCancelledError):
-        await asyncio.wait_for(scene.end(), 1)
+        await scene.end()
 
 
 def test_the_oldest_requests_are_forgotten_and_an_id_used_again_is_the_new_request() -> None:

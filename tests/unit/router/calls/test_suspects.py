@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections import Counter
 from typing import TypeVar
 
@@ -175,17 +176,24 @@ def _hand_with_leg(hands: list[HandNode]) -> HandNode | None:
     return next((hand for hand in hands if hand.node.legs and hand.node in hand.pool.nodes), None)
 
 
-OPTIONS = RetryOptions(trial_pause_s=0.02, first_pause_s=0.001, longest_pause_s=0.002)
+OPTIONS = RetryOptions(first_pause_s=0.001, longest_pause_s=0.002)
 PARAMS = SamplingParams(max_tokens=20, seed=1)
 
 
 class Trial:
-    """One call on trial, whose decode node died when the call had begun there."""
+    """One call on trial, whose decode node died when the call had begun there.
 
-    def __init__(self, *, return_s: float = RETURN_S, num_decode: int = 4) -> None:
-        self.scene = Scene(options=OPTIONS, num_prefill=1, num_decode=num_decode)
-        self.scene.pool.lost_nodes = LostNodes(return_s=return_s)
-        recoveries = Recoveries(self.scene.pool, OPTIONS)
+    Add seconds to ``later_s`` to have lost nodes be away for longer.
+    """
+
+    def __init__(
+        self, *, return_s: float = RETURN_S, num_decode: int = 4, pause_s: float = 0.02
+    ) -> None:
+        options = dataclasses.replace(OPTIONS, trial_pause_s=pause_s)
+        self.later_s = 0.0
+        self.scene = Scene(options=options, num_prefill=1, num_decode=num_decode)
+        self.scene.pool.lost_nodes = LostNodes(lambda: time.monotonic() + self.later_s, return_s)
+        recoveries = Recoveries(self.scene.pool, options)
         self.scene.dispatcher = Dispatcher(self.scene.pool, LeastTokens(), recoveries)
         self.suspects = self.scene.dispatcher.recoveries.suspects
 
@@ -243,7 +251,7 @@ async def test_a_link_that_breaks_in_a_trial_and_comes_back_proves_nothing() -> 
 @asynchronous
 async def test_a_node_that_comes_back_frees_who_was_suspected() -> None:
     """Break two links for a moment, one after the other."""
-    trial = Trial(return_s=60)
+    trial = Trial(return_s=60, pause_s=0.5)
     await trial.scene.call(params=PARAMS)
     for index in range(2):
         hand = await trial.compute(index)
@@ -251,7 +259,7 @@ async def test_a_node_that_comes_back_frees_who_was_suspected() -> None:
         await trial.scene.pause()
         trial.scene.decodes.append(HandNode(trial.scene.pool, hand.node.registration))
         trial.scene.prefill.reach(trial.scene.decodes[-1])
-        await asyncio.sleep(0.1)
+        await _found_with_leg(trial.scene.decodes)
         assert not trial.suspects.rooms  # the call was placed at once
     await trial.finish(2)
 
@@ -295,7 +303,7 @@ async def test_while_other_nodes_die_one_trial_is_no_proof_and_two_are() -> None
 
 @asynchronous
 async def test_who_is_gone_before_it_is_known_is_judged_all_the_same() -> None:
-    trial = Trial()
+    trial = Trial(return_s=60)
     hand = await trial.begin()
     hand.leave()
     await trial.scene.pause()
@@ -303,7 +311,7 @@ async def test_who_is_gone_before_it_is_known_is_judged_all_the_same() -> None:
     with pytest.raises(RequestCancelledError):
         await trial.scene.end()
     assert trial.suspects.quarantined == []
-    await asyncio.sleep(RETURN_S)
+    trial.later_s = 60
     with pytest.raises(PoisonRequestError):
         trial.suspects.check(Scene.make(params=PARAMS))
 

@@ -68,16 +68,21 @@ class _NotingLog(AccessLog):
 async def test_the_parts_of_a_receipt_sum_to_the_first_bytes_that_the_router_sends() -> None:
     log = _NotingLog()
     async with served(access_log=log) as (_, client):
-        completion = await client.generate("def read(path):", params(seed=None))
-    receipt, [entry] = completion.receipt, log.entries
-    assert receipt is not None
-    assert entry.ttft_s is not None
-    parts = receipt.ttft_parts
-    assert list(parts) == [
-        "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s", "delivery_s",
-    ]  # fmt: skip
-    # What is written is noted behind what the receipt has: nothing is between but a few lines.
-    assert 0 <= entry.ttft_s - sum(parts.values()) < 0.05
+        prompt = "def read(path):"
+        completions = [await client.generate(prompt, params(seed=None)) for _ in range(5)]
+    missing_s: list[float] = []
+    for completion, entry in zip(completions, log.entries, strict=True):
+        assert completion.receipt is not None
+        assert entry.ttft_s is not None
+        parts = completion.receipt.ttft_parts
+        assert list(parts) == [
+            "accept_s", "place_s", "prefill_queue_s", "prefill_s", "send_s", "network_s",
+            "delivery_s",
+        ]  # fmt: skip
+        missing_s.append(entry.ttft_s - sum(parts.values()))
+    # What is written is noted behind what the receipt has: nothing is between but a few lines. A
+    # busy machine may stop the router there now and then, but not each time.
+    assert 0 <= min(missing_s) < 0.05
 
 
 @pytest.mark.medium

@@ -10,7 +10,7 @@ import pytest
 from baton.api.errors import OverloadedError
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.grpc.journal import MAX_READERS, Journal, JournalOptions
-from tests.fakes.router.router_scene import asynchronous
+from tests.fakes.router.router_scene import Scene, asynchronous
 
 
 async def running() -> AsyncGenerator[TextDelta, None]:
@@ -36,7 +36,7 @@ async def test_a_tenant_has_half_of_the_journal_and_takes_nothing_from_others() 
     with pytest.raises(OverloadedError, match=r"4 requests, .* of this tenant$"):
         journal.keep("more", b"", running(), tenant="a")
     journal.keep("other", b"", running(), tenant="b")
-    await asyncio.sleep(0.01)
+    await Scene.pause()
     assert journal.holds("kept", b"", tenant="b")
 
 
@@ -46,7 +46,7 @@ async def test_what_a_tenant_keeps_makes_room_for_its_own() -> None:
     journal.keep("kept", b"", ended(), tenant="b")
     for number in range(20):
         journal.keep(f"{number}", b"", ended(), tenant="a")
-        await asyncio.sleep(0.001)
+        await Scene.pause()
     assert journal.holds("kept", b"", tenant="b")
     assert journal.num_streams == 5
 

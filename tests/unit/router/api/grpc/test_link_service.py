@@ -66,7 +66,7 @@ async def joined(pool: NodePool) -> AsyncIterator[Any]:
         lambda one: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), one),  # type: ignore[no-untyped-call]  # generated
     )
     address = await server.start("127.0.0.1:0")
-    async with open_channel(address) as channel, asyncio.timeout(10):
+    async with open_channel(address) as channel, asyncio.timeout(30):
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
         link = stub.Link()
         await link.write(wire.registration_to_proto(make_registration("d", NodeRole.DECODE)))
@@ -382,7 +382,7 @@ async def test_a_registration_of_many_parts_is_refused_unread() -> None:
         lambda one: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(make_pool()), one),  # type: ignore[no-untyped-call]  # generated
     )
     address = await server.start("127.0.0.1:0")
-    async with open_channel(address) as channel, asyncio.timeout(10):
+    async with open_channel(address) as channel, asyncio.timeout(30):
         link = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
         registration = wire.registration_to_proto(make_registration("d", NodeRole.DECODE))
         registration.register.compatibility.update(dict.fromkeys(map(str, range(2000)), "x"))

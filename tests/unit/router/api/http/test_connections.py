@@ -102,7 +102,7 @@ async def test_who_sends_no_second_request_in_time_is_cut_off(
     writer.close()
 
 
-@on_http(limits=SHORT)
+@on_http(limits=ConnectionLimits(idle_timeout_s=0.4))
 async def test_a_request_may_take_longer_than_a_connection_may_be_idle(scene: HttpScene) -> None:
     reply = scene.post(stream=False)
     command = await scene.command()
@@ -159,8 +159,8 @@ async def test_nothing_is_kept_of_connections_that_ended(scene: HttpScene) -> No
     for _ in range(30):
         _, writer = await connect(scene, HALF)
         writer.close()
-    await until(lambda: scene.server.connections.open == 0)
-    assert scene.server.connections.accepted == 30
+    counts = scene.server.connections
+    await until(lambda: counts.accepted == 30 and counts.open == 0)
     assert scene.server.connections.at_work == 0
 
 
@@ -210,17 +210,19 @@ async def test_few_long_bodies_of_one_caller_come_at_once(scene: HttpScene) -> N
     """Regression: five hundred connections could hold four gigabytes of half-sent bodies."""
     body = json.dumps({"model": "demo", "prompt": "x", "stop": ["s" * 1001]}).encode()
     long = body + b" " * 2**16
+    callers = scene.server._runner.app[exchange.BODIES]._coming._callers
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("baton.serving.held_calls.MAX_COMING", 2)
-        patch.setattr(exchange, "BODY_TIMEOUT_S", 0.8)
-        slow = [await connect(scene, request("/v1/completions", long)[:-1]) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        slow = [await connect(scene, request("/v1/completions", long)[:-2]) for _ in range(2)]
+        await until(lambda: [one.turns.locked() for one in callers.values()] == [True])
         reader, writer = await connect(scene, request("/v1/completions", long))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await reader.readuntil(b"\r\n\r\n")
         assert (await status_of(scene, request("/v1/completions", body)))[0] == 400  # a short one
+        patch.setattr(exchange, "BODY_TIMEOUT_S", 0.1)  # in force from the next byte on
         for slow_reader, slow_writer in slow:
+            slow_writer.write(b" ")
             assert b" 408 " in await slow_reader.readuntil(b"\r\n\r\n")
             slow_writer.close()
         assert b" 400 " in await reader.readuntil(b"\r\n\r\n")

@@ -21,9 +21,7 @@ HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
 
 def test_a_handshake_that_does_not_end_has_a_limit_and_makes_way(tmp_path: Path) -> None:
     options = Authority(tmp_path).issue("router")
-    limits = ConnectionLimits(
-        max_connections=6, max_connections_per_address=6, header_timeout_s=1.5
-    )
+    limits = ConnectionLimits(max_connections=6, max_connections_per_address=6, header_timeout_s=3)
 
     async def run() -> None:
         scene = HttpScene(

@@ -38,8 +38,8 @@ class Fleet:
         self.e = [self._join(f"e{i}", NodeRole.ENCODE) for i in range(2)]
         for encoder in self.e:
             for prefill in self.p:
-                report = PeerReport(prefill.node.engine_id, True)
-                self.pool.on_event(encoder.node, report)
+                self.report(encoder, prefill)
+                self.report(prefill, encoder)
         self._epoch = 0
 
     def _join(self, name: str, role: NodeRole) -> HandNode:
@@ -52,6 +52,10 @@ class Fleet:
                 registered, compatibility={"model": "digest"}, encode_times=(StepTime(64, 0.1),)
             )
         return HandNode(self.pool, registered)
+
+    def report(self, node: HandNode, peer: HandNode, *, connected: bool = True) -> None:
+        """Let a node report about a peer."""
+        self.pool.on_event(node.node, PeerReport(peer.node.engine_id, connected))
 
     def work(self, *images: PromptImage, prefill: int = 0, cached: int = 0) -> EncodeWork:
         self._epoch += 1
@@ -113,11 +117,26 @@ def test_equal_images_of_a_prompt_are_sent_once(fleet: Fleet) -> None:
 def test_a_node_whose_encodings_do_not_come_gets_none_for_a_while(fleet: Fleet) -> None:
     plan = fleet.plan(image("cat"))
     assert plan is not None
-    lost = dataclasses.replace(PREFILL_RECEIPT, num_encodings_lost=1)
+    lost = dataclasses.replace(PREFILL_RECEIPT, num_encodings_lost=1, lost_images=(0,))
     fleet.pool.encode_places.note_computed(plan, [image("cat")], lost)
     assert fleet.where(image("dog"), prefill=1) == ["e1"]
     fleet.clock.advance(BARRED_S + 1)
     assert fleet.where(image("bird"), prefill=1) == ["e0"]
+
+
+def test_only_an_encode_node_that_both_sides_report_gets_images(fleet: Fleet) -> None:
+    (prefill, _), (encoder, other) = fleet.p, fleet.e
+    fleet.report(other, prefill, connected=False)
+    fleet.report(prefill, encoder, connected=False)
+    assert fleet.plan(image("cat")) is None
+    fleet.report(prefill, encoder)
+    assert fleet.where(image("cat")) == ["e0"]
+    newcomer = fleet._join("e2", NodeRole.ENCODE)
+    fleet.report(newcomer, prefill)
+    cats = [image(str(number), 64 * number) for number in range(3)]
+    assert "e2" not in fleet.where(*cats), "it would lose the encodings, and be barred for it"
+    fleet.report(prefill, newcomer)
+    assert "e2" in fleet.where(*cats)
 
 
 def test_only_the_node_whose_encoding_was_lost_gets_none_for_a_while(fleet: Fleet) -> None:

@@ -1,4 +1,7 @@
-"""A prefill node whose prompts wait for encode nodes is neither stalled nor busy."""
+"""A prefill node whose prompts wait for encode nodes is neither stalled nor busy.
+
+A node that decodes image files is busy, but not stalled.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,22 @@ def test_prompts_that_wait_hide_no_prompt_that_is_stalled() -> None:
     assert not scene.is_ejected
     scene.pass_time(10_000.0, **beat)
     assert scene.is_ejected
+
+
+def test_a_node_that_decodes_image_files_is_busy_and_not_ejected() -> None:
+    scene = Scene()
+    scene.open_prompts(3)
+    whole_s = scene.prefill.node.load.prefill_queue_s
+    scene.pass_time(1000.0, num_waiting=3, num_decoding_images=2, num_waiting_for_encodings=1)
+    assert not scene.is_ejected
+    assert scene.prefill.node.load.prefill_queue_s == pytest.approx(whole_s * 2 / 3)
+    assert not scene.capacity.has_time()
+    assert scene.pressure > 0.5
+    ejected = []
+    for _ in range(100):
+        scene.pass_time(10.0, num_running=1, num_waiting=2, num_decoding_images=2)
+        ejected.append(scene.is_ejected)
+    assert any(ejected), "the running prompt is stalled"
 
 
 def test_a_prompt_that_the_node_has_not_reported_yet_counts() -> None:

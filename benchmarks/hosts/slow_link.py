@@ -1,0 +1,228 @@
+"""Compare two decode nodes of which one has a slow link, with the other decode node alone.
+
+A client, a router, two prefill nodes and two decode nodes run on hosts of their own, which are
+network namespaces of this machine (Linux, root, iproute2). The link of d1 has a fraction of the
+rate of all other links, either before the nodes meet, or only later: then only the KV that is sent
+can tell the router. The policy `cost` must avoid d1: as many requests per second as without d1, and
+no request slower than over the slow link alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import grpc
+
+from baton import AsyncClient, Receipt, SamplingParams
+from baton.api.errors import NodeUnavailableError
+from baton.v1 import admin_pb2
+from benchmarks.runner.programs import admin_of
+from benchmarks.runner.run import Run
+from tests.hosts.network import Network, why_no_hosts
+from tests.hosts.programs import HostPrograms
+
+FAST = ("p0", "p1", "d0")
+SLOW = "d1"
+HOSTS = ("client", "router", *FAST, SLOW)
+PROMPT_TOKENS, VOCABULARY = 512, 4000
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+NODE_WORDS = ("--dtype", "float32", "--num-blocks", "600", "--no-prefix-cache")
+READY_TIMEOUT_S = 120.0
+MIN_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Outcome of one load.
+
+    Attributes:
+        requests_per_s: number of open requests, divided by the median time of a request. Other
+            work on this machine, which may stop all programs for a while, changes the median
+            little.
+        by_node: number of requests by decode node.
+        p50_ms, max_ms: milliseconds from a request's arrival to its last token.
+    """
+
+    requests_per_s: float
+    by_node: dict[str, int]
+    p50_ms: float
+    max_ms: float
+
+
+def wait_for_pairs(programs: HostPrograms, num_pairs: int) -> None:
+    """Wait until exactly this many pairs are connected; raise TimeoutError with the logs."""
+    give_up_at = time.monotonic() + READY_TIMEOUT_S
+    while _count_pairs(programs.router) != num_pairs:
+        if programs.ended() or time.monotonic() > give_up_at:
+            raise TimeoutError("\n".join(programs.log(n)[-2000:] for n in programs.processes))
+        time.sleep(0.1)
+
+
+def _count_pairs(router: str) -> int:
+    try:
+        with admin_of(router) as admin:
+            nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
+    except grpc.RpcError:
+        return 0
+    num_connected: int = sum(peer.connected for node in nodes for peer in node.peers)
+    return num_connected // 2
+
+
+def bandwidths(router: str) -> dict[str, float]:
+    """Return the bandwidth of each pair in Mbit/s, as the router knows it."""
+    with admin_of(router) as admin:
+        nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
+    return {
+        f"{node.node_name}>{peer.node_name}": round(peer.bandwidth_bytes_per_s * 8 / 1e6, 1)
+        for node in nodes
+        if node.node_name.startswith("p")
+        for peer in node.peers
+    }
+
+
+async def measure(router: str, num_requests: int, concurrency: int, seed: int) -> Row:
+    """Send requests with new prompts in some lanes; return the outcome."""
+    draw = random.Random(seed)
+    prompts = [draw.choices(range(VOCABULARY), k=PROMPT_TOKENS) for _ in range(num_requests)]
+    receipts: list[Receipt] = []
+
+    async def run_lane(client: AsyncClient) -> None:
+        while prompts:
+            prompt = prompts.pop()
+            try:
+                receipt = (await client.generate(prompt, PARAMS)).receipt
+            except NodeUnavailableError:
+                prompts.append(prompt)
+                await asyncio.sleep(1.0)
+                continue
+            assert receipt is not None
+            receipts.append(receipt)
+
+    async with AsyncClient(router) as client:
+        await asyncio.gather(*(run_lane(client) for _ in range(concurrency)))
+    times_ms = [1e3 * receipt.total_s for receipt in receipts]
+    return Row(
+        round(concurrency / statistics.median(receipt.total_s for receipt in receipts), 2),
+        dict(Counter(receipt.decode_node for receipt in receipts)),
+        round(statistics.median(times_ms), 1),
+        round(max(times_ms), 1),
+    )
+
+
+@contextmanager
+def running(network: Network, connector: str) -> Iterator[HostPrograms]:
+    """Run all programs but d1, and yield when they have met."""
+    with HostPrograms(network) as programs:
+        programs.start_router("--no-local-prefill")
+        for name in FAST:
+            start_node(programs, name, connector)
+        network.enter("client")  # before gRPC has threads: they stay where they begin
+        wait_for_pairs(programs, 2)
+        yield programs
+
+
+def start_node(programs: HostPrograms, name: str, connector: str) -> None:
+    """Start a node with a transport."""
+    listen = ["--kv-listen", programs.network.at(name, 0)] if connector == "tls" else []
+    programs.start_node(name, *NODE_WORDS, "--kv-connector", connector, *listen)
+
+
+class Site:
+    """The programs, and the outcomes of loads by name."""
+
+    def __init__(
+        self, run: Run, programs: HostPrograms, requests: int, concurrency: int, seed: int
+    ) -> None:
+        self._run, self._programs = run, programs
+        self._requests, self._concurrency, self._seed = requests, concurrency, seed
+        self.rows: dict[str, list[Row]] = {}
+        self.known: dict[str, dict[str, float]] = {}
+
+    def load(self, name: str) -> None:
+        """Send requests; record their outcome, and the bandwidths that the router knows then."""
+        self._seed += 1
+        router = self._programs.router
+        row = asyncio.run(measure(router, self._requests, self._concurrency, self._seed))
+        self.rows.setdefault(name, []).append(row)
+        self.known[name] = bandwidths(router)
+        self._run.console.print(f"{name:24} {row}\n{'':24} {self.known[name]}")
+
+    def compare(self, name: str, turns: int) -> None:
+        """Send requests with and without d1, in turns, because the machine has other work."""
+        for _ in range(turns):
+            self._programs.signal(SLOW, signal.SIGSTOP)
+            wait_for_pairs(self._programs, 2)
+            self.load("without d1")
+            self._programs.signal(SLOW, signal.SIGCONT)
+            wait_for_pairs(self._programs, 4)
+            self.load(name)
+
+    def problems(self, name: str) -> list[str]:
+        """Return the promises that did not hold."""
+        with_d1, without = (
+            statistics.median(row.requests_per_s for row in self.rows[which])
+            for which in (name, "without d1")
+        )
+        slowest_ms = max(row.max_ms for row in self.rows["slow link alone"])
+        found = []
+        if with_d1 < MIN_SHARE * without:
+            found.append(f"{name}: {with_d1 / without:.2f} of the requests per second without d1")
+        if max(row.max_ms for row in self.rows[name]) > slowest_ms:
+            found.append(f"{name}: a request was slower than over the slow link alone")
+        return found
+
+
+def run(
+    run: Run,
+    rate: float = 400.0,
+    slowness: float = 20.0,
+    requests: int = 40,
+    turns: int = 3,
+    concurrency: int = 4,
+    connector: str = "nixl",
+    seed: int = 0,
+) -> dict[str, object] | None:
+    """Measure with d1 on a slow link and without d1, in turns, and over the slow link alone.
+
+    Args:
+        rate: Mbit/s of the nodes' links.
+        slowness: the link of d1 has this fraction of the rate.
+        requests: number of requests of each turn.
+        turns: number of turns with and without d1.
+        concurrency: number of open requests.
+        connector: nixl or tls.
+    """
+    if reason := why_no_hosts():
+        run.problems.append(reason)
+        return None
+    with Network(HOSTS, ["ipv4"]) as network, running(network, connector) as programs:
+        for name in FAST:
+            network.limit(name, rate * 1e6)
+        network.limit(SLOW, rate * 1e6)
+        start_node(programs, SLOW, connector)
+        wait_for_pairs(programs, 4)
+        site = Site(run, programs, requests, concurrency, seed)
+        site.load("d1 as fast as d0")
+        network.limit(SLOW, rate / slowness * 1e6)
+        site.load("d1 just slowed down")
+        site.compare("d1 slow", turns)
+        programs.kill(SLOW)
+        wait_for_pairs(programs, 2)
+        start_node(programs, SLOW, connector)
+        wait_for_pairs(programs, 4)
+        site.compare("d1 slow from its start", turns)
+        programs.kill("d0")
+        wait_for_pairs(programs, 2)
+        site.load("slow link alone")
+    for name in ("d1 slow", "d1 slow from its start"):
+        run.problems += site.problems(name)
+    rows = {name: [asdict(row) for row in rows] for name, rows in site.rows.items()}
+    return {"rows": rows, "mbit_per_s": site.known}

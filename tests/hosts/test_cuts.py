@@ -1,0 +1,50 @@
+"""A pair of nodes after a cut of their network: lost connections fail soon, and are replaced."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tests.fakes.time.waiting import wait_until
+from tests.hosts.network import Network, why_no_hosts
+from tests.hosts.programs import HostPrograms
+
+pytestmark = [
+    pytest.mark.large,
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
+]
+
+TIMEOUT_S = 60.0
+
+
+def count(programs: HostPrograms, text: str) -> int:
+    return programs.log("p0").count(text)
+
+
+def has_more(programs: HostPrograms, text: str, before: int) -> bool:
+    return count(programs, text) > before
+
+
+@pytest.mark.parametrize("connector", ["nixl", "tls"])
+def test_a_silent_connection_is_given_up_and_replaced(connector: str) -> None:
+    """TCP alone keeps a silent connection for minutes, and rarely tries to send its bytes again."""
+    hosts = ["router", "p0", "d0"]
+    with Network(hosts, ["ipv4"]) as network, HostPrograms(network) as programs:
+        programs.start_router("--no-local-prefill")
+        for name in ("p0", "d0"):
+            listen = ["--kv-listen", network.at(name, 0)] if connector == "tls" else []
+            words = ["--dtype", "float32", "--num-blocks", "50", "--kv-connector", connector]
+            programs.start_node(name, *words, *listen)
+        met = partial(has_more, programs, "self-test with")
+        wait_until(partial(met, 0), "a pair", timeout_s=90)
+        for sender, receiver in (("p0", "d0"), ("d0", "p0")):
+            failures, tests = count(programs, "cannot reach"), count(programs, "self-test with")
+            with network.cutting(sender, receiver):
+                wait_until(
+                    partial(has_more, programs, "cannot reach", failures),
+                    "the old connection's end",
+                    timeout_s=TIMEOUT_S,
+                )
+            wait_until(partial(met, tests), "a new self-test", timeout_s=TIMEOUT_S)
+        assert not programs.ended()

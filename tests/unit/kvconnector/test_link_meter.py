@@ -1,0 +1,135 @@
+"""The bandwidth of a link that changes after the self-test, on a scripted network."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from baton.api.errors import BatonError
+from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
+from kvconnector.ends import Receiver, Sender
+from kvconnector.protocol.link_meter import DOUBLING_S, ENOUGH_S
+from kvconnector.protocol.peers import MIN_POSTED_BYTES, QUEUE_S
+from kvconnector.transports.scratch import Scratch
+from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.handoff.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.time.virtual_clock import VirtualClock
+
+ROUND_S = 0.01
+NUM_BLOCKS = 4
+MEMORY = (NUM_BLOCKS, 2, 4, 2**15)  # blocks of 1 MiB
+PUSH_BYTES = NUM_BLOCKS * 2**20
+TEST_S = 0.1  # time of each write of a self-test
+
+
+def make_transport(engine_id: str, network: ScriptedNetwork) -> ScriptedTransport:
+    """Return a transport whose self-tests write as many bytes as those of a node."""
+    made = ScriptedTransport(engine_id, memory_of(torch.zeros(MEMORY)), network)
+    made.scratch = Scratch(engine_id, made.kv_cache)
+    made.peer_info = replace(made.peer_info, scratch_bytes=made.scratch.memory.nbytes)
+    return made
+
+
+class Link:
+    """A prefill node "p" and a decode node "d"; a write takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.clock, self.network = VirtualClock(), ScriptedNetwork(holds_tests=True)
+        p, d = (make_transport(name, self.network) for name in "pd")
+        self.sender = Sender(p, lambda: None, self._never, self.clock)
+        self.receiver = Receiver(d, lambda: None, self._never, self.clock)
+        self.events: list[TransferEvent] = []
+        self._numbers = itertools.count()
+        self.sender.connect(self.receiver.peer_info)
+        self.receiver.connect(self.sender.peer_info)
+        while not self.bandwidths:
+            self.run(TEST_S)
+            for write in self.network.test_writes:
+                write.land()
+            self.network.test_writes.clear()
+
+    def _never(self, error: Exception) -> None:
+        raise BatonError("no thread runs that could die") from error
+
+    @property
+    def bandwidths(self) -> list[float]:
+        """The bandwidths that the sender has reported, in bytes per second."""
+        kind = TransferEventKind.PEER_CONNECTED
+        return [event.bandwidth_bytes_per_s for event in self.events if event.kind is kind]
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / ROUND_S)):
+            self.sender.loop.round()
+            self.receiver.loop.round()
+            self.events += self.sender.poll()
+            while self.network.messages:
+                self.network.deliver(0)
+            self.clock.advance(ROUND_S)
+
+    def send(self, seconds: float, *, fails: bool = False) -> None:
+        """Send one request's KV, of which each write takes ``seconds``."""
+        name = f"r{next(self._numbers)}"
+        blocks = tuple(range(NUM_BLOCKS))
+        self.sender.start(name, 1, "d", num_tokens=16, num_blocks=NUM_BLOCKS)
+        grant = KVReservation(request_id=name, epoch=1, engine_id="p", block_ids=blocks)
+        self.receiver.grant(grant)
+        self.sender.push(BlockPush(request_id=name, epoch=1, first_block=0, block_ids=blocks))
+        self.run(0.1)
+        num_bytes = 0
+        while self.network.writes:
+            self.run(seconds)
+            num_bytes += sum(len(one.local_block_ids) for one in self.network.writes) * 2**20
+            while self.network.writes:
+                self.network.fail(0, landed=False) if fails else self.network.land(0)
+            self.run(2 * ROUND_S)
+        assert fails or num_bytes == PUSH_BYTES
+        self.sender.abort(name, 1, "the test has seen enough")
+        self.run(0.2)
+
+
+def test_a_link_that_got_slower_is_reported_and_its_bandwidth_recovers_slowly() -> None:
+    link = Link()
+    tested = link.bandwidths[0]
+    link.sender.machine.peers["d"].bandwidth_bytes_per_s = 0.0  # all of a push in one write
+    while len(link.bandwidths) == 1:
+        link.send(ENOUGH_S)
+    measured = link.bandwidths[1]
+    assert measured < tested
+    # a write takes ENOUGH_S, a round to be seen, and what `send` waits before
+    assert measured == pytest.approx(PUSH_BYTES / ENOUGH_S, rel=0.3)
+    assert link.sender.machine.peers["d"].bandwidth_bytes_per_s == measured
+    link.run(2.1 * DOUBLING_S)
+    assert (
+        link.bandwidths[2:]
+        == [min(2 * measured, tested), min(4 * measured, tested)][
+            : 1 if 2 * measured >= tested else 2
+        ]
+    )
+    link.run(20 * DOUBLING_S)
+    assert link.bandwidths[-1] == tested
+
+
+def test_a_failed_write_is_no_measurement() -> None:
+    link = Link()
+    for _ in range(4):
+        link.send(ENOUGH_S, fails=True)
+    assert len(link.bandwidths) == 1
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "expected"),
+    [
+        (0.0, 2**25),  # unknown
+        (1e9, 2**25),
+        (1e8, int(QUEUE_S * 1e8)),
+        (1e3, MIN_POSTED_BYTES),
+    ],
+)
+def test_a_slow_link_limits_the_bytes_in_flight(bandwidth: float, expected: int) -> None:
+    peers = Link().sender.machine.peers
+    peers["d"].bandwidth_bytes_per_s = bandwidth
+    assert peers.limit_bytes("d", 2**25) == expected
+    assert peers.limit_bytes("a stranger", 2**25) == 2**25
