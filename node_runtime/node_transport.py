@@ -62,11 +62,9 @@ def open_prefixes_transport(
     """
     memory, executor = loaded.engine.kv_memory, loaded.engine.executor
     groups = memory.manifest.groups
-    if len(groups) > 1 or groups[0].kind not in (KVKind.PAGED, KVKind.LATENT):
-        kinds = ", ".join(sorted({group.kind.value for group in groups}))
+    if KVKind.STATE in {group.kind for group in groups}:
         raise ConfigError(
-            "fetch_prefixes: supports models with one group of layers with full attention, "
-            f"got {len(groups)} ({kinds})"
+            "fetch_prefixes: supports models with attention in all layers, not layers with a state"
         )
     if loaded.engine.kv_cache_manager.hasher is None:
         raise ConfigError("fetch_prefixes: needs the prefix cache, which is switched off")

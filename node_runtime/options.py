@@ -141,8 +141,7 @@ class NodeOptions(ProgramOptions):
         False,
         help="Let prefill nodes get cached parts of prompts from decode nodes and from each other, "
         "such as earlier turns of a conversation, instead of computing them; on nodes of both "
-        "roles. For models with full attention in all layers, on nodes with all ranks on one "
-        "machine.",
+        "roles. For models with attention in all layers, on nodes with all ranks on one machine.",
     )
 
     @property

@@ -95,7 +95,8 @@ class PrefixSources:
         pair = holder.engine_id, reader.engine_id
         self._reports[*pair, by_holder] = report
         there, back = (self._reports.get((*pair, which)) for which in (True, False))
-        self._reach.note(*pair, there, back)
+        # A reader gives up a prefix of a holder to which it is not connected yet.
+        self._reach.note(*pair, there if back is not None and back.connected else None, back)
 
     def forget(self, engine_id: str) -> None:
         """Forget a node that left."""

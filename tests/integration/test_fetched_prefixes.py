@@ -180,7 +180,8 @@ SECOND = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 def explained(deployment: LocalDeployment, request_id: str) -> admin_pb2.DecisionDescription:
     with open_admin(deployment) as admin:
         request = admin_pb2.ExplainRequest(request_id=request_id)
-        return admin.Explain(request, timeout=20).decisions[-1]
+        found: admin_pb2.DecisionDescription = admin.Explain(request, timeout=20).decisions[-1]
+    return found
 
 
 def test_a_prefill_node_fetches_from_another(two_prefills: LocalDeployment, llm: LLM) -> None:

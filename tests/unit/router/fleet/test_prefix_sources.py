@@ -46,6 +46,8 @@ class Fleet:
         problem = "" if connected else "silent"
         report = PeerReport(end, connected, "nixl", problem, self.bandwidth if connected else 0.0)
         self.pool.on_event(holder.node, report)
+        back = PeerReport(share_end(holder.node.engine_id), connected, "nixl", problem)
+        self.pool.on_event(self.p.node, back)
 
     def choose(self, num_tokens: int = 1000, **cached: int) -> PrefixSource | None:
         nodes = {"p": self.p, **self.holders}
@@ -100,8 +102,8 @@ def test_each_direction_between_prefill_nodes_has_its_own_reports(fleet: Fleet) 
     back = PeerReport(share_end(p0.engine_id), False, "nixl", "silent")
     fleet.pool.on_event(p1, back)  # p1 cannot receive from p0
     assert fleet.choose(p1=480) is not None, "but p0 can receive from p1"
-    fleet.pool.on_event(p0, PeerReport(share_end(p1.engine_id), False, "nixl", "silent"))
-    assert fleet.choose(p1=480) is None
+    fleet.pool.on_event(p0, PeerReport(share_end(p1.engine_id), False, "nixl"))
+    assert fleet.choose(p1=480) is None, "p0 would not wait for it"
     assert not fleet.pool.fleet
     assert p1.engine_id not in p0.reports
 
