@@ -34,6 +34,7 @@ MAX_ADAPTERS = 4096
 DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
+DEFAULT_KV_FILES_BYTES = 10 * GIB
 MAX_BATCHED_TOKENS = 2**20  # highest limit of a step's tokens; larger steps take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
@@ -252,6 +253,40 @@ class EngineConfig:
         choices=tuple(HASH_ALGORITHMS),
         help="Hash that identifies prefixes; xxh3_128 is faster, but a client can make it collide.",
     )
+    pin_share: float = option(
+        0.25,
+        least=0,
+        most=0.9,
+        help="Most of the KV blocks that pinned prefixes may keep in the prefix cache; tenants "
+        "with pins have equal parts. Pinned blocks leave the cache after all others, and never "
+        "delay a request. 0: nothing is pinned.",
+    )
+    max_pin_s: float = option(
+        86_400.0,
+        above=0,
+        help="Longest time, in seconds, for which a request may pin its prefix.",
+    )
+    kv_files: str = option(
+        "",
+        help="Folder for KV of ended requests, read back for later requests with an equal prefix, "
+        "also after a restart. Nodes of one machine may share it. For models with full attention "
+        "in all layers, and one rank. Empty: no files.",
+    )
+    kv_files_bytes: int | None = option(
+        None,
+        name="kv_files_size",
+        least=2**20,
+        unset="auto",
+        parse=parse_bytes,
+        help="With --kv-files: most bytes of all files in the folder, such as 50G; auto: 10G.",
+    )
+    kv_files_timeout_s: float = option(
+        2.0,
+        above=0,
+        most=4.0,  # a router takes a node without progress for stuck after 5 s
+        help="With --kv-files: how long a prompt waits for files before the node computes what is "
+        "missing, seconds.",
+    )
     attention_backend: str = option("auto", help="Attention backend: its name, or auto.")
     async_scheduling: bool | None = option(
         None,
@@ -383,6 +418,7 @@ class EngineConfig:
                 f"{self.pipeline_parallel_size}"
             )
         self._check_layers()
+        self._check_kv_files()
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"ngram_max: must be at least ngram_min ({self.ngram_min}), got {self.ngram_max}"
@@ -422,6 +458,16 @@ class EngineConfig:
                 f"pipeline_layers: must have one number for each of the "
                 f"{self.pipeline_parallel_size} stages of pipeline_parallel_size, got {len(parts)}"
             )
+
+    def _check_kv_files(self) -> None:
+        if not self.kv_files:
+            if self.kv_files_bytes is not None:
+                raise ConfigError(f"kv_files_size: needs kv_files, got {self.kv_files_bytes}")
+            return
+        if not self.prefix_cache:
+            raise ConfigError("kv_files: needs prefix_cache, which is off")
+        if self.num_ranks > 1:
+            raise ConfigError(f"kv_files: needs one rank, got {self.num_ranks}")
 
     def _check_drafter(self) -> None:
         method = self.speculative_method

@@ -100,7 +100,7 @@ class Engine:
         Raises AdapterMissingError if its adapter is not loaded here.
         """
         self.adapters.acquire(request.adapter)
-        self.features.follow_thought(request)
+        self.features.prepare_prompt(request)
         self._scheduler.add_request(request)
         self.features.submit(request)
 
@@ -110,7 +110,7 @@ class Engine:
         Raises AdapterMissingError if its adapter is not loaded here.
         """
         self.adapters.acquire(request.adapter)
-        self.features.follow_thought(request)
+        self.features.prepare_parked(request)
         self._scheduler.park(request)
         self.features.submit_grammar(request)  # compile the grammar while the KV is transferred
 
@@ -177,7 +177,7 @@ class Engine:
         """
         self.compatibility = compatibility
         self.kv_cache_manager.rename(cache_namespace(compatibility))
-        self.features.forget_encodings()
+        self.features.forget_cached()
 
     def step(self) -> StepResult:
         """Run one step: schedule, execute, update."""

@@ -1,8 +1,10 @@
-"""Features: the parts of an engine that only some requests need: grammars, images and drafts.
+"""Features: what only some requests need of an engine: grammars, images, drafts, pins and files.
 
-    a request comes     its thought is followed, its grammar is compiled, its images are decoded
+    a request comes     its thought is followed, its grammar is compiled, its images are decoded,
+                        files are read that have KV of its prompt
     before a step       what has become ready goes to the scheduler
-    after a step        failed images end their requests; drafts follow the sampled tokens
+    after a step        failed images end their requests; drafts follow the sampled tokens; ended
+                        requests pin their answers
 
 Refuses to know: how requests are scheduled, tensors.
 """
@@ -11,16 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from baton.telemetry.ledger import BlockHolding
 from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.images.prompt_images import PromptImages
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor
 from engine.images.image_inputs import ImageInputs
+from engine.kv_files.file_tier import KVFileTier
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.speculation.speculation import Speculation
+
+# Seconds after which a caller that waits for files looks again at deadlines.
+_FILE_POLL_S = 0.02
 
 
 class Features:
@@ -29,22 +37,26 @@ class Features:
     Args:
         scheduler: the engine's scheduler.
         grammars: compiles requests' grammars.
+        pins: keeps the prefixes that requests pin in the prefix cache.
         images: checks the images of prompts, and has them decoded; None: the model takes no images.
         speculation: makes drafts, and is the scheduler's `DraftPolicy`; None: there are no drafts.
+        files: the file tier of the prefix cache; None: there is none.
 
     Attributes:
-        grammars, images, speculation: the arguments; without ``images``, an intake that refuses
-            images.
+        grammars, pins, images, speculation, files: the arguments; without ``images``, an intake
+            that refuses images.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         grammars: GrammarCompiler,
+        pins: PrefixPins,
         images: ImageInputs | None = None,
         speculation: Speculation | None = None,
+        files: KVFileTier | None = None,
     ) -> None:
-        self.grammars, self.speculation = grammars, speculation
+        self.grammars, self.pins, self.speculation, self.files = grammars, pins, speculation, files
         self.images = images or ImageInputs()
         self._scheduler = scheduler
 
@@ -74,19 +86,34 @@ class Features:
         self.images.start()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Set a function to call, on any thread, when a grammar or an image's pixels are ready."""
+        """Set a function to call, on any thread, when a grammar, pixels or blocks are ready."""
         self.grammars.on_ready = wake
         self.images.wake_with(wake)
+        if self.files is not None:
+            self.files.on_ready = wake
 
     def close(self) -> None:
-        """End the processes that compile grammars and decode images."""
+        """End the processes that compile grammars and decode images, and the file tier."""
         self.images.close()
+        if self.files is not None:
+            self.files.close()
 
     # ------------------------------------------------------------------ requests
 
-    def follow_thought(self, request: Request) -> None:
-        """Begin to track the thought of a request, if any; call before the request is scheduled."""
+    def prepare_prompt(self, request: Request) -> None:
+        """Follow a request's thought, and read files with KV of its prompt, if there are any.
+
+        Call this before the request is queued.
+        """
+        self.prepare_parked(request)
+        if self.files is not None and not request.awaits_prefix:
+            self.files.begin_read(request)
+
+    def prepare_parked(self, request: Request) -> None:
+        """Follow the thought of a request whose prompt another node computes."""
         self.grammars.follow_thought(request)
+        if self.files is not None:
+            self.files.track(request)
 
     def submit(self, request: Request) -> None:
         """Have a queued request's grammar compiled and its images decoded, if it has any."""
@@ -104,10 +131,13 @@ class Features:
     def end_fetch(self, request: Request) -> None:
         """Let a request go on that waited for another node to fill the prefix cache.
 
-        The request uses what the cache has. Ignored if the request has ended.
+        The request uses what the cache has, or waits for files that have more. Ignored if the
+        request has ended.
         """
         request.awaits_prefix = False
-        self._scheduler.resume(request)
+        waits = self.files is not None and not request.status.is_finished
+        if not (waits and self.files is not None and self.files.begin_read(request)):
+            self._scheduler.resume(request)
 
     def submit_grammar(self, request: Request) -> None:
         """Have the grammar of a request compiled, if the request has one."""
@@ -119,13 +149,35 @@ class Features:
         """Return whether some request waits for its images to be decoded."""
         return self.images.is_busy or bool(self._scheduler.images.wanted)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether some request waits for its images to be decoded, or for files."""
+        return self.awaits_pixels or (self.files is not None and self.files.is_busy)
+
+    def wait(self) -> None:
+        """Wait a while for images or files, if some request waits for them."""
+        if self.awaits_pixels:
+            self.images.wait()
+        elif self.files is not None and self.files.is_busy:
+            self.files.wait(_FILE_POLL_S)
+
     # ------------------------------------------------------------------ steps
 
     def pass_on(self) -> None:
-        """Hand compiled grammars and decoded images to the scheduler; call before each step."""
+        """Hand what has become ready to the scheduler, and end pins whose time is over.
+
+        Call before each step.
+        """
+        self.pins.tick()
         for request, grammar in self.grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
         self.images.pass_on(self._scheduler)
+        self.settle_files()
+
+    def settle_files(self) -> None:
+        """Let requests go on whose files were read, and have ended requests written to files."""
+        if self.files is not None:
+            self.files.settle()
 
     def note_step(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput, seconds: float
@@ -138,17 +190,29 @@ class Features:
         if self.speculation is not None:
             self.speculation.note_step(scheduled, seconds, output.drafting_s)
         self.images.note_step(scheduled, output, self._scheduler)
+        if self.files is not None:
+            self.files.note_step(scheduled.num_prompt_tokens, output.ended_at - output.started_at)
+            for request_id in output.without_numbers:
+                self.files.forget_request(request_id)
 
     def after_step(self, result: StepResult, output: ModelRunnerOutput) -> None:
-        """Give the scheduler drafts of the tokens that follow a step's sampled tokens."""
+        """Pin the answers of ended requests; give the scheduler drafts of the next tokens."""
+        self.pins.end(result.finished)
         if self.speculation is not None:
             drafted, requests = output.draft_token_ids, self._scheduler.requests
             drafts = self.speculation.after_step(result, requests, drafted)
             self._scheduler.drafts.keep(result.outputs, drafts)
 
-    def forget_encodings(self) -> None:
-        """Drop the encodings of images; call while no request is open."""
+    def forget_cached(self) -> None:
+        """Drop pins, encodings, and blocks that are read; call while no request is open."""
+        self.pins.clear()
         self._scheduler.images.forget_all()
+        if self.files is not None:
+            self.files.drop_memory()
+
+    def held_by_files(self) -> list[BlockHolding]:
+        """Return the blocks that are being filled from files, for the ledger."""
+        return [] if self.files is None else self.files.held()
 
     # ------------------------------------------------------------------ drafts between nodes
 

@@ -10,12 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton.api.images import ImageLayout
+from baton.checkpoint.model_folder import weights_digest
+from baton.checkpoint.model_identity import folder_identity
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import BlockHasher, cache_namespace
 from baton.media.layouts import layout_of
 from baton.text.grammar_trials import EarlyGrammars
 from engine.core.images.image_steps import ImageLimits
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.scheduler import Scheduler
 from engine.engine import Engine
 from engine.executors import EXECUTORS
@@ -23,6 +26,7 @@ from engine.executors.base import Executor
 from engine.features import Features
 from engine.images.image_inputs import ImageInputs
 from engine.images.pixel_maker import PixelMaker
+from engine.kv_files.make_tier import make_tier
 from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.mask_threads import MaskThreads
 from engine.speculation.speculation import drafter_identity, find_drafter, make_speculation
@@ -59,6 +63,8 @@ def make_engine(
     if executor is None:
         executor = EXECUTORS.load(config.executor_name)(model_folder, config)
     config, memory, model = executor.config, executor.kv_memory, executor.model_config
+    if config.kv_files and not identity:  # files outlive this process
+        identity = {"weights": weights_digest(model_folder), **folder_identity(model_folder)}
     compatibility = {
         **identity,
         "dtype": executor.dtype,
@@ -98,8 +104,18 @@ def make_engine(
     if layout is not None and model.vision is not None:
         compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
-    features = Features(scheduler, compiler, images, speculation)
-    return Engine(executor, scheduler, features, compatibility)
+    pins = PrefixPins(
+        kv_cache_manager,
+        int(config.pin_share * memory.num_blocks),
+        config.max_pin_s,
+        scheduler.counters.pins,
+    )
+    files = make_tier(config, executor, kv_cache_manager, scheduler.resume)
+    features = Features(scheduler, compiler, pins, images, speculation, files)
+    engine = Engine(executor, scheduler, features, compatibility)
+    if files is not None:
+        engine.figures.file_counts = files.counts
+    return engine
 
 
 def _image_inputs(

@@ -6,8 +6,11 @@ The measured times also limit the next step's number of prompt tokens.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 from baton.api.outputs import FinishReason
+from baton.kv.kv_file_counts import KVFileCounts
 from baton.kv.manifest import KVKind
 from engine.core.drafts import ALL
 from engine.core.metrics import EngineMetrics, by_sign
@@ -34,6 +37,7 @@ class StepFigures:
     Attributes:
         num_steps: steps that computed something and have ended.
         log: debug lines of the steps.
+        file_counts: returns the counts of the prefix cache's file tier; None: there is none.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -41,6 +45,7 @@ class StepFigures:
         self.log = StepLog(scheduler, executor.config.max_num_requests)
         self._scheduler, self._config = scheduler, executor.config
         self._executor = executor
+        self.file_counts: Callable[[], KVFileCounts | None] = lambda: None
         most_beside = executor.config.prefill_tokens_beside_decodes
         self._least_beside = max(most_beside // _LEAST_PART, 1)
         self._stretch: StepStretch | None = None
@@ -120,6 +125,7 @@ class StepFigures:
             kv_slots_held=held,
             kv_slots_unfilled=unfilled,
             residency=pool.residency.copy(),
+            pins=replace(counters.pins),
             received_prompt_tokens_total=counters.received_prompt_tokens,
             step_tokens_total=counters.step_tokens,
             steps_by_tokens=tuple(counters.steps_by_tokens),
@@ -141,6 +147,7 @@ class StepFigures:
             encoder_seconds_total=counters.encoder_s,
             expert_rows_busiest_rank_total=busiest,
             expert_rows_mean_rank_total=mean,
+            kv_files=self.file_counts(),
         )
 
     def _slots(self) -> tuple[int, int]:

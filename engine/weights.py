@@ -114,8 +114,8 @@ class ServedWeights:
             keeps_kv_memory: whether to keep the KV cache's memory allocated, and only drop its
                 content.
 
-        Raises InvalidRequestError, with nothing changed, if the weights cannot be moved to the
-        host.
+        Raises InvalidRequestError if the weights cannot be moved to the host; then only the prefix
+        cache has changed: it is empty.
         """
         self._check_idle()
         if self.is_asleep:
@@ -123,10 +123,11 @@ class ServedWeights:
         if level is SleepLevel.DROPPED:  # unload adapters before the workers free the model
             self._engine.adapters.clear()
             self._engine.adapters.is_suspended = True
+        # First, so that no block is written to a file whose memory the workers have dropped.
+        self._engine.block_pool.reset_prefix_cache()
         self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
         self.is_asleep, self.keeps_weights = True, level is not SleepLevel.DROPPED
-        self._engine.block_pool.reset_prefix_cache()
-        self._engine.features.forget_encodings()
+        self._engine.features.forget_cached()
         logger.info("sleeps; its weights are %s", "kept" if self.keeps_weights else "dropped")
 
     def wake(self) -> bool:

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
+from baton.kv.block_key import DIGEST_BYTES, BlockKey
 from baton.kv.manifest import RankCopy
 from kvconnector.blocks import LayerRange, Ranges, Slices
 from kvconnector.layout import KVMemory
 from kvconnector.protocol.digests import Written
-from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.ranks.messages import DigestSlices
 from kvconnector.transports.side_stream import SideStream
 

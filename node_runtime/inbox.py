@@ -20,6 +20,7 @@ from baton.link.words import (
     ADAPTER_MISSING,
     AbortAll,
     CancelCommand,
+    DropPins,
     NodeEvent,
     PeerReport,
     PeerUpdate,
@@ -130,6 +131,7 @@ class Inbox(Generic[Job]):
         adapters: AdapterQueue | None = None,
     ) -> None:
         self._job, self._adapters = job, adapters or AdapterQueue(engine, clock=clock)
+        self._engine = engine
         self._clock = clock
         # Queued commands, each with the time of its arrival.
         self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()
@@ -173,6 +175,8 @@ class Inbox(Generic[Job]):
                     for end, info in ((fetch_end, fetches), (share_end, shares)):
                         if info:
                             _connect(node.side_work.add_peer, end(engine_id), info, outbox)
+                case DropPins():
+                    self._engine.features.pins.drop_session(command.owner, command.session)
                 case ShareCommand():
                     node.side_work.share_prefix(command, received_at)
                 case AbortAll():
@@ -203,8 +207,15 @@ class Inbox(Generic[Job]):
         try:
             if has_waited or self._adapters.admit(command, received_at):
                 node.start_job(command, received_at)
+                self._pin(command)
         except AdapterMissingError as error:
             outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
+
+    def _pin(self, command: Job) -> None:
+        """Pin the prefixes that a started command names; do nothing if the node refused it."""
+        request = self._engine.requests.get(command.request_id)
+        if command.pins is not None and request is not None:
+            self._engine.features.pins.begin(request, command.pins)
 
     def is_expiry_due(self, now: float) -> bool:
         """Return whether the node must check for expired requests now.

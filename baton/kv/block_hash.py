@@ -101,7 +101,7 @@ class BlockHasher:
             raise ConfigError(f"prefix_hash: must be one of {known}, got {algorithm!r}")
         self.block_size, self.algorithm = block_size, algorithm
         self._digest = HASH_ALGORITHMS[algorithm]
-        self._namespace = namespace
+        self.namespace = namespace
         self._pack = struct.Struct(f"<{block_size}I").pack  # 32 bits each, little-endian
 
     def in_namespace(self, namespace: bytes) -> BlockHasher:
@@ -131,7 +131,7 @@ class BlockHasher:
             hashes.append(self._digest(parent + content))
 
     def _root(self, extra_keys: Sequence[bytes]) -> bytes:
-        return self._digest(_ROOT + _framed((self._namespace, *extra_keys)))
+        return self._digest(_ROOT + _framed((self.namespace, *extra_keys)))
 
 
 def _images_within(images: Iterable[ImageSpan], start: int, end: int) -> Iterator[bytes]:

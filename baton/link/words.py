@@ -18,6 +18,7 @@ from baton.api.outputs import RequestError as RequestError
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
+from baton.kv.pins import PinTerms
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
 
@@ -187,6 +188,8 @@ class NodeBeat:
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
         num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
             their images; ``num_waiting`` includes them.
+        kv_files_bytes: bytes of all files with KV in the node's folder; 0: there are none.
+        kv_file_read_tokens: tokens whose KV the node has read from files.
         num_decoding_images: prompts that wait until this node has decoded their image files;
             ``num_waiting`` includes them, ``num_waiting_for_encodings`` does not.
     """
@@ -207,6 +210,8 @@ class NodeBeat:
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
     num_waiting_for_encodings: int = 0
+    kv_files_bytes: int = 0
+    kv_file_read_tokens: int = 0
     num_decoding_images: int = 0
 
 
@@ -313,6 +318,7 @@ class RequestCommand:
         trace: parent span of the node's spans; None: not traced.
         images: images of the prompt in order; a node that does not compute the prompt gets the
             images without their files.
+        pins: prefixes to keep in the prefix cache; None: none.
     """
 
     request_id: str
@@ -328,6 +334,7 @@ class RequestCommand:
     priority: int = 0
     trace: TraceContext | None = None
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+    pins: PinTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +402,14 @@ class ShareCommand:
     cache_salt: bytes = field(default=b"", repr=False)
     adapter: str = ""
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DropPins:
+    """Command to end the pins of one session of an owner; see `PinTerms`."""
+
+    owner: bytes = field(repr=False)
+    session: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +482,7 @@ RouterCommand = (
     | DecodeCommand
     | EncodeCommand
     | ShareCommand
+    | DropPins
     | CancelCommand
     | RouterBeat
     | DrainCommand

@@ -204,6 +204,19 @@ CLAIMS = Source("claims", (
    " when the last request of a batch has ended; 16 requests, as many reservations of the longest"
    " request as fit the KV memory in which 64 requests run in blocks.",
    absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
+_PREFIX = "prefix > seconds"
+KV_FILES = Source("kv_files", (
+    Row("first token of a prompt of 8,000 tokens, from files in the page cache / computed",
+        ratio(f"{_PREFIX} > page cache", f"{_PREFIX} > computed", ".3f", " s"), "<= 0.35"),
+    Row("first token of a prompt of 8,000 tokens, from files on the disk / computed",
+        ratio(f"{_PREFIX} > disk", f"{_PREFIX} > computed", ".3f", " s"), "<= 0.35"),
+    Row("requests that find nothing, with files / without",
+        value("nobody > ratio", "{:.3f}"), "<= 1.05"),
+    Row("seconds until 10,000 files with 10 GiB are known",
+        value("start > seconds", "{:.2f} s"), "<= 2"),
+), "KV in files (`--kv-files`), SmolLM2-135M-Instruct, whose weights have 4 bits. Files are read by"
+   " a new engine. Requests that find nothing have prompts of 300 tokens, 48 output tokens.",
+   absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
 SUBJECT = Subject(
     "Scheduler and engine",
     (
@@ -222,6 +235,7 @@ SUBJECT = Subject(
         Measurement(
             "engine.speculation", "engine/speculation engine/core/drafts.py", (SPECULATION,)
         ),
+        Measurement("engine.kv_files", "engine/kv_files", (KV_FILES,)),
         Measurement(
             "engine.claims",
             "engine/core engine/worker/cuda_graphs.py models/cpu/decode_tapes.py",

@@ -166,6 +166,32 @@ MANY_NAMES = Source("many_names", (
         "client, router and nodes share two cores with other work."),
 ), "Real processes: two base models and three adapters behind one address, two slots for adapters"
    " on each node. Each answer is compared with that of one process.")  # fmt: skip
+
+
+def _soak_promises(document: Json) -> Found:
+    broken, requests = at(document, "broken"), sum(at(document, "requests").values())
+    return Found(f"{len(broken)} broken, {requests:,} requests", not broken)
+
+
+def _soak_growth(document: Json) -> Found:
+    grown, quarters = at(document, "grown"), at(document, "quarter_medians")
+    sizes = [
+        "{} {:.1f} -> {:.1f}".format(name, *quarters[name]["resident_mib"][2:])
+        for name in ("router", "p0", "d0")
+    ]
+    return Found(f"{len(grown)} figures; MiB: {', '.join(sizes)}", not grown)
+
+
+SOAK = Source(
+    "soak",
+    (
+        Row("no request hung, lost or wrong; at the end, no block held and none without owner",
+            _soak_promises, "0 broken"),
+        Row("memory, descriptors and threads that grew from the third to the fourth quarter",
+            _soak_growth, "none (4 MiB, 2, 1)"),
+    ),
+    "Hosts of their own on one machine; a fault every 20 s: kills, stops, cuts of the network.",
+)  # fmt: skip
 SUBJECT = Subject(
     "Faults and overload",
     (
@@ -186,7 +212,7 @@ SUBJECT = Subject(
             " node_runtime/adapters/adapter_queue.py engine/adapters.py",
             (MANY_NAMES,),
         ),
-        Measurement("hosts.soak", "kvconnector node_runtime router/calls router/fleet"),
+        Measurement("hosts.soak", "kvconnector node_runtime router/calls router/fleet", (SOAK,)),
         Measurement("hosts.partitions", "kvconnector node_runtime router/calls router/fleet"),
         Measurement("faults.innocents", "router/calls kvconnector"),
         Measurement("faults.innocents_virtual", "router/calls sim_node"),

@@ -28,12 +28,12 @@ import transformers
 
 from baton import AsyncClient, Client, Receipt, SamplingParams
 from baton.deployment.local_deployment import LocalDeployment
+from baton.kv.block_key import BlockKey
 from benchmarks.runner.checkpoints import random_checkpoint
 from benchmarks.runner.deployments import deployed, receipt_of
 from benchmarks.runner.environment import summary
 from kvconnector.block_digests import BlockDigests
 from kvconnector.protocol.digests import Written
-from kvconnector.protocol.pair_keys import BlockKey
 from tests.fakes.handoff.kv_memories import memory_of
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens

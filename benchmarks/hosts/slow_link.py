@@ -37,6 +37,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 NODE_WORDS = ("--dtype", "float32", "--num-blocks", "600", "--no-prefix-cache")
 READY_TIMEOUT_S = 120.0
 MIN_SHARE = 0.9
+SETTLE_S = 5.0  # nodes that have just met poll often for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,18 @@ class Row:
         requests_per_s: number of open requests, divided by the median time of a request. Other
             work on this machine, which may stop all programs for a while, changes the median
             little.
-        by_node: number of requests by decode node.
+        by_node: number of requests by the decode node of the last attempt.
+        by_prefill_node: number of requests by the prefill node of the last attempt.
+        num_retried: number of requests with several attempts.
+        parts_ms: medians of the times until token 1, and from token 1 to the last token.
         p50_ms, max_ms: milliseconds from a request's arrival to its last token.
     """
 
     requests_per_s: float
     by_node: dict[str, int]
+    by_prefill_node: dict[str, int]
+    num_retried: int
+    parts_ms: tuple[float, float]
     p50_ms: float
     max_ms: float
 
@@ -112,6 +119,12 @@ async def measure(router: str, num_requests: int, concurrency: int, seed: int) -
     return Row(
         round(concurrency / statistics.median(receipt.total_s for receipt in receipts), 2),
         dict(Counter(receipt.decode_node for receipt in receipts)),
+        dict(Counter(receipt.prefill_node for receipt in receipts)),
+        sum(receipt.num_attempts > 1 for receipt in receipts),
+        (
+            round(1e3 * statistics.median(receipt.ttft_s for receipt in receipts), 1),
+            round(1e3 * statistics.median(one.total_s - one.ttft_s for one in receipts), 1),
+        ),
         round(statistics.median(times_ms), 1),
         round(max(times_ms), 1),
     )
@@ -160,9 +173,11 @@ class Site:
         for _ in range(turns):
             self._programs.signal(SLOW, signal.SIGSTOP)
             wait_for_pairs(self._programs, 2)
+            time.sleep(SETTLE_S)
             self.load("without d1")
             self._programs.signal(SLOW, signal.SIGCONT)
             wait_for_pairs(self._programs, 4)
+            time.sleep(SETTLE_S)
             self.load(name)
 
     def problems(self, name: str) -> list[str]:

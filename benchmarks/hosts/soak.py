@@ -108,6 +108,7 @@ class Faults:
             await asyncio.sleep(max(0.0, begun_at + due - time.monotonic()))
             name, cause = next(self._in_turn)
             self.done.append((round(time.monotonic() - begun_at, 2), name))
+            print(f"{self.done[-1][0]:7.1f} s: {name}", flush=True)
             await cause()
             due += every_s
         await asyncio.sleep(max(0.0, begun_at + seconds - time.monotonic()))

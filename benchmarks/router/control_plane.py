@@ -145,13 +145,16 @@ def _play(fleet: Fleet, nodes: subprocess.Popen[str], num_blocks: int) -> dict[s
     joined = nodes.stdout.readline().split()
     if joined[:1] != ["joined"]:
         raise TimeoutError(fleet.programs.log("router")[-2000:])
+    print_stage(fleet, f"joined after {joined[1]} s")
     fleet.wait_for_pairs()
     join_cpu_s = fleet.cpu_s()
+    print_stage(fleet, "all pairs are connected")
     steady = fleet.cpu_share(STEADY_S)
     rss_mib = fleet.rss_mib()
     nodes.stdin.write("fill\n")
     nodes.stdin.flush()
     nodes.stdout.readline()
+    print_stage(fleet, "caches are filled")
     fleet.wait_until_quiet(steady)
     fill_cpu_s, full_mib = fleet.cpu_s(), fleet.rss_mib()
     fleet.programs.kill("router")
@@ -159,6 +162,7 @@ def _play(fleet: Fleet, nodes: subprocess.Popen[str], num_blocks: int) -> dict[s
     fleet.start_router()
     fleet.wait_for_pairs()
     paired_s = time.monotonic() - begin
+    print_stage(fleet, f"all pairs are connected {paired_s:.1f} s after the restart")
     fleet.wait_until_quiet(steady)
     return {
         "nodes": fleet.num_nodes,
@@ -174,6 +178,12 @@ def _play(fleet: Fleet, nodes: subprocess.Popen[str], num_blocks: int) -> dict[s
         "restart_cpu_s": round(fleet.cpu_s(), 2),
         "restart_rss_mib": fleet.rss_mib(),
     }
+
+
+def print_stage(fleet: Fleet, what: str) -> None:
+    """Print what has happened, and the router's CPU seconds and memory so far."""
+    print(f"{fleet.num_nodes} nodes: {what}; {fleet.cpu_s():.1f} CPU s, {fleet.rss_mib()} MiB",
+          flush=True)  # fmt: skip
 
 
 def run(run: Run, nodes: int = 1000, blocks: int = 2000) -> Document:

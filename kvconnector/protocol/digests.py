@@ -25,6 +25,7 @@ from typing import Protocol
 import msgspec
 
 from baton.api.errors import TransferError
+from baton.kv.block_key import DIGEST_BYTES, BlockKey
 from baton.kv.manifest import KVManifest
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
 from kvconnector.blocks import LayerRange, Slices
@@ -49,7 +50,6 @@ from kvconnector.protocol.messages import (
     Verified,
     Watermark,
 )
-from kvconnector.protocol.pair_keys import DIGEST_BYTES, BlockKey
 from kvconnector.protocol.seals import Channels
 
 logger = logging.getLogger(__name__)

@@ -11,33 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from baton.api.errors import TransferError
+from baton.kv.block_key import KEY_BYTES, BlockKey
 
 PUBLIC_KEY_BYTES = 32
-KEY_BYTES = 32
-DIGEST_BYTES = 16
 _LABEL = b"baton kv 1"
-
-
-class BlockKey:
-    """Makes keyed digests of KV blocks: GMAC (NIST SP 800-38D) with AES-256.
-
-    GMAC was the fastest MAC measured (docs/adr/0025-keyed-digests.md). Each number may be used only
-    once per key.
-    """
-
-    def __init__(self, key: bytes) -> None:
-        self.secret = key  # the node's other ranks get the key, too
-        self._aead = AESGCM(key)
-
-    def digest(self, number: int, context: bytes, data: memoryview) -> bytes:
-        """Return the digest of the data and its context, in ``DIGEST_BYTES`` bytes."""
-        # Only the short context is encrypted; the data is authenticated without a copy.
-        return self._aead.encrypt(number.to_bytes(12, "big"), context, data)[-DIGEST_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)

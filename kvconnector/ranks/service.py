@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from baton.api.errors import TransferError
+from baton.kv.block_key import BlockKey
 from kvconnector import KV_CONNECTORS
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.block_digests import BlockDigests
@@ -25,7 +26,6 @@ from kvconnector.blocks import Slices
 from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.peer_process import start_time
-from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.ranks.messages import (
     ENCODER,
     TO_RANK,

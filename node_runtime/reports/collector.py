@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from baton.kv.kv_file_counts import KVFileCounts
 from baton.kv.residency import RESIDENCY_S
 from baton.link.words import NodeRole
 from baton.serving.compat_names import VllmNames
@@ -302,6 +303,8 @@ class NodeCollector(TransferCollector):
         yield from self._of_work(engine)
         yield from self._of_experts(engine)
         yield from self._of_images(engine)
+        if engine.kv_files is not None:
+            yield from self._of_files(engine.kv_files)
         yield gauge("uptime_seconds", "Since the engine was made.", engine.uptime_seconds)
 
     def _by_priority(self, engine: EngineMetrics) -> Iterator[Metric]:
@@ -328,6 +331,19 @@ class NodeCollector(TransferCollector):
             "blocks_evicted",
             "Blocks that were allocated while they cached something.",
             engine.blocks_evicted_total,
+        )
+        pins = engine.pins
+        yield gauge("blocks_pinned", "Cached blocks that pins keep.", pins.blocks)
+        yield gauge("pins", "Pinned prefixes.", pins.open)
+        yield self._counter("pins_made", "Prefixes that were pinned.", pins.made)
+        ends = {
+            "expired": pins.expired,
+            "displaced": pins.displaced,
+            "dropped": pins.dropped,
+            "refused": pins.refused,
+        }
+        yield self._family(
+            CounterMetricFamily, "pins_ended", "Ended and refused pins.", _by("reason", ends)
         )
         yield gauge("blocks_used_peak", "Most blocks in use at a time.", engine.blocks_used_peak)
         yield gauge("kv_slots_held", "Tokens that requests' blocks hold.", engine.kv_slots_held)
@@ -377,6 +393,20 @@ class NodeCollector(TransferCollector):
             engine.encoder_cache_hits_total,
         )
         yield counter("encoder_seconds", "Time in the encoder.", engine.encoder_seconds_total)
+
+    def _of_files(self, files: KVFileCounts) -> Iterator[Metric]:
+        gauge, counter, family = self._gauge, self._counter, self._family
+        yield gauge("kv_files_bytes", "Bytes of the folder's files.", files.bytes_stored)
+        yield gauge("kv_files", "Files in the folder.", files.files_stored)
+        yield counter("kv_file_hits", "Requests that got blocks from files.", files.hits)
+        misses = _by("cause", files.misses)
+        yield family(CounterMetricFamily, "kv_file_misses", "Why files gave less.", misses)
+        yield counter("kv_file_read_tokens", "Tokens read from files.", files.tokens_read)
+        yield counter("kv_file_read_bytes", "Bytes read from files.", files.bytes_read)
+        yield counter("kv_file_written_bytes", "Bytes written to files.", files.bytes_written)
+        runs = _by("state", files.runs)
+        yield family(CounterMetricFamily, "kv_file_runs", "Runs of blocks to write.", runs)
+        yield counter("kv_files_evicted", "Files that made room.", files.files_evicted)
 
     # ------------------------------------------------------------------ inside
 

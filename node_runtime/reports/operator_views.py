@@ -36,6 +36,7 @@ def describe_load(
     parked = RequestStatus.WAITING_FOR_REMOTE_KVS
     to_compute = [request for request in requests if request.status is not parked]
     num_held = inbox.num_waiting
+    files = engine.figures.file_counts()
     return NodeBeat(
         num_waiting=len(to_compute) - num_running + num_held,
         num_waiting_for_remote_kvs=len(requests) - len(to_compute),
@@ -47,6 +48,8 @@ def describe_load(
         num_waiting_for_adapters=num_held,
         adapter_load_s=inbox.adapter_load_s,
         num_waiting_for_encodings=num_waiting_for_encodings,
+        kv_files_bytes=0 if files is None else files.bytes_stored,
+        kv_file_read_tokens=0 if files is None else files.tokens_read,
         num_decoding_images=sum(map(_decodes_images, to_compute)),
         num_uncomputed_tokens=sum(
             max(request.num_initial_tokens - request.num_computed_tokens, 0)
@@ -73,7 +76,7 @@ def take_ledger(
             in a holding of the kind GRANT is not listed a second time.
         encodings: owners of the memory for encodings; None: there is none.
     """
-    others = list(held)
+    others = [*held, *engine.features.held_by_files()]
     granted = {holding.request_id for holding in others if holding.owner is BlockOwner.GRANT}
     own = [
         _hold(request, BlockOwner.REQUEST)

@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
 ]
 
-NODE_WORDS = ("--dtype", "float32", "--num-blocks", "100")
+# Nodes on loopback use no digests by default, and would not be paired with the others.
+NODE_WORDS = ("--dtype", "float32", "--num-blocks", "100", "--kv-digests")
 WRONG_PORT = 50999
 
 
@@ -33,9 +34,9 @@ def test_other_nodes_serve_beside_nodes_with_wrong_addresses() -> None:
         programs.start_node("p1", *NODE_WORDS, router=wrong)
         told = (
             ("router", "node d1 joined"),
-            ("router", "p0 cannot reach d1"),
+            ("router", "p0 cannot reach"),
             ("p1", wrong),
-            ("p0", "self-test with d0"),
+            ("p0", "self-test with"),
         )
         for name, text in told:
             wait_until(

@@ -193,6 +193,12 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{kv_bar(one)}  {num_used} of {one.num_blocks} in use, "
         f"{beat.num_quarantined_blocks} in quarantine",
     )
+    if beat.kv_files_bytes or beat.kv_file_read_tokens:
+        table.add_row(
+            "KV files",
+            f"{beat.kv_files_bytes / 2**20:,.0f} MiB in the folder; this node has read "
+            f"{format_count(beat.kv_file_read_tokens)} tokens",
+        )
     table.add_row(
         "room",
         f"{format_count(one.num_blocks * one.block_size)} tokens in blocks of {one.block_size}; "

@@ -24,8 +24,10 @@ ANY_HOST = "*"
 MAX_URL_CHARS = 2_048
 _PORTS = {"http": 80, "https": 443}
 # The only accepted form of URLs: ASCII without user name, backslash or blank, so that no two
-# parsers read a URL differently.
-_PLAIN = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(?:[/?][!-\[\]-~]*)?")
+# parsers read a URL differently. Python would read a port such as 8_0 as 80.
+_PLAIN = re.compile(
+    r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:[/?][!-\[\]-~]*)?"
+)
 # A listed host: a name or an address, with an optional port.
 _HOST = re.compile(r"(?:[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -166,10 +168,17 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # The range of public IPv6 hosts. Python's `is_global` accepts more, such as site-local addresses
 # and the NAT64 prefixes that a site chooses for itself (RFC 8215).
 _PUBLIC_V6 = ipaddress.ip_network("2000::/3")
+# Ranges that Python takes for public: relays of 6to4 (RFC 7526), and documentation (RFC 9637).
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("192.88.99.0/24", "3fff::/20")))
+# Bits 32 to 63 of ISATAP addresses (RFC 5214), whose last 32 bits are an IPv4 address. The second
+# number has the bit that marks a public IPv4 address.
+_ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 def _is_public(address: Address) -> bool:
     if not address.is_global or address.is_multicast:
+        return False
+    if any(address in network for network in _NOT_PUBLIC):
         return False
     return address.version == 4 or address in _PUBLIC_V6 or address in _NAT64
 
@@ -187,5 +196,5 @@ def _with_embedded(address: Address) -> Iterator[Address]:
         yield address.sixtofour
     if address.teredo is not None:
         yield from address.teredo
-    if address in _NAT64:
+    if address in _NAT64 or int(address) >> 32 & 0xFFFFFFFF in _ISATAP:
         yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)

@@ -225,10 +225,95 @@ def _damaged() -> Iterator[Case]:
             yield Case(f"{kind} with {1 + number} bytes changed", bytes(damaged), "?")
 
 
+def _pieces(kind: str) -> list[int]:
+    """Return where the pieces of a whole file begin: chunks, segments or blocks, and their ends."""
+    data = picture(kind)
+    places = []
+    if kind == "PNG":
+        at = len(_SIGNATURE)
+        while at < len(data):
+            places += [at, at + 4, at + 8]  # length, kind, content
+            at += 12 + struct.unpack(">I", data[at : at + 4])[0]
+            places.append(at - 4)  # the checksum
+    elif kind == "JPEG":
+        at = 2
+        while data[at + 1] != 0xDA:  # the pixels begin
+            places += [at, at + 2, at + 4]
+            at += 2 + struct.unpack(">H", data[at + 2 : at + 4])[0]
+        places += [at, at + 2, at + 4, len(data) - 2]
+    elif kind == "WEBP":
+        places += [4, 8, 12, 16, 20, 23, 26, 30]
+    else:
+        places += [6, 8, 10, 13, data.index(b",", 13), data.index(b",", 13) + 10]
+    return [place for place in places if place < len(data)]
+
+
+def _cut_at_pieces() -> Iterator[Case]:
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        data = picture(kind)
+        for number, place in enumerate(_pieces(kind)):
+            yield Case(f"{kind} cut before piece {number}", data[:place], "?")
+            hole = data[:place] + data[place + 8 :]
+            yield Case(f"{kind} without 8 bytes at piece {number}", hole, "?")
+
+
+def _claims_of_animations() -> Iterator[Case]:
+    """Yield files whose headers and frames do not agree about being animated."""
+    for number in (0, 1, 2, 1_000_000, 2**32 - 1):
+        control = chunk(b"acTL", struct.pack(">II", number, 0))
+        yield Case(f"png that claims {number} frames", png(30, 20, control), "?")
+    late = png(30, 20)[: -len(chunk(b"IEND", b""))] + chunk(b"acTL", struct.pack(">II", 9, 0))
+    yield Case("png that claims frames after its pixels", late + chunk(b"IEND", b""), "?")
+    frame = struct.pack(">IIIIIHHBB", 0, 2**31 - 1, 2**31 - 1, 0, 0, 1, 1, 0, 0)
+    huge = png(30, 20, chunk(b"acTL", struct.pack(">II", 1, 0)), chunk(b"fcTL", frame))
+    yield Case("animated png with a huge frame", huge, "?")
+    whole = animation("WEBP")
+    yield Case("animated webp, half", whole[: len(whole) // 2], "?")
+    yield Case("animated webp without its frames", whole[: whole.index(b"ANMF")], "?")
+    still = webp(30, 20)
+    yield Case("webp with a flag of animations", still[:20] + b"\x02" + still[21:], "?")
+    moving = animation("GIF", 2)
+    yield Case("animated gif, half", moving[: len(moving) // 2], "?")
+    yield Case("gif that repeats for ever", moving[:-1] + b"!\xff\x0bNETSCAPE2.0\3\1\0\0\0;", "?")
+
+
+def _gif_bombs() -> Iterator[Case]:
+    """Yield small GIFs whose pixels or blocks would fill a memory."""
+    head, place = b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0x80, 0, 0) + b"\0" * 6, b",\0\0\0\0"
+    codes = b"\x02" + (b"\xff" + b"\x55" * 255) * 2_000 + b"\0"
+    for width, height in ((8, 8), (65_535, 65_535), (65_535, 1), (0, 0)):
+        frame = place + struct.pack("<HHB", width, height, 0) + codes
+        yield Case(f"gif with a frame of {width} x {height}", head + frame + b";", "?")
+    yield Case("gif with a code of 255 bits", head + place + b"\x08\0\x08\0\0\xff\1\0\0;", "?")
+    yield Case("gif with 100,000 comments", head + b"!\xfe\1a\0" * 100_000 + b";", "?")
+    yield Case("gif without an end of blocks", head + b"!\xfe" + b"\xff" * 50_000, "?")
+    outside = b",\xff\xff\xff\xff" + struct.pack("<HHB", 8, 8, 0) + codes
+    yield Case("gif with a frame outside its canvas", head + outside + b";", "?")
+
+
+def tiff(width: int, height: int, *, big: bool = False) -> bytes:
+    """Return a TIFF, or a TIFF with 64-bit offsets, that claims a size."""
+    entries = [(256, 4, width), (257, 4, height), (258, 3, 8), (259, 3, 1), (262, 3, 1)]
+    if big:
+        rows = b"".join(struct.pack("<HHQQ", tag, kind, 1, value) for tag, kind, value in entries)
+        return b"II\x2b\0\x08\0\0\0" + struct.pack("<QQ", 16, len(entries)) + rows + b"\0" * 8
+    rows = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + rows + b"\0" * 4
+
+
+def _tiff_bombs() -> Iterator[Case]:
+    for width, height in ((1, 1), (65_535, 65_535), (2**32 - 1, 2**32 - 1)):
+        yield Case(f"tiff of {width} x {height}", tiff(width, height), NOT_READ)
+        big = tiff(width, height, big=True)
+        yield Case(f"tiff of {width} x {height} with long offsets", big, NOT_READ)
+    loop = b"II*\0" + struct.pack("<IH", 8, 0) + struct.pack("<I", 8)
+    yield Case("tiff whose directory follows itself", loop, NOT_READ)
+
+
 def hostile_files() -> list[Case]:
     """Return all cases; an error of "?" means accepted or refused, but decided."""
     return [
         Case("nothing", b"", "at least 1 byte"),
         *_sizes(), *_bombs(), *_wrong_types(), *_animations(), *_confusing(), *_truncated(),
-        *_damaged(),
+        *_damaged(), *_cut_at_pieces(), *_claims_of_animations(), *_gif_bombs(), *_tiff_bombs(),
     ]  # fmt: skip

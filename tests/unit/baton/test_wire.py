@@ -183,6 +183,8 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_waiting_for_encodings=uint32,
         num_decoding_images=uint32,
         adapter_load_s=seconds,
+        kv_files_bytes=uint64,
+        kv_file_read_tokens=uint64,
     ),
     st.builds(
         link.PeerReport, texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import re
 import socket
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.access.access import Access
 from baton.api.errors import ConfigError
+from baton.kv.kv_file_counts import KVFileCounts
 from baton.kv.residency import RESIDENCY_S, BlockResidency, SecondsHistogram
 from baton.link.words import NodeRole
 from baton.serving.metrics_page import MetricsPage
@@ -38,6 +40,7 @@ RESIDENCY = BlockResidency(
         for index in (3, 4, 5)
     )
 )
+FILES = KVFileCounts(*(901, {"late": 902}, 903, 904, {"written": 905}, 906, 907, 908, 909))
 COMMON = {"role": "decode", "node": "d0"}
 
 
@@ -54,7 +57,7 @@ class Source:
         return EngineMetrics(**values | {
             "accepted_drafts_by_place": BY_PLACE, "steps_by_tokens": STEPS,
             "requests_started_by_priority": STARTED, "preemptions_by_priority": PREEMPTED,
-            "residency": RESIDENCY,
+            "residency": RESIDENCY, "kv_files": FILES,
         })  # fmt: skip
 
     def handoff_metrics(self) -> HandoffMetrics:
@@ -158,10 +161,12 @@ def test_every_number_of_the_engine_is_on_the_page(source: Source) -> None:
     # Of these the parts: by place, and up to each bound.
     for name in (
         "accepted_drafts_total", "accepted_drafts_by_place", "steps_by_tokens",
-        "requests_started_by_priority", "preemptions_by_priority", "residency",
+        "requests_started_by_priority", "preemptions_by_priority", "residency", "kv_files",
     ):  # fmt: skip
         del fields[name]
-    numbers = [*BY_PLACE, *(getattr(engine, name) for name in fields)]
+    parts = dataclasses.astuple(FILES)
+    of_files = [n for one in parts for n in (one.values() if isinstance(one, dict) else [one])]
+    numbers = [*BY_PLACE, *of_files, *(getattr(engine, name) for name in fields)]
     assert values(families, "baton_requests_started", "priority") == STARTED
     assert values(families, "baton_preemptions_by_priority", "priority") == PREEMPTED
     for name, expected in (

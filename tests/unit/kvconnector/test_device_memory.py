@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from baton.kv.block_key import BlockKey
 from kvconnector.base import DEVICE_PORTIONS, HOST_PORTIONS, BlockPush, KVReservation
 from kvconnector.block_digests import BlockDigests
 from kvconnector.blocks import Slices
@@ -19,7 +20,6 @@ from kvconnector.layout import KVMemory
 from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.protocol.actions import Action, Input, Turn, Write
 from kvconnector.protocol.digests import Written
-from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import Piece

@@ -10,6 +10,7 @@ import torch
 
 from baton.api.errors import TransferError
 from baton.api.sampling_params import SamplingParams
+from baton.kv.block_key import BlockKey
 from kvconnector.base import (
     NO_TRANSFER,
     BlockPush,
@@ -25,7 +26,6 @@ from kvconnector.ends import Receiver, Sender
 from kvconnector.protocol.actions import Action, Drop, Input, Posted, Send, Write, WriteEnded
 from kvconnector.protocol.digests import DigestTeller, SentDigests, Written
 from kvconnector.protocol.messages import Digests, Verified, Watermark, decode, encode
-from kvconnector.protocol.pair_keys import BlockKey
 from kvconnector.protocol.seals import Channels, peek
 from kvconnector.protocol.transfer import MAX_ATTEMPTS, Piece
 from kvconnector.transports.in_memory import InMemoryTransport, _Done

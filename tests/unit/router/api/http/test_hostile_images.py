@@ -36,6 +36,23 @@ PRIVATE = (
     "198.18.0.1", "::1", "::", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "fe80::1", "fc00::1",
     "fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::",
     "2001:db8::1", "fe80::1%lo", "fec0::1", "64:ff9b:1::a00:1", "::7f00:1",
+    # All spellings of 127.0.0.1 and 10.0.0.1 in IPv6: mapped, compatible, translated, by gateways
+    "0:0:0:0:0:0:0:1", "0000:0000:0000:0000:0000:0000:0000:0001", "::0.0.0.1", "::127.0.0.1",
+    "::FFFF:127.0.0.1", "::ffff:7f00:1", "0:0:0:0:0:FFFF:7F00:0001", "::ffff:0:127.0.0.1",
+    "64:FF9B::10.0.0.1", "64:ff9b::0a00:0001", "2002:0a00:0001::1", "2002:a9fe:a9fe::",
+    "2001:0:7f00:1::1", "2001:0:4136:e378:8000:63bf:80ff:fffe", "2001:4860::5efe:10.0.0.1",
+    "2001:4860::200:5efe:7f00:1", "fe80::5efe:127.0.0.1", "::ffff:169.254.169.254",
+    "fe80::1%25lo", "fe80::a9fe:a9fe%1", "fd12:3456:789a::1", "fdff:ffff::1", "febf::1", "feff::1",
+    "ff05::1:3", "ff0e::1", "100::1", "2001:2::1", "2001:10::1", "3fff::1", "5f00::1", "4000::1",
+    "192.88.99.1", "192.0.0.1", "198.51.100.1", "203.0.113.1", "0.1.2.3", "169.254.1.1",
+    "172.31.255.255", "100.127.255.255", "239.255.255.255", "198.19.255.255",
+)  # fmt: skip
+# Hosts that the system's resolver takes for 127.0.0.1, 0.0.0.0 or 10.0.0.1, written otherwise
+NUMBERS = (
+    "2130706433", "0x7f000001", "0x7F.1", "017700000001", "0177.0.0.1", "127.1", "127.0.1",
+    "127.0x0.00.1", "0", "0x0", "00.0.0.0", "10.1", "167772161", "0xa000001", "012.0.0.1",
+    "[::1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[0:0:0:0:0:ffff:7f00:1]", "[::127.0.0.1]",
+    "[::]", "[::ffff:0:127.0.0.1]", "[64:ff9b::127.0.0.1]", "[2002:7f00:1::]", "[fe80::1]",
 )  # fmt: skip
 UNREADABLE = (
     "", "x", "//a.example/a", "/etc/passwd", "file:///etc/passwd", "ftp://a.example/a", "gopher://a",
@@ -46,12 +63,53 @@ UNREADABLE = (
     "http://a.example:99999/", "http://a.example:x/", "http://a.example:-1/", "http://%31/",
     "http://a.example/\0", "blob:http://a.example/1", "http://" + "a" * 3_000, "data", "DATA:,",
     "http://a.example/" + "é",
+    # Percent signs and users in hosts
+    "http://%61.example/", "http://a%2eexample/", "http://a.example%2f@b.example/",
+    "http://a.example%00.b.example/", "http://a.example%40127.0.0.1/", "http://127%2e0%2e0%2e1/",
+    "http://%5b::1%5d/", "http://[fe80::1%25lo]/", "http://[fe80::1%lo]/", "http://a.example%23@b/",
+    "http://a.example%3f@127.0.0.1/", "http://a.example%5c@127.0.0.1/", "http://a%20.example/",
+    "http://a.example:80@127.0.0.1/", "http://a:b@a.example/", "http://@a.example/",
+    "http://:@a.example/", "http://a.example@@127.0.0.1/", "http://a.example;@127.0.0.1/",
+    "http://a.example&@127.0.0.1#@a.example/", "http://127.0.0.1\\@a.example/",
+    "http://a.example;127.0.0.1/", "http://a.example,127.0.0.1/", "http://a.example\\.evil/",
+    "http://a.example:80:80/", "http://a.example:+80/", "http://a.example:8_0/", "http://a.example:０/",
+    "http:////a.example/", "http:\\\\a.example/", "http:/\\a.example/", "http://\\a.example/",
+    "https:a.example", "HTTPS ://a.example/", " http://a.example/", "http://a.example/ ",
+    "\thttp://a.example/", "http\n://a.example/", "http://a.exa\nmple/", "http://a.example/#x\r\n",
+    "http://[a.example]/", "http://[127.0.0.1]/", "http://[::1]a.example/", "http://::1/",
+    "http://[::1]]/", "http://[[::1]]/", "http://[]/",
+    "http://\u2488\u2488/", "http://\u24c1ocalhost/", "http://a\u00ad.example/", "http://a\u200b.example/",
+    "http://1\uff0e1\uff0e1\uff0e1/", "http://a\u2024example/", "http://\u0430.example/",
+    "view-source:http://a.example/", "url:http://a.example/", "jar:http://a.example!/a",
+    "dict://a.example:11211/", "ldap://a.example/", "tftp://a.example/", "netdoc:///etc/passwd",
+    "unix:///run/x.sock", "http+unix://%2frun%2fx.sock/", "phar://a", "expect://id", "php://input",
 )  # fmt: skip
+NO_BASE64 = "no valid base64"
+# Data URLs with odd parameters; most clients send none.
+DATA_URLS = {
+    "data:image/png;charset=utf-8;base64,{}": "", "DATA:IMAGE/PNG;BASE64,{}": "",
+    "data:image/png; base64,{}": "", "data:image/svg+xml;base64,{}": "",  # the content decides
+    "data:image/png;name=a.png;base64,{}": "", "data:image/png;base64;base64,{}": "",
+    "data:image/;base64,{}": "", "data:image/png;x=\";base64,{}": "",
+    "data:;base64,{}": "must be a URL of the form", "data:text/html;base64,{}": "of the form",
+    "data:image/png,{}": "of the form", "data:image/png;base64{}": "of the form",
+    "data:image/png;base64;x=1,{}": "of the form", "data:application/pdf;base64,{}": "of the form",
+    "data:image/png;base65,{}": "of the form", "data://image/png;base64,{}": "of the form",
+    "data:image/png;%62ase64,{}": "of the form", "data:\timage/png;base64,{}": "of the form",
+    "data:image/png;" + "x=y;" * 40 + "base64,{}": "of the form",
+    "data:image/png;base64,,{}": NO_BASE64, "data:image/png;base64,data:{}": NO_BASE64,
+    "data:image/png;base64, {}": NO_BASE64, "data:image/png;base64,{}\n": NO_BASE64,
+    "data:image/png;base64,{}=": NO_BASE64, "data:image/png;base64,{}#x": NO_BASE64,
+    "data:image/png;base64,{}?x": NO_BASE64, "data:image/png;base64,%69{}": NO_BASE64,
+    "data:image/png;base64,é{}": NO_BASE64, "data:image/png;base64,-_{}": NO_BASE64,
+    "data:image/png;base64,": "at least 1 byte", "data:image/png;base64,=": NO_BASE64,
+    "data:image/png;base64,\0{}": NO_BASE64,
+}  # fmt: skip
 UNLISTED = (
     "http://other.example/", "http://images.example.evil.example/", "http://evilimages.example/",
     "http://images.example:8080/", "https://sub.images.example/", "http://0x7f.1/", "http://2130706433/",
     "http://0177.0.0.1/", "http://127.1/", "http://[::1]/", "http://10.0.0.1/", "http://8.8.8.8/",
-    "http://metadata.google.internal/", "http://images.example./", "http://localhost:22/",
+    "http://[::ffff:127.0.0.1.]/", "http://metadata.google.internal/", "http://images.example./", "http://localhost:22/",
 )  # fmt: skip
 
 
@@ -60,7 +118,9 @@ def chat(url: str) -> list[dict[str, Any]]:
 
 
 def test_there_are_200_cases() -> None:
-    assert len(FILES) + len(PRIVATE) + len(UNREADABLE) + len(UNLISTED) >= 250
+    urls = (*PRIVATE, *NUMBERS, *UNREADABLE, *UNLISTED, *DATA_URLS)
+    assert len(FILES) >= 300
+    assert len(urls) >= 200
     assert len({case.name for case in FILES}) == len(FILES)
 
 
@@ -124,6 +184,31 @@ def test_no_url_is_read_in_two_ways_and_only_listed_hosts_are_asked() -> None:
             assert "is not listed" in await refusal(fetcher, url), url
 
     asyncio.run(run())
+
+
+def test_addresses_in_other_spellings_are_not_public() -> None:
+    async def run() -> None:
+        fetcher = ImageFetcher(ImageOptions(image_hosts="*"))
+        for host in NUMBERS:
+            message = await refusal(fetcher, f"http://{host}/")
+            known = "not public", "is unknown", "is no URL"
+            assert any(one in message for one in known), (host, message)
+
+    asyncio.run(run())
+
+
+@on_http(images=OPTIONS, encodes_images=True)
+async def test_parameters_of_data_urls(scene: HttpScene) -> None:
+    wrong: list[tuple[str, str, str]] = []
+    content = base64.b64encode(PICTURE).decode()
+    for form, error in DATA_URLS.items():
+        reply = await scene.post("/tokenize", messages=chat(form.replace("{}", content)))
+        answer = await reply.json()
+        message = "" if reply.status == 200 else answer["error"]["message"]
+        is_line = not message or is_clear(message, reply.status) or "image_url" in message
+        if bool(message) != bool(error) or error not in message or not is_line:
+            wrong.append((form, error, message))
+    assert not wrong
 
 
 @pytest.mark.parametrize("address", PRIVATE)

@@ -1,0 +1,170 @@
+"""Files with KV: the first token of a long prompt after a restart, and the cost without any hit.
+
+    prefix   one prompt of 8,000 tokens: computed; read by a new engine from the page cache; read
+             by a new engine from the disk
+    nobody   requests with different prompts, with and without `--kv-files`, in turns
+    start    the time until 10,000 files with 10 GiB are known
+
+SmolLM2-135M-Instruct with 4-bit weights, in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from baton import LLM, SamplingParams
+from baton.checkpoint.packaged_model import SMOLLM2
+from benchmarks.runner.run import Document, Run
+from engine.kv_files.file_system import FileSystem
+from engine.kv_files.run_file import RunName
+from engine.kv_files.run_store import RunStore
+from examples.demo import fetch_model
+
+PARTS = ("prefix", "nobody", "start")
+FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+ANSWER = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+NUM_FILES, FILE_BYTES = 10_000, 2**20
+
+
+class _NoBlocks:
+    """Memory without blocks, for a store that only lists files."""
+
+    block_bytes = 2**20
+
+    def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        raise NotImplementedError
+
+    room_for = contents
+
+    def put(self, block_ids: Sequence[int], parts: Sequence[memoryview]) -> None:
+        raise NotImplementedError
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    """Return a prompt that differs from those of other seeds from the first token on."""
+    return [100 + (seed * 977 + 31 * place) % 20_000 for place in range(num_tokens)]
+
+
+def load(model: str, num_tokens: int, **options: Any) -> LLM:
+    """Load the model with a KV cache for one long prompt and some short ones."""
+    return LLM(model, num_blocks=num_tokens // 16 + 400, **options)
+
+
+def first_token_s(llm: LLM, prompt: list[int]) -> tuple[float, tuple[int, ...]]:
+    """Return the seconds until a prompt's first token, and the token."""
+    began_at = time.perf_counter()
+    (completion,) = llm.generate([prompt], FIRST_TOKEN)
+    return time.perf_counter() - began_at, tuple(completion.token_ids)
+
+
+def drop_pages(folder: Path) -> None:
+    """Drop the files' contents from the page cache, so that reads come from the disk."""
+    for path in folder.glob("*/*/*.kv"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measure_prefix(run: Run, model: str, tokens: int, repetitions: int) -> Document:
+    """Measure a long prompt's first token, computed and read."""
+    times: dict[str, list[float]] = {"computed": [], "page cache": [], "disk": []}
+    num_bytes = 0
+    plain = load(model, tokens)
+    first_token_s(plain, prompt_of(999, 600))  # kernels and memory are warm
+    for seed in range(repetitions):
+        prompt = prompt_of(seed, tokens)
+        with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
+            seconds, token = first_token_s(plain, prompt)
+            times["computed"].append(seconds)
+            writer = load(model, tokens, kv_files=folder)
+            writer.generate([prompt], FIRST_TOKEN)
+            writer.engine.close()
+            num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*/*/*.kv"))
+            for place in ("page cache", "disk"):
+                if place == "disk":
+                    drop_pages(Path(folder))
+                reader = load(model, tokens, kv_files=folder)
+                first_token_s(reader, prompt_of(999, 600))
+                seconds, found = first_token_s(reader, prompt)
+                counts = reader.metrics().kv_files
+                if found != token or counts is None or counts.tokens_read < tokens - 16:
+                    run.problems.append(f"{place}: token {found}, computed {token}; {counts}")
+                times[place].append(seconds)
+                reader.engine.close()
+                del reader
+        print({name: [round(one, 3) for one in found] for name, found in times.items()})
+    return {
+        "seconds": {name: statistics.median(found) for name, found in times.items()},
+        "all": times,
+        "file_bytes": num_bytes,
+        "tokens": tokens,
+    }
+
+
+def measure_nobody(run: Run, model: str, repetitions: int) -> Document:
+    """Measure requests that find nothing, with and without files, in turns."""
+    times: dict[str, list[float]] = {"plain": [], "files": []}
+    with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
+        llms = {"plain": load(model, 4096), "files": load(model, 4096, kv_files=folder)}
+        for repetition in range(repetitions + 1):
+            order = list(llms)[:: 1 if repetition % 2 else -1]
+            for name in order:
+                prompts = [prompt_of(1000 * repetition + place, 300) for place in range(8)]
+                began_at = time.perf_counter()
+                llms[name].generate(prompts, ANSWER)
+                if repetition:  # the first batch warms memory
+                    times[name].append(time.perf_counter() - began_at)
+        counts = llms["files"].metrics().kv_files
+        llms["files"].engine.close()
+    ratios = [files / plain for files, plain in zip(times["files"], times["plain"], strict=True)]
+    written = 0 if counts is None else counts.bytes_written
+    return {"ratio": statistics.median(ratios), "all": times, "written_bytes": written}
+
+
+def measure_start() -> Document:
+    """Measure how long it takes until all files of a folder are known."""
+    with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
+        for number in range(NUM_FILES):
+            first = (number * 2_654_435_761 % 2**32).to_bytes(4, "big") * 8
+            name = str(RunName(first, first[:16], 0, 64, 1024))
+            path = Path(folder) / "identity" / name[:2] / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            os.truncate(path, FILE_BYTES)
+        began_at = time.perf_counter()
+        store = RunStore(Path(folder), 2**40, _NoBlocks(), 16, FileSystem())
+        store.scan()
+        seconds = time.perf_counter() - began_at
+    return {"seconds": seconds, "files": len(store.index), "bytes": store.index.num_bytes}
+
+
+def run(
+    run: Run, part: Sequence[str] = PARTS, tokens: int = 8000, repetitions: int = 3
+) -> Document:
+    """Measure the chosen parts one after another; other parts keep their earlier results.
+
+    Args:
+        part: some of prefix, nobody, start.
+        tokens: tokens of the long prompt.
+        repetitions: number of long prompts, and of pairs of batches.
+    """
+    found = fetch_model(Console(), SMOLLM2)
+    if found is None:
+        raise SystemExit("the model cannot be had")
+    document = run.saved()
+    if "start" in part:
+        document["start"] = measure_start()
+    if "prefix" in part:
+        document["prefix"] = measure_prefix(run, str(found), tokens, repetitions)
+    if "nobody" in part:
+        document["nobody"] = measure_nobody(run, str(found), 4 * repetitions)
+    return document

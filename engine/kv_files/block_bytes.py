@@ -1,0 +1,58 @@
+"""BlockBytes: the bytes of the KV cache's blocks in host memory, for files. Knows no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class BlockBytes:
+    """The blocks of one worker's KV cache as bytes; a `BlockMemory`.
+
+    On a CPU, the bytes are those of the cache itself. On a GPU, they are copies, made on a stream
+    of their own, because the steps' stream may have much queued work.
+
+    Args:
+        tensor: the KV cache, `[num_blocks, ...]`, contiguous.
+
+    Attributes:
+        block_bytes: bytes of a block.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = tensor.view(len(tensor), -1).view(torch.uint8)  # [num_blocks, block_bytes]
+        self.block_bytes = self._bytes.shape[1]
+        self._memory = None if tensor.is_cuda else self._bytes.view(-1).numpy().data
+        self._stream = (
+            torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+            if tensor.is_cuda
+            else None
+        )
+
+    def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        if self._memory is not None:
+            return [self._own(block_id) for block_id in block_ids]
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):  # one by one, to need no further memory of the GPU
+            return [self._bytes[block_id].cpu().numpy().data for block_id in block_ids]
+
+    def room_for(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        if self._memory is not None:
+            return [self._own(block_id) for block_id in block_ids]
+        room = torch.empty((len(block_ids), self.block_bytes), dtype=torch.uint8)
+        return [block.data for block in room.numpy()]
+
+    def put(self, block_ids: Sequence[int], parts: Sequence[memoryview]) -> None:
+        if self._stream is None:
+            return
+        whole = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        with torch.cuda.stream(self._stream):
+            copied = whole.view(len(block_ids), -1).to(self._bytes.device)
+            self._bytes[list(block_ids)] = copied
+        self._stream.synchronize()
+
+    def _own(self, block_id: int) -> memoryview:
+        assert self._memory is not None
+        size = self.block_bytes
+        return self._memory[block_id * size : (block_id + 1) * size]

@@ -1,0 +1,93 @@
+"""FileSystem: the few operations on files that the file tier needs. Tests replace this class.
+
+Every method may raise OSError. Refuses to know: runs, blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_MOST_PARTS = 1024  # most parts of one call (IOV_MAX)
+
+
+class FoundFile(NamedTuple):
+    """A file of a folder; ``used_at`` is its time of change, in seconds since 1970."""
+
+    name: str
+    num_bytes: int
+    used_at: float
+
+
+class FileSystem:
+    """Operations on the files of one machine."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and those above it, for this user only; do nothing if it exists."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def list_folders(self, path: Path) -> dict[str, float]:
+        """Return when each folder in a folder was changed, in seconds since 1970, by name."""
+        with os.scandir(path) as entries:
+            return {one.name: one.stat().st_mtime for one in entries if one.is_dir()}
+
+    def list_files(self, path: Path) -> list[FoundFile]:
+        """Return the files in a folder, without those that another process removes meanwhile."""
+        found = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    stat = entry.stat()
+                    found.append(FoundFile(entry.name, stat.st_size, stat.st_mtime))
+        return found
+
+    def open(self, path: Path) -> int:
+        """Return a descriptor for reading a file."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def read_into(self, descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
+        """Fill memory with a file's bytes from an offset on; return how many bytes there were."""
+        num_read = 0
+        left = [part for part in parts if part.nbytes]
+        while left:
+            num_bytes = os.preadv(descriptor, left[:_MOST_PARTS], offset + num_read)
+            if not num_bytes:
+                break
+            num_read += num_bytes
+            while left and num_bytes >= left[0].nbytes:
+                num_bytes -= left.pop(0).nbytes
+            if num_bytes:
+                left[0] = left[0][num_bytes:]
+        return num_read
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor."""
+        os.close(descriptor)
+
+    def write_new(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        """Write a new file, for this user only."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+            for part in parts:
+                left = memoryview(part)
+                while left.nbytes:
+                    left = left[file.write(left) :]
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Give a file another name at once, in place of a file that has this name."""
+        path.replace(target)
+
+    def link(self, path: Path, target: Path) -> None:
+        """Give a file a second name; raise FileExistsError if the name is taken."""
+        target.hardlink_to(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; do nothing if it is gone."""
+        path.unlink(missing_ok=True)
+
+    def touch(self, path: Path) -> None:
+        """Set a file's time of change to now."""
+        os.utime(path)

@@ -1,0 +1,75 @@
+"""ReadJob and WriteJob: what the engine's thread asks the tier's threads to do. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.kv.block_hash import BlockHash
+
+
+class BlockMemory(Protocol):
+    """The bytes of the KV cache's blocks (`block_bytes.py`).
+
+    Safe from any thread.
+
+    Attributes:
+        block_bytes: bytes of a block.
+    """
+
+    block_bytes: int
+
+    def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        """Return the bytes of blocks, which change if somebody writes to the blocks meanwhile."""
+
+    def room_for(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        """Return memory for the new bytes of blocks."""
+
+    def put(self, block_ids: Sequence[int], parts: Sequence[memoryview]) -> None:
+        """Store the bytes that a caller has written to the memory from `room_for`."""
+
+
+@dataclass(slots=True, eq=False)
+class ReadJob:
+    """Blocks that one thread reads from files into the KV cache.
+
+    Attributes:
+        identity: name of the folder with files of this node's KV.
+        chain: hashes of a prompt's blocks.
+        first: place in the chain of the first block to read.
+        block_ids: blocks to fill, which nobody else uses until `has_ended`.
+        num_done: leading blocks that are filled and whose digests are right.
+        causes: why not all blocks could be read (`MISS_CAUSES`).
+        is_stopped: whether no further file should be read.
+        has_ended: whether the thread has let go of all blocks.
+    """
+
+    identity: str
+    chain: Sequence[BlockHash]
+    first: int
+    block_ids: Sequence[int]
+    num_done: int = 0
+    causes: tuple[str, ...] = ()
+    is_stopped: bool = False
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteJob:
+    """Cached blocks that one thread writes to a file. The job holds no reference to the blocks.
+
+    Attributes:
+        identity: name of the folder with files of this node's KV.
+        chain: hashes of an ended request's blocks.
+        first: place in the chain of the first of ``block_ids``.
+        block_ids: blocks with the chain's contents, from ``first`` on.
+        are_same: returns whether the blocks from one place in ``block_ids`` on still have the
+            contents that they had when this job was made, without a change meanwhile.
+    """
+
+    identity: str
+    chain: Sequence[BlockHash]
+    first: int
+    block_ids: Sequence[int]
+    are_same: Callable[[int], bool]

@@ -1,0 +1,175 @@
+"""RunIndex: which files have which blocks, how large they are, and which are removed first.
+
+    chain    h0 h1 h2 h3 h4 h5 h6 h7        hashes of a prompt's blocks
+    files    [------A-----] [--B--]         first missing block h1: h1 to h4 from A, h5 to h7 from B
+                   [--C--]
+
+A file's name has the hash of its first block, and only the header has all hashes. As hashes are
+chained, two runs with the same first block are equal up to some block. Safe from any thread.
+Refuses to know: files' contents, memory, the engine.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from baton.kv.block_hash import BlockHash
+from engine.kv_files.run_file import LAST_BYTES, RunName
+
+FOLDER_CHARS = 2  # hexadecimal digits of the first hash that name a file's folder
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A file with a run of blocks.
+
+    Attributes:
+        identity: name of the folder of its KV's identity.
+        used_at: when the file was written or read last, in seconds since 1970.
+        hashes: hashes of all blocks; empty: the header was not read yet.
+        folder: the file's folder below the tier's folder.
+        path: the file's path below the tier's folder.
+    """
+
+    identity: str
+    name: RunName
+    num_bytes: int
+    used_at: float
+    hashes: tuple[BlockHash, ...] = ()
+    folder: str = field(init=False)
+    path: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        text = str(self.name)
+        self.folder = f"{self.identity}/{text[:FOLDER_CHARS]}"
+        self.path = f"{self.folder}/{text}"
+
+    def num_equal(self, chain: Sequence[BlockHash], at: int) -> int | None:
+        """Return how many blocks the run shares with ``chain[at:]``; None: only the header tells.
+
+        Args:
+            at: place in the chain of the run's first block.
+        """
+        size = self.name.num_blocks
+        if at + size <= len(chain) and chain[at + size - 1][:LAST_BYTES] == self.name.last:
+            return size
+        if not self.hashes:
+            return None
+        places = range(min(size, len(chain) - at))
+        return bisect.bisect_left(places, True, key=lambda i: self.hashes[i] != chain[at + i])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks of a chain that one file has.
+
+    Attributes:
+        at: place in the chain of the run's first block.
+        begin, end: places in the chain of the first block to read, and behind the last one.
+    """
+
+    run: Run
+    at: int
+    begin: int
+    end: int
+
+
+class RunIndex:
+    """The files in the tier's folder, as far as they are known."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_path: dict[str, Run] = {}
+        self._by_folder: dict[str, dict[str, Run]] = {}
+        self._by_first: dict[tuple[str, BlockHash], dict[str, Run]] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_path)
+
+    def add(self, run: Run) -> None:
+        """Enter a file, in place of a file of the same name."""
+        path = run.path
+        with self._lock:
+            self._remove(path)
+            self._by_path[path] = run
+            self._by_folder.setdefault(run.folder, {})[path] = run
+            self._by_first.setdefault((run.identity, run.name.first), {})[path] = run
+            self.num_bytes += run.num_bytes
+
+    def remove(self, path: str) -> None:
+        """Remove a file; do nothing if it is unknown."""
+        with self._lock:
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        run = self._by_path.pop(path, None)
+        if run is None:
+            return
+        self.num_bytes -= run.num_bytes
+        self._by_folder[run.folder].pop(path)
+        key = run.identity, run.name.first
+        self._by_first[key].pop(path)
+        if not self._by_first[key]:
+            del self._by_first[key]
+
+    def get(self, path: str) -> Run | None:
+        """Return a known file, or None."""
+        return self._by_path.get(path)
+
+    def in_folder(self, folder: str) -> list[Run]:
+        """Return the known files of a folder."""
+        with self._lock:
+            return list(self._by_folder.get(folder, {}).values())
+
+    def runs_of(self, identity: str, chain: Sequence[BlockHash]) -> list[tuple[int, Run]]:
+        """Return the runs that begin with a block of the chain, with this block's place."""
+        with self._lock:
+            return [
+                (place, run)
+                for place, block_hash in enumerate(chain)
+                for run in self._by_first.get((identity, block_hash), {}).values()
+            ]
+
+    def oldest_first(self, now: float) -> Iterator[Run]:
+        """Yield all files, those first that are worth least.
+
+        The worth falls with the time since the last use, and rises with the tokens that would have
+        to be computed again: a run with twice as many tokens may be unused for twice as long.
+        """
+        with self._lock:
+            runs = list(self._by_path.values())
+        yield from sorted(runs, key=lambda run: -max(now - run.used_at, 0.0) / run.name.num_tokens)
+
+
+def plan_pieces(
+    found: Sequence[tuple[int, Run]], chain: Sequence[BlockHash], first: int
+) -> list[Piece]:
+    """Choose the files from which to read a chain's blocks from ``first`` on, as many as possible.
+
+    A run whose hashes are unknown is taken to have as many blocks of the chain as it can have.
+
+    Args:
+        found: result of `RunIndex.runs_of`.
+        first: place of the first missing block.
+    """
+    ends = []
+    for at, run in found:
+        num_equal = run.num_equal(chain, at)
+        size = run.name.num_blocks if num_equal is None else num_equal
+        ends.append((min(at + size, len(chain)), at, run))
+    pieces, place = [], first
+    while place < len(chain):
+        end, at, best = max(
+            (one for one in ends if one[1] <= place < one[0]),
+            key=lambda one: one[0],
+            default=(0, 0, None),
+        )
+        if best is None:
+            break
+        pieces.append(Piece(best, at, place, end))
+        place = end
+    return pieces

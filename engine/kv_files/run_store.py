@@ -1,0 +1,329 @@
+"""RunStore: reads and writes runs of KV blocks in the files of one folder, and bounds their bytes.
+
+    FOLDER/secret                               key of all digests, made by the first node
+    FOLDER/IDENTITY/FIRST TWO DIGITS/NAME.kv    one run of blocks (`run_file.py`)
+
+Several nodes may use the folder. A file gets its name once it is complete, and never changes, so
+nodes need no lock. Refuses to know: requests, when a read is late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.api.errors import ConfigError
+from baton.kv.block_hash import BlockHash
+from baton.kv.block_key import KEY_BYTES
+from baton.kv.kv_file_counts import KVFileCounts
+from engine.kv_files.file_system import FileSystem
+from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
+from engine.kv_files.run_file import (
+    ENDING,
+    PREFIX_BYTES,
+    CheckedHeader,
+    RunName,
+    UnusableError,
+    check_header,
+    encode_header,
+    header_bytes,
+)
+from engine.kv_files.run_index import Piece, Run, RunIndex, plan_pieces
+
+SECRET = "secret"
+_UNFINISHED = ".unfinished-"
+# Age in seconds after which an unfinished file is taken for one that a killed node has left.
+_ABANDONED_S = 600.0
+# Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
+# is read again.
+_SETTLED_S = 1.0
+_CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
+# When the folder is full, files are removed until this share of the limit is free.
+_FREE_SHARE = 0.05
+# Fewest tokens of a run: a file of fewer would cost more than to compute them.
+MIN_TOKENS = 64
+
+
+class RunStore:
+    """The files in one folder.
+
+    Args:
+        folder: the tier's folder, which is made if it is missing.
+        limit_bytes: most bytes of all files in the folder.
+        memory: bytes of the KV cache's blocks.
+        block_size: tokens per block.
+        files: does all operations on files.
+
+    Attributes:
+        index: the files that are known.
+        counts: counts since the start.
+
+    Raises ConfigError if the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        memory: BlockMemory,
+        block_size: int,
+        files: FileSystem,
+    ) -> None:
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._memory, self._block_size, self._files = memory, block_size, files
+        self.index = RunIndex()
+        self.counts = KVFileCounts()
+        self._numbers = itertools.count()
+        self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
+        try:
+            files.make_folder(folder)
+            self._secret = self._open_secret()
+        except OSError as error:
+            raise ConfigError(f"kv_files: {folder}: cannot be used: {error.strerror}") from error
+
+    def _open_secret(self) -> bytes:
+        """Return the folder's secret; make it if there is none."""
+        path = self._folder / SECRET
+        new = self._unfinished(self._folder)
+        self._files.write_new(new, [os.urandom(KEY_BYTES)])
+        try:
+            self._files.link(new, path)  # fails if another node was faster
+        except FileExistsError:
+            pass
+        finally:
+            self._files.remove(new)
+        found = bytearray(KEY_BYTES)
+        descriptor = self._files.open(path)
+        try:
+            num_bytes = self._files.read_into(descriptor, 0, [memoryview(found)])
+        finally:
+            self._files.close(descriptor)
+        if num_bytes < KEY_BYTES:
+            raise ConfigError(f"kv_files: {path}: must have {KEY_BYTES} bytes, got {num_bytes}")
+        return bytes(found)
+
+    def _unfinished(self, folder: Path) -> Path:
+        return folder / f"{_UNFINISHED}{os.getpid()}-{id(self):x}-{next(self._numbers)}"
+
+    # ------------------------------------------------------------------ what there is
+
+    def scan(self) -> None:
+        """Read those folders that were changed since the last call. Raises OSError."""
+        seen = set()
+        for identity in self._files.list_folders(self._folder):
+            found = self._files.list_folders(self._folder / identity)
+            for name, changed_at in found.items():
+                folder = f"{identity}/{name}"
+                seen.add(folder)
+                if self._read_at.get(folder) != changed_at:
+                    is_settled = time.time() - changed_at > _SETTLED_S
+                    self._scan_folder(identity, folder)
+                    self._read_at[folder] = changed_at if is_settled else -1.0
+        for folder in self._read_at.keys() - seen:
+            del self._read_at[folder]
+            for run in self.index.in_folder(folder):
+                self.index.remove(run.path)
+        self._note_stored()
+
+    def _scan_folder(self, identity: str, folder: str) -> None:
+        gone = {run.path for run in self.index.in_folder(folder)}
+        for file in self._files.list_files(self._folder / folder):
+            if file.name.startswith(_UNFINISHED):
+                if time.time() - file.used_at > _ABANDONED_S:
+                    self._files.remove(self._folder / folder / file.name)
+                continue
+            name = RunName.parse(file.name) if file.name.endswith(ENDING) else None
+            if name is None:
+                continue
+            run = Run(identity, name, file.num_bytes, file.used_at)
+            known = self.index.get(run.path)
+            gone.discard(run.path)
+            if known is None:
+                self.index.add(run)
+            else:
+                known.used_at = max(known.used_at, file.used_at)
+        for path in gone:
+            self.index.remove(path)
+
+    def _note_stored(self) -> None:
+        self.counts.bytes_stored, self.counts.files_stored = self.index.num_bytes, len(self.index)
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, job: ReadJob) -> None:
+        """Fill as many leading blocks of a job as files have. Raises OSError."""
+        end = job.first + len(job.block_ids)
+        chain = job.chain[:end]
+        found = self._learn(job, self.index.runs_of(job.identity, chain))
+        pieces = plan_pieces(found, chain, job.first)
+        for piece in pieces:
+            if job.is_stopped or not self._read_piece(job, piece):
+                return
+        if job.first + job.num_done < end and not job.causes:
+            job.causes += ("absent",)
+
+    def _learn(self, job: ReadJob, found: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
+        """Read the headers without which nobody knows how much of a chain a run has."""
+        usable = []
+        for at, run in found:
+            is_known = run.num_equal(job.chain, at) is not None
+            if is_known or (not job.is_stopped and self._open_run(job, run)):
+                usable.append((at, run))
+        return usable
+
+    def _open_run(self, job: ReadJob, run: Run, piece: Piece | None = None) -> bool:
+        """Read a file's header, and the blocks of a piece; return whether all was right."""
+        try:
+            descriptor = self._files.open(self._folder / run.path)
+        except FileNotFoundError:
+            job.causes += ("gone",)
+            self.index.remove(run.path)
+            return False
+        try:
+            checked = self._read_header(descriptor, run, job.identity)
+            run.hashes = checked.header.hashes
+            if piece is not None:
+                self._read_blocks(job, piece, descriptor, checked)
+        except UnusableError as error:
+            job.causes += (error.cause,)
+            self.index.remove(run.path)
+            self._files.remove(self._folder / run.path)
+            return False
+        finally:
+            self._files.close(descriptor)
+        return True
+
+    def _read_header(self, descriptor: int, run: Run, identity: str) -> CheckedHeader:
+        prefix = self._read_bytes(descriptor, PREFIX_BYTES)
+        whole = self._read_bytes(descriptor, header_bytes(prefix))
+        return check_header(self._secret, identity, self._memory.block_bytes, run.name, whole)
+
+    def _read_bytes(self, descriptor: int, num_bytes: int) -> bytes:
+        found = bytearray(num_bytes)
+        num_read = self._files.read_into(descriptor, 0, [memoryview(found)])
+        return bytes(found[:num_read])
+
+    def _read_piece(self, job: ReadJob, piece: Piece) -> bool:
+        """Fill the blocks of one file; return whether to go on with the next file."""
+        if not self._open_run(job, piece.run, piece):
+            return False
+        # The clock of used files is that of the folder, for all nodes and after a restart.
+        piece.run.used_at = time.time()
+        self._files.touch(self._folder / piece.run.path)
+        return job.first + job.num_done == piece.end
+
+    def _read_blocks(
+        self, job: ReadJob, piece: Piece, descriptor: int, checked: CheckedHeader
+    ) -> None:
+        """Fill the blocks of a piece, a few at a time, and check each block's digest."""
+        size, hashes = self._memory.block_bytes, checked.header.hashes
+        per_chunk = max(_CHUNK_BYTES // size, 1)
+        for begin in range(piece.begin, piece.end, per_chunk):
+            if job.is_stopped:
+                return
+            end = min(begin + per_chunk, piece.end)
+            if tuple(job.chain[begin:end]) != hashes[begin - piece.at : end - piece.at]:
+                raise UnusableError("foreign", "the file has other blocks than it had before")
+            block_ids = job.block_ids[begin - job.first : end - job.first]
+            room = self._memory.room_for(block_ids)
+            offset = checked.data_start + (begin - piece.at) * size
+            if self._files.read_into(descriptor, offset, room) < size * len(block_ids):
+                raise UnusableError("short", "the file is cut")
+            for place, block in enumerate(room, begin - piece.at):
+                if not checked.is_right(place, block):
+                    raise UnusableError("damaged", "a block's digest is wrong")
+            self._memory.put(block_ids, room)
+            job.num_done += len(block_ids)
+            self.counts.bytes_read += size * len(block_ids)
+
+    # ------------------------------------------------------------------ writing
+
+    def first_missing(self, identity: str, chain: Sequence[BlockHash]) -> int:
+        """Return the place of the first block of a chain that no known file has.
+
+        A run whose hashes are unknown counts only if its last block belongs to the chain.
+        """
+        found = self.index.runs_of(identity, chain)
+        known = [(at, run) for at, run in found if run.num_equal(chain, at) is not None]
+        pieces = plan_pieces(known, chain, 0)
+        return pieces[-1].end if pieces else 0
+
+    def write(self, job: WriteJob) -> None:
+        """Write those blocks of a job that no file has yet. Raises OSError."""
+        chain = job.chain[: job.first + len(job.block_ids)]
+        first = max(self.first_missing(job.identity, chain), job.first)
+        if (len(chain) - first) * self._block_size < MIN_TOKENS:
+            return
+        replaced = []
+        while (before := self._run_before(job, chain, first)) is not None:
+            replaced.append(before)
+            first = before.name.start
+        most = max(self._limit_bytes // 2 // self._memory.block_bytes, 1)
+        hashes = chain[first : first + most]
+        if not self._write_run(job, first, hashes):
+            self.counts.runs["skipped"] += 1
+            return
+        self.counts.runs["written"] += 1
+        for run in replaced:
+            if run.name.start + run.name.num_blocks <= first + len(hashes):
+                self._drop(run)
+
+    def _run_before(self, job: WriteJob, chain: Sequence[BlockHash], first: int) -> Run | None:
+        """Return the run that ends where a new one begins, if the new run should replace it.
+
+        So a conversation of many turns lies in few files: each has more blocks than all later
+        files together.
+        """
+        for at, run in self.index.runs_of(job.identity, chain[:first]):
+            size = run.name.num_blocks
+            ends_here = at + size == first and run.num_equal(chain, at) == size
+            if ends_here and at >= job.first and size <= len(chain) - first:
+                return run
+        return None
+
+    def _write_run(self, job: WriteJob, first: int, hashes: Sequence[BlockHash]) -> bool:
+        """Write a new file; return whether its blocks were unchanged until it was complete."""
+        place = first - job.first
+        block_ids = job.block_ids[place : place + len(hashes)]
+        if not job.are_same(place):
+            return False
+        blocks = self._memory.contents(block_ids)
+        header = encode_header(self._secret, job.identity, first, hashes, blocks)
+        num_bytes = len(header) + sum(block.nbytes for block in blocks)
+        self._make_room(num_bytes)
+        name = RunName.of(hashes, first, self._block_size)
+        run = Run(job.identity, name, num_bytes, time.time(), tuple(hashes))
+        folder = self._folder / run.folder
+        self._files.make_folder(folder)
+        new = self._unfinished(folder)
+        try:
+            self._files.write_new(new, [header, *blocks])
+            if not job.are_same(place):
+                return False
+            self._files.rename(new, self._folder / run.path)
+        finally:
+            self._files.remove(new)
+        self.index.add(run)
+        self.counts.bytes_written += num_bytes
+        self._note_stored()
+        return True
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove files, until the limit allows so many bytes more."""
+        if self.index.num_bytes + num_bytes <= self._limit_bytes:
+            return
+        wanted = max(self._limit_bytes - num_bytes - int(self._limit_bytes * _FREE_SHARE), 0)
+        for run in self.index.oldest_first(time.time()):
+            if self.index.num_bytes <= wanted:
+                break
+            self._drop(run)
+            self.counts.files_evicted += 1
+        self._note_stored()
+
+    def _drop(self, run: Run) -> None:
+        """Remove a file."""
+        self.index.remove(run.path)
+        self._files.remove(self._folder / run.path)

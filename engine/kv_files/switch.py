@@ -1,0 +1,43 @@
+"""Switch: turns reading or writing of files off after a failure, and on again after a while."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 10.0
+MOST_PAUSE_S = 300.0
+
+
+class Switch:
+    """Whether one direction of the tier works. Each further failure doubles the pause.
+
+    Args:
+        what: name for log lines, such as "reading KV from files".
+        clock: returns seconds, never going back.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        self._what, self._clock = what, clock
+        self._off_until = 0.0
+        self._pause_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether to try; after a pause, one try decides."""
+        return self._clock() >= self._off_until
+
+    def fail(self, problem: str) -> None:
+        """Turn off for a while, with one log line for a row of failures."""
+        if not self._pause_s:
+            logger.warning("%s is off for a while: %s", self._what, problem)
+        self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), MOST_PAUSE_S)
+        self._off_until = self._clock() + self._pause_s
+
+    def succeed(self) -> None:
+        """Note that a try has worked."""
+        if self._pause_s:
+            logger.info("%s works again", self._what)
+        self._pause_s = self._off_until = 0.0

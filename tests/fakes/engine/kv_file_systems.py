@@ -1,0 +1,43 @@
+"""File systems for the file tier that fail or stand still when a test says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engine.kv_files.file_system import FileSystem
+
+
+class TroubledFiles(FileSystem):
+    """Files of this machine with faults.
+
+    Attributes:
+        write_error, read_error: error numbers that writes and reads fail with; 0: none.
+        gate: while this event is unset, reads of blocks stand still.
+        stands: set once a read stands still.
+    """
+
+    def __init__(self) -> None:
+        self.write_error = self.read_error = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.stands = threading.Event()
+
+    def write_new(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        if self.write_error:
+            raise OSError(self.write_error, os.strerror(self.write_error))
+        super().write_new(path, parts)
+
+    def read_into(self, descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
+        if self.read_error:
+            raise OSError(self.read_error, os.strerror(self.read_error))
+        if offset and not self.gate.is_set():
+            self.stands.set()
+            assert self.gate.wait(60), "the test opens the gate"
+        return super().read_into(descriptor, offset, parts)
+
+
+DISK_FULL, READ_ERROR = errno.ENOSPC, errno.EIO

@@ -1,0 +1,213 @@
+"""Unit tests of the files with KV: what is found again, what is refused, what leaves first."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from baton.api.errors import ConfigError
+from engine.kv_files.jobs import WriteJob
+from engine.kv_files.run_file import RunName
+from engine.kv_files.run_store import SECRET
+from tests.fakes.engine.kv_file_stores import (
+    BLOCK_BYTES,
+    IDENTITY,
+    Blocks,
+    chain_of,
+    open_store,
+    read,
+    write,
+)
+
+NUM_BLOCKS = 8
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.glob("*/*/*.kv")
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*/*/*.kv"))
+
+
+def test_a_chain_is_read_after_a_restart(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+    assert read(store, blocks, chain, first=3).num_done == NUM_BLOCKS - 3
+    longer = read(store, blocks, [*chain, b"x" * 32])
+    assert (longer.num_done, longer.causes) == (NUM_BLOCKS, ("absent",))
+
+
+def test_part_of_a_file_serves_a_prompt_that_branches_off(tmp_path: Path) -> None:
+    chain, other = chain_of(1, NUM_BLOCKS), chain_of(2, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path)
+    job = read(store, blocks, [*chain[:5], *other[5:]])
+    assert (job.num_done, job.causes) == (5, ("absent",))
+
+
+def test_turns_of_a_conversation_lie_in_few_files(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path)
+    for num_turns in range(1, 9):
+        write(store, blocks, chain_of(1, 4 * num_turns))
+        assert len(names(tmp_path)) == num_turns.bit_count()
+    write(store, blocks, chain_of(1, 64))
+    assert len(names(tmp_path)) == 1, "one read brings the whole conversation"
+    restarted, _ = open_store(tmp_path)
+    assert read(restarted, blocks, chain_of(1, 64)).num_done == 64
+
+
+def test_nothing_is_written_twice_or_for_few_tokens(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path)
+    write(store, blocks, chain_of(1, 3))
+    assert names(tmp_path) == []
+    write(store, blocks, chain_of(1, NUM_BLOCKS))
+    write(store, blocks, chain_of(1, NUM_BLOCKS))
+    write(store, blocks, chain_of(1, NUM_BLOCKS + 3))
+    assert store.counts.runs["written"] == len(names(tmp_path)) == 1
+
+
+def spoil(rng: random.Random, content: bytes, other: bytes, kind: str) -> bytes:
+    """Return a file's content, spoilt in one of the ways of `KINDS`."""
+    data_start = len(content) - NUM_BLOCKS * BLOCK_BYTES
+    new = bytearray(content)
+    if kind == "truncated":
+        return content[: rng.randrange(len(content))]
+    if kind == "flipped":
+        header = 12 + int.from_bytes(content[8:12], "little") + 16  # zeros follow, up to the data
+        ranges = [range(12), range(12, header), range(data_start, len(content))]
+        new[rng.choice(rng.choice(ranges))] ^= 1 << rng.randrange(8)
+        return bytes(new)
+    if kind == "blocks swapped":
+        places = rng.sample(range(NUM_BLOCKS), 2)
+        one, two = (
+            slice(data_start + p * BLOCK_BYTES, data_start + (p + 1) * BLOCK_BYTES) for p in places
+        )
+        new[one], new[two] = new[two], new[one]
+        return bytes(new)
+    return other
+
+
+# Ways to spoil a file, and the causes of which one must be counted. A flipped bit may be one of a
+# length, or of an identity.
+KINDS = {
+    "truncated": {"short"},
+    "flipped": {"damaged", "short", "foreign"},
+    "blocks swapped": {"damaged"},
+    "other chain": {"foreign"},
+    "other tenant": {"foreign"},
+    "other layout": {"foreign"},
+    "other identity": {"foreign"},
+    "other secret": {"damaged"},
+}
+
+
+def file_of_another(folder: Path, secret: bytes, kind: str, seed: int) -> bytes:
+    """Return the content of a file that must not serve the chain of a seed."""
+    folder.mkdir(parents=True)
+    if kind != "other secret":
+        (folder / SECRET).write_bytes(secret)
+    memory = Blocks(block_bytes=2 * BLOCK_BYTES) if kind == "other layout" else Blocks()
+    store, _ = open_store(folder, memory=memory)
+    salt = b"tenant" if kind == "other tenant" else b""
+    write(store, memory, chain_of(seed + (kind == "other chain"), NUM_BLOCKS, salt))
+    content = only_file(folder).read_bytes()
+    if kind == "other identity":  # the header names the identity that wrote the file
+        content = content.replace(IDENTITY.encode(), b"b2", 1)
+    return content
+
+
+def test_a_thousand_spoilt_files_are_refused(tmp_path: Path) -> None:
+    rng, num_counted = random.Random(5), 0
+    for seed in range(5):
+        right, chain = tmp_path / f"right-{seed}", chain_of(seed, NUM_BLOCKS)
+        write(*open_store(right), chain)
+        path = only_file(right)
+        content, secret = path.read_bytes(), (right / SECRET).read_bytes()
+        for kind, allowed in KINDS.items():
+            other = file_of_another(tmp_path / f"{kind}-{seed}", secret, kind, seed)
+            for draw in range(25):
+                path.write_bytes(spoil(rng, content, other, kind))
+                store, blocks = open_store(right)
+                job = read(store, blocks, chain)
+                assert job.num_done == 0, (seed, kind, draw)
+                assert len(set(job.causes) & allowed) == 1, (seed, kind, draw, job.causes)
+                assert names(right) == [], "a spoilt file is removed"
+                num_counted += 1
+    assert num_counted == 1000
+
+
+def test_files_of_other_identities_are_not_found(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path)
+    job = read(store, blocks, chain, identity="b2")
+    assert (job.num_done, job.causes) == (0, ("absent",))
+
+
+def test_long_runs_may_be_unused_for_longer_before_they_leave(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path, limit_bytes=36_000)
+    write(store, blocks, chain_of(1, 40))  # about 16 kB
+    write(store, blocks, chain_of(2, 4))
+    for run in store.index.oldest_first(0.0):
+        run.used_at -= 100.0
+    write(store, blocks, chain_of(3, 60))  # about 20 kB
+    assert store.counts.files_evicted == 1
+    found = {RunName.parse(name) for name in names(tmp_path)}
+    assert sorted(name.num_blocks for name in found if name) == [40, 60]
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*")) <= 36_000
+    assert store.counts.bytes_stored == store.index.num_bytes <= 36_000
+
+
+def test_two_nodes_share_a_folder(tmp_path: Path) -> None:
+    (one, blocks), (two, more) = open_store(tmp_path), open_store(tmp_path)
+    chain = chain_of(1, NUM_BLOCKS)
+    write(one, blocks, chain)
+    write(two, more, chain)  # the second writer replaces a file of the same name
+    assert len(names(tmp_path)) == 1
+    assert read(one, blocks, chain).num_done == NUM_BLOCKS
+    later = chain_of(3, NUM_BLOCKS)
+    write(two, more, later)
+    one.scan()
+    assert read(one, blocks, later).num_done == NUM_BLOCKS
+    two._drop(two.index.runs_of(IDENTITY, later)[0][1])
+    assert read(one, blocks, later).causes == ("gone",)
+
+
+def test_a_block_that_changes_while_it_is_written_is_not_stored(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path)
+    chain, answers = chain_of(1, NUM_BLOCKS), iter([True, False])
+    job = read(store, blocks, chain)
+    assert job.causes == ("absent",)
+    store.write(WriteJob(IDENTITY, chain, 0, range(NUM_BLOCKS), lambda place: next(answers)))
+    assert (names(tmp_path), store.counts.runs["skipped"]) == ([], 1)
+    assert not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
+
+
+@pytest.mark.parametrize("kind", ["a file", "a short secret"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "kv"
+    if kind == "a file":
+        folder.write_text("x")
+    else:
+        folder.mkdir()
+        (folder / SECRET).write_bytes(os.urandom(5))
+    with pytest.raises(ConfigError, match=r"kv_files: .*kv"):
+        open_store(folder)
+
+
+def test_many_files_are_found_at_a_start(tmp_path: Path) -> None:
+    first, _ = open_store(tmp_path)
+    for number in range(2000):
+        name = RunName(number.to_bytes(32, "big")[::-1], b"x" * 16, 0, 4, 64)
+        path = tmp_path / IDENTITY / str(name)[:2] / str(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    first.scan()
+    assert len(first.index) == 2000
