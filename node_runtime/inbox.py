@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from baton.adapters.digest import AdapterMissingError
 from baton.api.errors import TransferError
 from baton.api.outputs import RequestDelta
-from baton.kv.prefixes import fetch_end
+from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import (
     ADAPTER_MISSING,
     AbortAll,
@@ -169,10 +169,12 @@ class Inbox(Generic[Job]):
                     node.remove_peer(command.engine_id)
                     node.side_work.lose_peer(command.engine_id)
                 case PeerUpdate(engine_id=engine_id):
-                    _connect(node.connect_peer, engine_id, command.peer_info, outbox)
-                    if command.fetch_peer_info:
-                        end, info = fetch_end(engine_id), command.fetch_peer_info
-                        _connect(node.side_work.add_peer, end, info, outbox)
+                    fetches, shares = command.fetch_peer_info, command.share_peer_info
+                    if command.peer_info or not (fetches or shares):
+                        _connect(node.connect_peer, engine_id, command.peer_info, outbox)
+                    for end, info in ((fetch_end, fetches), (share_end, shares)):
+                        if info:
+                            _connect(node.side_work.add_peer, end(engine_id), info, outbox)
                 case DropPins():
                     self._engine.features.pins.drop_session(command.owner, command.session)
                 case ShareCommand():

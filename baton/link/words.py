@@ -102,8 +102,8 @@ class NodeRegistration:
             encodings.
         encode_times: times to encode one image, by its number of tokens, sorted; measured at the
             start of an encode node.
-        fetch_peer_info: how other nodes reach this node's end for cached prefixes; empty: it has
-            none.
+        fetch_peer_info, share_peer_info: how other nodes reach the ends at which this node receives
+            and from which it sends cached prefixes; empty: it has no such end.
     """
 
     node_name: str
@@ -130,6 +130,7 @@ class NodeRegistration:
     encodings_peer_info: bytes = b""
     encode_times: tuple[StepTime, ...] = ()
     fetch_peer_info: bytes = b""
+    share_peer_info: bytes = b""
 
     @property
     def revision(self) -> str:
@@ -288,14 +289,18 @@ class PeerUpdate:
     """News that a possible partner of this node joined (``peer_info``) or left (``removed``).
 
     Attributes:
-        fetch_peer_info: how to reach the node's end for cached prefixes; empty: the two nodes do
-            not send prefixes to each other.
+        peer_info: empty: the two nodes exchange cached prefixes only.
+        fetch_peer_info: how to reach the end at which the node receives cached prefixes from the
+            reader of this message; empty: it receives none.
+        share_peer_info: how to reach the end from which the node sends cached prefixes to the
+            reader; empty: it sends none.
     """
 
     engine_id: str
     peer_info: bytes = b""
     removed: bool = False
     fetch_peer_info: bytes = b""
+    share_peer_info: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters", "encodes_images", "encodings_peer_info", "encode_times", "fetch_peer_info")
+    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters", "encodes_images", "encodings_peer_info", "encode_times", "fetch_peer_info", "share_peer_info")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Register(_message.Message):
     ENCODINGS_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     ENCODE_TIMES_FIELD_NUMBER: _ClassVar[int]
     FETCH_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
+    SHARE_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -90,7 +91,8 @@ class Register(_message.Message):
     encodings_peer_info: bytes
     encode_times: _containers.RepeatedCompositeFieldContainer[StepTime]
     fetch_peer_info: bytes
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ..., encodes_images: bool = ..., encodings_peer_info: _Optional[bytes] = ..., encode_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., fetch_peer_info: _Optional[bytes] = ...) -> None: ...
+    share_peer_info: bytes
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ..., encodes_images: bool = ..., encodings_peer_info: _Optional[bytes] = ..., encode_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., fetch_peer_info: _Optional[bytes] = ..., share_peer_info: _Optional[bytes] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_tokens", "seconds")
@@ -281,16 +283,18 @@ class Registered(_message.Message):
     def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ..., may_retry: bool = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class PeerUpdate(_message.Message):
-    __slots__ = ("engine_id", "peer_info", "removed", "fetch_peer_info")
+    __slots__ = ("engine_id", "peer_info", "removed", "fetch_peer_info", "share_peer_info")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     FETCH_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
+    SHARE_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     peer_info: bytes
     removed: bool
     fetch_peer_info: bytes
-    def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ..., fetch_peer_info: _Optional[bytes] = ...) -> None: ...
+    share_peer_info: bytes
+    def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ..., fetch_peer_info: _Optional[bytes] = ..., share_peer_info: _Optional[bytes] = ...) -> None: ...
 
 class PromptImage(_message.Message):
     __slots__ = ("first", "num_tokens", "digest", "frames", "rows", "columns", "data")
