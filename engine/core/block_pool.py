@@ -300,7 +300,7 @@ class BlockPool:
                 in_index = known if isinstance(known, KVCacheBlock) else known[block.block_id]
                 assert isinstance(known, dict) or in_index is block
         sizes = [1 if isinstance(k, KVCacheBlock) else len(k) for k in self._cached.values()]
-        assert sum(sizes) == num_hashed and all(sizes)
+        assert (sum(sizes), all(sizes)) == (num_hashed, True)
 
     def ref_counts(self) -> dict[int, int]:
         """Return the reference count of each block in use, by block id, to check invariants."""
