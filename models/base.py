@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from baton.kv.layers import LayerKV
+from baton.kv.layers import AnyKV
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata
 from baton_kernels.state_metadata import StateMetadata
 from models.config import ModelConfig
@@ -159,7 +159,7 @@ class CausalLM(Protocol):
         ...
 
     @property
-    def kv_layers(self) -> tuple[LayerKV, ...]:
+    def kv_layers(self) -> tuple[AnyKV, ...]:
         """Return the layout of each layer's KV cache or recurrent state."""
         ...
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.model_folder import MODELOPT_FILE
 from baton.checkpoint.pooling.architectures import Head, read_labels, split_architecture
+from baton.kv.layers import LayerKV, SharedKV
 from models.family import Family, TextPart
 from models.fields import MAX_PARTS, Fields
 from models.loading.text_parts import rope_fields, text_part
@@ -105,10 +106,26 @@ class ModelConfig:
         return found.head_dim if isinstance(found, AttentionSpec) else found.qk_rope_head_dim
 
     @property
+    def kept_kv(self) -> tuple[LayerKV, ...]:
+        """Return what each layer keeps that does not read another layer's keys and values."""
+        every = (layer.mixer.kv for layer in self.layers)
+        return tuple(kv for kv in every if not isinstance(kv, SharedKV))
+
+    def rotated_head_dim(self, rotation: int) -> int:
+        """Return the size of the heads that the rotary embedding of this index rotates."""
+        mixers = (layer.mixer for layer in self.layers)
+        sizes = (
+            mixer.head_dim
+            for mixer in mixers
+            if isinstance(mixer, AttentionSpec) and mixer.rotation == rotation
+        )
+        return next(sizes, self.head_dim)
+
+    @property
     def experts(self) -> ExpertsSpec | None:
         """Return the spec of the first layer with experts; None: no layer has experts."""
-        parts = (layer.feed_forward for layer in self.layers)
-        return next((part for part in parts if isinstance(part, ExpertsSpec)), None)
+        parts = (layer.experts for layer in self.layers)
+        return next((part for part in parts if part is not None), None)
 
     @property
     def has_sinks(self) -> bool:

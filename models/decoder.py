@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from baton.api.errors import ConfigError
-from baton.kv.layers import LayerKV, as_replicated
+from baton.kv.layers import AnyKV, as_replicated, shared_layers
 from models.base import AdapterSpan, ForwardContext, Rotations
 from models.config import ModelConfig
 from models.cpu.decode_tapes import DecodeTapes
 from models.layers.attention import Attention
 from models.layers.computing import Computing
+from models.layers.embedding import LayerEnd, PerLayerEmbedding, look_up, rounded
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.latent_attention import LatentAttention
 from models.layers.linear import LabelHead, keep_elements, keep_outputs
 from models.layers.mamba2 import Mamba2
 from models.layers.mlp import GatedMLP, SquaredReluMLP
-from models.layers.moe import SparseMoe
+from models.layers.moe import MlpAndExperts, SparseMoe
 from models.layers.norm import NoNorm, RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.layers.short_conv import GatedShortConv
@@ -40,6 +41,7 @@ from models.recipe import (
     FeedForwardSpec,
     LatentSpec,
     Mamba2Spec,
+    MlpAndExpertsSpec,
     ShortConvSpec,
 )
 from models.vision.layers import VisionEncoder
@@ -65,10 +67,13 @@ def make_mixer(config: ModelConfig, layer_index: int) -> nn.Module:
             return GatedShortConv(spec, layer_index)
 
 
-def make_feed_forward(spec: FeedForwardSpec | None, hidden_size: int) -> nn.Module | None:
+def make_feed_forward(spec: FeedForwardSpec | None, config: ModelConfig) -> nn.Module | None:
     """Make the feed-forward part of a layer; None if the layer has no such part."""
+    hidden_size = config.hidden_size
     if spec is None:
         return None
+    if isinstance(spec, MlpAndExpertsSpec):
+        return MlpAndExperts(spec, hidden_size, functools.partial(make_norm, config))
     if isinstance(spec, ExpertsSpec):
         return SparseMoe(spec, hidden_size)
     if spec.activation == RELU2:
@@ -94,7 +99,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._residual_scale = config.recipe.residual_scale
         self.self_attn = make_mixer(config, layer_index)
-        self.mlp = make_feed_forward(config.layers[layer_index].feed_forward, config.hidden_size)
+        self.mlp = make_feed_forward(config.layers[layer_index].feed_forward, config)
+        self.end = _make_end(config)
 
         def norm(name: str | None) -> RMSNorm | NoNorm:
             if name is None:
@@ -122,20 +128,29 @@ class DecoderLayer(nn.Module):
             self._mixer_group = group
         if self.mlp is not None and _can_share(self.mlp):
             cast("Shareable", self.mlp).shard(rank)
-            self._feed_forward_group = group
+            if isinstance(self.mlp, MlpAndExperts):
+                self.mlp.group = group
+            else:
+                self._feed_forward_group = group
 
     def forward(
-        self, delta: Tensor, residual: Tensor | None, rotations: Rotations, step: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        rotations: Rotations,
+        step: ForwardContext,
+        vectors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute one layer. The next layer's norm adds the result to the stream, in one operation.
 
         Args:
             delta: ``[num_tokens, hidden_size]``, the previous layer's result, still to be added to
                 the residual stream.
-            residual: ``[num_tokens, hidden_size]``, the stream without ``delta``; None in the first
-                layer.
+            residual: ``[num_tokens, hidden_size]``, the stream without ``delta``; None: ``delta``
+                is the stream.
             rotations: cosines and sines of the step.
             step: the forward context.
+            vectors: ``[num_tokens, size]``, the tokens' per-layer embeddings for this layer.
 
         Returns:
             ``(delta, residual)`` for the next layer.
@@ -148,10 +163,31 @@ class DecoderLayer(nn.Module):
         attended = self._mixer_group.all_reduce(self.self_attn(normed, rotations, step))
         attended = after(attended)  # [num_tokens, hidden_size]
         if self.mlp is None:
-            return attended, residual
+            return self._close(attended, residual, vectors)
         before, after = self._feed_forward_norms
         normed, residual = before.add(attended, residual, self._residual_scale)
-        return after(self._feed_forward_group.all_reduce(self.mlp(normed))), residual
+        stream = (residual,) if isinstance(self.mlp, MlpAndExperts) else ()
+        fed = self._feed_forward_group.all_reduce(self.mlp(normed, *stream))
+        return self._close(after(fed), residual, vectors)
+
+    def _close(
+        self, delta: Tensor, residual: Tensor, vectors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.end is None:
+            return delta, residual
+        return self.end(delta, residual, self._residual_scale, vectors), None
+
+
+def _make_end(config: ModelConfig) -> LayerEnd | None:
+    recipe = config.recipe
+    if recipe.per_layer_embedding is None and not recipe.layer_scalars:
+        return None
+    return LayerEnd(
+        recipe.per_layer_embedding,
+        config.hidden_size,
+        make_norm(config),
+        has_scalar=recipe.layer_scalars,
+    )
 
 
 class Shareable(Protocol):
@@ -181,25 +217,40 @@ class Elsewhere(nn.Module):
 
 
 class Decoder(Computing):
-    """Embedding, layers and last norm: the modules that checkpoints name ``model.``."""
+    """Embedding, layers and last norm: the modules that checkpoints name ``model.``.
+
+    Attributes:
+        dtype: dtype of activations; set when weights are loaded.
+    """
+
+    dtype = torch.float32
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         recipe = config.recipe
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_embs = nn.ModuleList(
-            RotaryEmbedding(rope, config.head_dim, config.max_model_len) for rope in recipe.ropes
+            RotaryEmbedding(rope, config.rotated_head_dim(index), config.max_model_len)
+            for index, rope in enumerate(recipe.ropes)
         )
         self.layers = nn.ModuleList(
             DecoderLayer(config, index) for index in range(config.num_layers)
         )
         self.norm = make_norm(config)
+        self.per_layer = _make_per_layer_embedding(config)
+        self._kv_sources = shared_layers([layer.mixer.kv for layer in config.layers])
+        for layer, source in self._kv_sources.items():
+            _attention(self.layers[layer]).read_kv_of(_attention(self.layers[source]))
         self._embedding_scale = recipe.embedding_scale
         self._residual_scale = recipe.residual_scale
         self.tapes: DecodeTapes | None = None  # set if weights are packed for a CPU
         self._ranks = ALONE
-        self._vocab_start, self._vocab_size = 0, config.vocab_size
+        self._vocab = (0, config.vocab_size)
         self._hidden_size = config.hidden_size
+        # Size of a token's vector for each layer; 0: the model has no per-layer embeddings.
+        self._vector_size = 0
+        if recipe.per_layer_embedding is not None:
+            self._vector_size = recipe.per_layer_embedding.size
         self._own_layers = range(config.num_layers)
         # For drafters that read hidden states between layers: the layers whose inputs are kept, and
         # the latest step's inputs of these layers, `[num_tokens, len(state_layers) * hidden_size]`.
@@ -209,14 +260,24 @@ class Decoder(Computing):
     def shard(self, ranks: Ranks, vocab: Span, *, needs_embedding: bool) -> None:
         """Keep one rank's share of layers and vocabulary; call before weights are loaded."""
         self._ranks = ranks
-        self._vocab_start, self._vocab_size = vocab[0], vocab[1] - vocab[0]
+        self._vocab = vocab
         self._own_layers = range(
             *stage_layers(len(self.layers), ranks.stage, ranks.num_stages, ranks.stage_layers)
         )
+        for reader in self._own_layers:
+            if (source := self._kv_sources.get(reader, reader)) not in self._own_layers:
+                raise ConfigError(
+                    f"pipeline_layers: layer {reader} reads the keys and values of layer {source}, "
+                    f"so one stage must have both"
+                )
         if needs_embedding:
             keep_elements(self.embed_tokens, "weight", vocab)
         else:
             self.embed_tokens = Elsewhere()
+        if not ranks.is_first_stage:
+            self.per_layer = None
+        elif self.per_layer is not None:
+            self.per_layer.shard(ranks.group)
         for index, layer in enumerate(self.layers):
             if index not in self._own_layers:
                 self.layers[index] = Elsewhere()
@@ -229,11 +290,13 @@ class Decoder(Computing):
             delta = self.embed(input_ids)  # [num_tokens, hidden_size]
             for places, embeddings in context.images:
                 delta.index_copy_(0, places, embeddings[:, : self._hidden_size].to(delta.dtype))
+            inputs = [delta]
+            if self.per_layer is not None:
+                places_of_images = [places for places, _ in context.images]
+                inputs.append(self.per_layer(input_ids, delta, places_of_images))
         else:
-            shape = (len(input_ids), self._hidden_size)
-            empty = torch.empty(shape, dtype=self.norm.weight.dtype, device=input_ids.device)
-            delta = self._ranks.take_over(empty)
-        inputs = [delta]
+            inputs = self._take_over(input_ids)
+            delta = inputs[0]
         for rotary_emb in self.rotary_embs:  # each [num_tokens, rotary_dim]
             inputs += rotary_emb(context.positions, context.max_seq_len, delta.dtype)
         if self.tapes is None or context.images:
@@ -243,8 +306,23 @@ class Decoder(Computing):
         hidden, *states = results
         self.states = torch.cat(states, dim=-1) if states else None
         if not self._ranks.is_last_stage:
-            self._ranks.pass_on(hidden)
+            sent = hidden
+            if self._vector_size:
+                later = inputs[1][:, len(self._own_layers) * self._vector_size :]
+                sent = torch.cat((hidden, later), dim=1)
+            self._ranks.pass_on(sent)
         return hidden
+
+    def _take_over(self, input_ids: Tensor) -> list[Tensor]:
+        """Receive the stream, and the vectors of this and later stages' layers."""
+        num_layers = len(self.layers) - self._own_layers.start
+        sizes = [self._hidden_size, num_layers * self._vector_size]
+        shape = (len(input_ids), sum(sizes))
+        empty = torch.empty(shape, dtype=self.dtype, device=input_ids.device)
+        received = self._ranks.take_over(empty)
+        if not self._vector_size:
+            return [received]
+        return [part.contiguous() for part in torch.split(received, sizes, dim=1)]
 
     @property
     def num_stages(self) -> int:
@@ -258,15 +336,9 @@ class Decoder(Computing):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the tokens' embeddings; ranks that divide the vocabulary sum their results."""
-        if self._ranks.group.size == 1:
-            embedded: Tensor = self.embed_tokens(input_ids)
-        else:
-            places = input_ids - self._vocab_start
-            is_other = (places < 0) | (places >= self._vocab_size)
-            own = self.embed_tokens(places.masked_fill(is_other, 0))
-            embedded = self._ranks.group.all_reduce(own.masked_fill(is_other[:, None], 0))
+        embedded = look_up(self.embed_tokens, input_ids, self._vocab, self._ranks.group)
         if self._embedding_scale != 1.0:
-            embedded = embedded * _rounded(self._embedding_scale, embedded.dtype)
+            embedded = embedded * rounded(self._embedding_scale, embedded.dtype)
         return embedded
 
     def _layers(self, inputs: Sequence[Tensor], context: ForwardContext) -> tuple[Tensor, ...]:
@@ -276,17 +348,18 @@ class Decoder(Computing):
         in the same shape, the hidden states before each layer in ``state_layers``.
         """
         delta, *angles = inputs
+        vectors = angles.pop(0) if self._vector_size else None
         rotations = tuple(zip(angles[::2], angles[1::2], strict=True))
         residual: Tensor | None = None
         states: list[Tensor] = []
         for index in self._own_layers:
             if index in self.state_layers:
-                states.append(
-                    delta
-                    if residual is None
-                    else self.ops.scaled_add(delta, residual, self._residual_scale)
-                )
-            delta, residual = self.layers[index](delta, residual, rotations, context)
+                states.append(self._stream(delta, residual))
+            own = None
+            if vectors is not None:
+                first = (index - self._own_layers.start) * self._vector_size
+                own = vectors[:, first : first + self._vector_size]
+            delta, residual = self.layers[index](delta, residual, rotations, context, own)
             for places, embeddings in context.images:
                 first = (index + 1) * self._hidden_size
                 # DeepStack: add the image's vectors for this layer to the residual stream
@@ -295,16 +368,31 @@ class Decoder(Computing):
                     delta.index_add_(0, places, more.to(delta.dtype))
             if context.after_layer is not None:
                 context.after_layer(index)
-        assert residual is not None, "a stage has at least one layer"
         if not self._ranks.is_last_stage:
-            return (self.ops.scaled_add(delta, residual, self._residual_scale),)
+            return (self._stream(delta, residual),)
+        if residual is None:
+            return self.norm(delta), *states
         return self.norm.add(delta, residual, self._residual_scale)[0], *states
 
+    def _stream(self, delta: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the residual stream between two layers."""
+        if residual is None:
+            return delta
+        return self.ops.scaled_add(delta, residual, self._residual_scale)
 
-@functools.cache
-def _rounded(number: float, dtype: torch.dtype) -> float:
-    """Round the embedding's factor to the embedding's dtype, as Hugging Face does."""
-    return float(torch.tensor(number, dtype=dtype, device="cpu"))
+
+def _make_per_layer_embedding(config: ModelConfig) -> PerLayerEmbedding | None:
+    spec = config.recipe.per_layer_embedding
+    if spec is None:
+        return None
+    sizes = (config.vocab_size, config.hidden_size, config.num_layers)
+    return PerLayerEmbedding(spec, *sizes, make_norm(config, spec.size))
+
+
+def _attention(layer: nn.Module) -> Attention:
+    found = cast("DecoderLayer", layer).self_attn
+    assert isinstance(found, Attention), "only such layers share keys and values"
+    return found
 
 
 class AdaptedForward(Protocol):
@@ -348,7 +436,7 @@ class DecoderForCausalLM(Computing):
         self._logits_divisor = recipe.logits_divisor
         self._logits_soft_cap = recipe.logits_soft_cap
         self.model = Decoder(config)
-        self.kv_layers: tuple[LayerKV, ...] = tuple(
+        self.kv_layers: tuple[AnyKV, ...] = tuple(
             spec.mixer.kv
             if _can_share(cast("DecoderLayer", layer).self_attn)
             else as_replicated(spec.mixer.kv)

@@ -165,10 +165,11 @@ def _weight_bytes(
     )
     head_format = _HEADS_FORMATS.get(format_, format_)
     total = norms + layers + _matrix_bytes(head, head_format, dtype)
-    if not config.tie_word_embeddings:
-        is_narrow = format_ in _FORMATS and _is_narrow(config)
-        total += head[0] * head[1] * (2 if is_narrow else _DTYPE_BYTES[dtype])
-    return total
+    embedded = 0 if config.tie_word_embeddings else config.hidden_size  # numbers of each token
+    if config.recipe.per_layer_embedding is not None:
+        embedded += config.num_layers * config.recipe.per_layer_embedding.size
+    is_narrow = format_ in _FORMATS and _is_narrow(config)
+    return total + config.vocab_size * embedded * (2 if is_narrow else _DTYPE_BYTES[dtype])
 
 
 def _is_narrow(config: ModelConfig) -> bool:
@@ -202,7 +203,13 @@ def expert_matrices(config: ModelConfig) -> Counter[Matrix]:
 
 
 def _count(config: ModelConfig, matrices: Callable[[Part], list[Matrix]]) -> Counter[Matrix]:
-    return Counter(one for layer in config.layers for part in layer.parts for one in matrices(part))
+    found = Counter(
+        one for layer in config.layers for part in layer.parts for one in matrices(part)
+    )
+    per_layer = config.recipe.per_layer_embedding
+    if per_layer is not None:
+        found.update(matrices(per_layer) * config.num_layers)
+    return found
 
 
 def _matrix_bytes(matrix: Matrix, format_: str, dtype: str) -> int:

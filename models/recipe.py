@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.kv.layers import LatentKV, PagedKV, StateArray, StateKV
+from baton.kv.layers import LatentKV, PagedKV, SharedKV, StateArray, StateKV
 from models.rope_config import RopeConfig
 
 # Shape of a weight matrix: (outputs, inputs).
@@ -71,6 +71,11 @@ class AttentionSpec(Part):
             next to each other (GPT-J style); None: the pairs' first dims come before the second
             dims. Not supported with ``stored_joined``.
         whole_images: whether the tokens of one image attend to each other in both directions.
+        value_norm: whether values have an RMSNorm without a weight.
+        values_from_keys: whether values are the keys before norm and rotation, so that checkpoints
+            have no projection of values.
+        kv_distance: the layer reads the keys and values of the layer this many layers before it,
+            and has no projections of keys and values; None: it has keys and values of its own.
     """
 
     num_heads: int
@@ -90,10 +95,15 @@ class AttentionSpec(Part):
     stored_joined: bool = False
     pair_dims: int | None = None
     whole_images: bool = False
+    value_norm: bool = False
+    values_from_keys: bool = False
+    kv_distance: int | None = None
 
     @property
-    def kv(self) -> PagedKV:
+    def kv(self) -> PagedKV | SharedKV:
         """Return what the layer caches: keys and values of all tokens, or of those in a window."""
+        if self.kv_distance is not None:
+            return SharedKV(self.kv_distance)
         return PagedKV(self.num_kv_heads, self.head_dim, self.window)
 
     @property
@@ -104,7 +114,8 @@ class AttentionSpec(Part):
     def matrices(self, hidden_size: int) -> list[Matrix]:
         """List the matrices that all tokens use and that may be quantized."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        joined = query + 2 * key + (query if self.output_gate else 0)
+        own = 2 * key if self.kv_distance is None else 0
+        joined = query + own + (query if self.output_gate else 0)
         return [(joined, hidden_size), (hidden_size, query)]
 
 
@@ -319,6 +330,8 @@ class ExpertsSpec(Part):
         stored_by_turns: whether rows of gates and ups alternate in checkpoints' fused experts.
         stored_as_linears: whether checkpoints store fused and shared experts as two linear layers
             each.
+        has_scales: whether checkpoints have a number per expert that multiplies the expert's
+            weights last.
     """
 
     num_experts: int
@@ -339,6 +352,7 @@ class ExpertsSpec(Part):
     latent_size: int | None = None
     stored_by_turns: bool = False
     stored_as_linears: bool = False
+    has_scales: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
         """List the matrices that all tokens use: projections of latents, and shared experts."""
@@ -356,6 +370,56 @@ class ExpertsSpec(Part):
         return mlp_matrices(width, self.inner_size, self.activation) * self.num_experts
 
 
+@dataclass(frozen=True, slots=True)
+class MlpAndExpertsSpec(Part):
+    """An MLP and a mixture of experts side by side; their normalized results are summed (Gemma 4).
+
+    Experts and router read the residual stream, each after a norm of its own.
+
+    Attributes:
+        mlp: the MLP.
+        experts: the experts, without shared experts.
+    """
+
+    mlp: MlpSpec
+    experts: ExpertsSpec
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """List the matrices that all tokens use and that may be quantized."""
+        return [*self.mlp.matrices(hidden_size), *self.experts.matrices(hidden_size)]
+
+    def exact_matrices(self, hidden_size: int) -> list[Matrix]:
+        """List the matrices that are never quantized: the router."""
+        return self.experts.exact_matrices(hidden_size)
+
+    def expert_matrices(self, hidden_size: int) -> list[Matrix]:
+        """List the matrices of all routed experts."""
+        return self.experts.expert_matrices(hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerEmbeddingSpec(Part):
+    """Per-layer embeddings (Gemma 4): each token has a small vector for each layer.
+
+    A token's vectors are looked up by the token's id, and added to a projection of the token's
+    embedding. At its end, a layer multiplies an activation of the residual stream by the layer's
+    vector, and adds a projection of the product to the stream.
+
+    Attributes:
+        size: size of a token's vector for one layer.
+        activation: activation of the gates, as for an MLP.
+        image_token_id: token whose vectors all tokens of images get.
+    """
+
+    size: int
+    activation: str
+    image_token_id: int
+
+    def matrices(self, hidden_size: int) -> list[Matrix]:
+        """List the matrices of one layer: two projections of the stream, and one to the stream."""
+        return [(self.size, hidden_size), (self.size, hidden_size), (hidden_size, self.size)]
+
+
 def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Matrix]:
     """List the matrices of an MLP's two layers; gate and up projection count as one layer.
 
@@ -368,7 +432,7 @@ def mlp_matrices(hidden_size: int, inner_size: int, activation: str) -> list[Mat
 
 
 MixerSpec = AttentionSpec | LatentSpec | Mamba2Spec | DeltaNetSpec | ShortConvSpec
-FeedForwardSpec = MlpSpec | ExpertsSpec
+FeedForwardSpec = MlpSpec | ExpertsSpec | MlpAndExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +453,13 @@ class LayerSpec:
     def parts(self) -> tuple[Part, ...]:
         """Return the layer's mixer, and its feed-forward part if it has one."""
         return (self.mixer,) if self.feed_forward is None else (self.mixer, self.feed_forward)
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """Return the spec of the layer's experts; None: the layer has no experts."""
+        part = self.feed_forward
+        part = part.experts if isinstance(part, MlpAndExpertsSpec) else part
+        return part if isinstance(part, ExpertsSpec) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +486,9 @@ class Recipe:
         norm_weight: how the weights of all norms outside of mixers are applied.
         embedding_scale: factor of the embeddings; it is rounded to their dtype.
         residual_scale: factor of each part's result when it is added to the residual stream.
+        layer_scalars: whether each layer multiplies the residual stream by a number of the
+            checkpoint at the layer's end.
+        per_layer_embedding: vectors of tokens for each layer; None: there are none.
         logits_divisor: number by which the output head's results are divided.
         logits_soft_cap: logits become ``cap * tanh(logit / cap)``; None: no cap.
         stored_names: parts of parameter names -> what checkpoints have instead.
@@ -428,6 +502,8 @@ class Recipe:
     norm_weight: NormWeight = NormWeight.OWN
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    layer_scalars: bool = False
+    per_layer_embedding: PerLayerEmbeddingSpec | None = None
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     stored_names: Mapping[str, str] = field(default_factory=dict, hash=False)

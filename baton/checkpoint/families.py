@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, FamilyNames] = {
         ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
         ["gemma2", "gemma3"],
     ),
+    "gemma4": FamilyNames(["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"]),
     "glm": FamilyNames(
         ["GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"], ["chatglm", "glm4", "glm4moe"]
     ),

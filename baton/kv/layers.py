@@ -7,6 +7,7 @@ Knows neither tensors nor how layers share memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -127,9 +128,29 @@ class StateKV:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SharedKV:
+    """Declaration of an attention layer that keeps nothing: it reads an earlier layer's KV.
+
+    Attributes:
+        distance: number of layers from the earlier layer to this layer.
+        token_values: as in `PagedKV`.
+    """
+
+    distance: int
+    token_values: ClassVar[int] = 0
+
+
 LayerKV = PagedKV | LatentKV | StateKV
+AnyKV = LayerKV | SharedKV
 
 
-def as_replicated(kv: LayerKV) -> LayerKV:
+def as_replicated(kv: AnyKV) -> AnyKV:
     """Return a layer's declaration, changed so that every rank keeps all of the layer's KV."""
-    return kv if isinstance(kv, LatentKV) else replace(kv, is_replicated=True)
+    return kv if isinstance(kv, LatentKV | SharedKV) else replace(kv, is_replicated=True)
+
+
+def shared_layers(kv_layers: Sequence[AnyKV]) -> dict[int, int]:
+    """Return, for each layer that reads an earlier layer's KV, the index of the earlier layer."""
+    kinds = enumerate(kv_layers)
+    return {layer: layer - kv.distance for layer, kv in kinds if isinstance(kv, SharedKV)}

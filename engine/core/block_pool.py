@@ -10,8 +10,7 @@ goes first, because the CPU's caches most likely still hold its memory. Never-us
 list only when too few are blank, because new memory must be cleared first. Pinned blocks, which
 `keeps` chose as they became free, go last.
 
-A free block keeps its content and its hash until it is allocated again, so that a later request
-with the same prefix can take it back (`touch`).
+Until it is allocated again, a free block keeps its content, which requests can reuse (`touch`).
 
 For a hand-off, blocks are taken in extents: runs of blocks that are adjacent in memory, so that a
 transfer copies few, long ranges.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.api.errors import ConfigError
-from baton.kv.layers import LayerKV, PagedKV, StateKV
+from baton.kv.layers import AnyKV, LayerKV, PagedKV, SharedKV, StateKV
 
 DEFAULT_BLOCK_SIZE = 16
 # Each attention group costs a block table and an attention plan in every step; a group of state
@@ -50,7 +50,7 @@ class KVCacheGroup:
 
 
 def group_layers(
-    kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
+    kv_layers: Sequence[AnyKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...]:
     """Divide a model's layers into groups; the groups whose layers keep most tokens come first.
 
@@ -59,7 +59,7 @@ def group_layers(
     that keep most tokens; among equals, for the smallest unused part in all blocks, then for the
     fewest groups. If layers differ only in their windows, and the unused part exceeds the memory
     that windows save in a long sequence, all layers form one group of full attention. A block holds
-    the states of as many state layers as fit.
+    the states of as many state layers as fit. Layers that read other layers' KV are in no group.
 
     Args:
         kv_layers: description of each layer's KV or states.
@@ -79,7 +79,7 @@ def group_layers(
     return groups
 
 
-def smallest_block_size(kv_layers: Sequence[LayerKV], layer_bytes: LayerBytes) -> int:
+def smallest_block_size(kv_layers: Sequence[AnyKV], layer_bytes: LayerBytes) -> int:
     """Return the smallest block size, a multiple of 16 tokens, that needs few enough state groups.
 
     Small blocks waste less memory on short sequences and raise the prefix cache's hit rate. For a
@@ -95,12 +95,13 @@ _Kind = tuple[LayerKV, list[int]]
 
 
 def _cut(
-    kv_layers: Sequence[LayerKV], block_size: int, layer_bytes: LayerBytes
+    kv_layers: Sequence[AnyKV], block_size: int, layer_bytes: LayerBytes
 ) -> tuple[KVCacheGroup, ...] | None:
     """Divide the layers into groups; None if the state layers would need too many groups."""
     by_kv: dict[LayerKV, list[int]] = {}
     for layer, kv in enumerate(kv_layers):
-        by_kv.setdefault(kv, []).append(layer)
+        if not isinstance(kv, SharedKV):
+            by_kv.setdefault(kv, []).append(layer)
     kinds = sorted(by_kv.items(), key=lambda kind: _keeps(kind[0]))
     attention = [kind for kind in kinds if not isinstance(kind[0], StateKV)]
     states = kinds[len(attention) :]

@@ -47,6 +47,7 @@ from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import (
     Conversation,
     Prompt,
+    ReadPrompt,
     adapter_per_prompt,
     as_list,
     params_per_prompt,
@@ -162,11 +163,15 @@ class LLM:
         ]
         if pin_s:
             self._pin([requests[0] for requests in choices], pin_s)
+        return [one.completion() for one in self._run(choices, progress=progress)]
+
+    def _run(self, choices: Sequence[list[Request]], *, progress: bool = False) -> list[Answer]:
+        """Run the requests of prompts until all have ended; return their answers in order."""
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with progress_bar(len(answers), shown=progress) as advance:
             while self.engine.has_work or self.engine.features.is_awaited:
                 advance(self._step())
-        return [answer.completion() for answer in answers]
+        return answers
 
     def chat(
         self,
@@ -312,7 +317,8 @@ class LLM:
         cache, each step recomputes the beams, with the same result.
 
         Raises:
-            InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
+            InvalidRequestError: a prompt or a parameter is outside its limit, and nothing was run;
+                or an image cannot be decoded.
         """
         params = BeamSearchParams(
             beam_width=beam_width,
@@ -321,15 +327,22 @@ class LLM:
             early_stopping=early_stopping,
             end_token_ids=self.engine.eos_token_ids,
         )
-        token_ids = [self._maker.read_text(prompt) for prompt in as_list(prompts)]
-        for prompt in token_ids:
-            self._maker.check_prompt(prompt)
+        read = [self._maker.read(prompt) for prompt in as_list(prompts)]
 
-        def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
+        def next_tokens(prefixes: Sequence[tuple[int, list[int]]], num: int) -> list[TopTokens]:
+            self._check_awake()
+            self.named_adapters.load_again({adapter})
             one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
-            completions = self.generate(prefixes, one, adapter=adapter)
-            return [completion.logprobs[0].top for completion in completions]
+            choices = [
+                self._make_choices(ReadPrompt(token_ids, read[index].images), one, adapter)
+                for index, token_ids in prefixes
+            ]
+            answers = self._run(choices)
+            for error in (answer.error for answer in answers if answer.error is not None):
+                raise error  # such as an image that cannot be decoded
+            return [answer.completion().logprobs[0].top for answer in answers]
 
+        token_ids = [prompt.token_ids for prompt in read]
         found = search_beams(token_ids, params, self.engine.max_model_len, next_tokens)
         return [[self._beam_completion(beam) for beam in beams] for beams in found]
 
@@ -594,7 +607,7 @@ class LLM:
 
     def _make_choices(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ReadPrompt,
         params: SamplingParams,
         adapter: str = "",
         priority: int = 0,

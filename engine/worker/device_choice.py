@@ -154,7 +154,7 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
     """Raise ConfigError if batch-invariant results are requested but impossible here."""
     if not config.batch_invariant:
         return
-    kinds = {layer.mixer.kv.kind for layer in model.layers}
+    kinds = {kv.kind for kv in model.kept_kv}
     if device.type == "cpu":
         has_kernels = config.native_kernels and native_ops() is not None
         problem = None if has_kernels else "on a CPU it needs native kernels"

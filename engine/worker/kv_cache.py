@@ -13,7 +13,7 @@ with a view for each layer. Blocks of all groups have equal size; unused bytes a
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -24,8 +24,15 @@ from torch import Tensor
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv.layers import LayerKV, PagedKV
-from baton.kv.manifest import KVGroup, KVKind, KVManifest, KVOrder, array_offsets
+from baton.kv.layers import AnyKV, LatentKV, LayerKV, PagedKV, shared_layers
+from baton.kv.manifest import (
+    KVGroup,
+    KVKind,
+    KVManifest,
+    KVOrder,
+    array_offsets,
+    stage_span,
+)
 from baton_kernels.huge_pages import huge_pages
 from engine.core.kv_cache_groups import KVCacheGroup, group_layers, smallest_block_size
 from engine.kv_files.block_bytes import BlockBytes
@@ -51,6 +58,7 @@ class KVCacheSpec:
         stage_layers: number of layers of each stage; empty: equal numbers.
         by_heads: whether keys and values are ordered by head first, where possible, instead of by
             layer.
+        kv_sources: layers that read an earlier layer's keys and values -> the earlier layers.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -64,6 +72,7 @@ class KVCacheSpec:
     num_stages: int = 1
     stage_layers: tuple[int, ...] = ()
     by_heads: bool = False
+    kv_sources: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
     def num_groups(self) -> int:
@@ -89,6 +98,7 @@ class KVCacheSpec:
     def layer_groups(self) -> tuple[int, ...]:
         """Return the index of the group of each layer of the model."""
         groups = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        groups |= {layer: groups[source] for layer, source in self.kv_sources.items()}
         return tuple(groups[layer] for layer in range(len(groups)))
 
     @property
@@ -186,6 +196,7 @@ class KVCacheSpec:
                 else:
                     views = (tensor[:, place],) if plain else self._views(tensor, described, place)
                 caches[layer] = views if described.kind is KVKind.STATE else views[0]
+        caches |= {layer: caches[source] for layer, source in self.kv_sources.items()}
         return tuple(caches[layer] for layer in range(len(caches)))
 
     def _views(self, tensor: Tensor, group: KVGroup, place: int) -> tuple[Tensor, ...]:
@@ -253,7 +264,7 @@ class KVMemory:
 
 
 def kv_cache_spec(
-    kv_layers: Sequence[LayerKV],
+    kv_layers: Sequence[AnyKV],
     block_size: int,
     dtype: torch.dtype,
     scales: Sequence[tuple[float, float]] = (),
@@ -284,7 +295,7 @@ def kv_cache_spec(
     digest = ""
     if dtype.itemsize == 1:
         digest = xxhash.xxh3_64_hexdigest(struct.pack(f"<{2 * len(scales)}d", *chain(*scales)))
-        if any(kv.kind is KVKind.LATENT for kv in kv_layers):
+        if any(isinstance(kv, LatentKV) for kv in kv_layers):
             raise ConfigError("kv_cache_dtype: fp8 is not supported for latents (MLA)")
 
     names = dtype_name(dtype), dtype_name(compute_dtype)
@@ -293,11 +304,15 @@ def kv_cache_spec(
         return array_offsets(kv.arrays(num_tokens, *names))[-1]
 
     block_size = block_size or smallest_block_size(kv_layers, layer_bytes)
-    groups = group_layers(kv_layers, block_size, layer_bytes)
+    groups, kv_sources = group_layers(kv_layers, block_size, layer_bytes), shared_layers(kv_layers)
+    if kv_sources and not stage_layers:  # peers cannot count the layers, which are in no group
+        spans = (stage_span(len(kv_layers), stage, stages[1]) for stage in range(stages[1]))
+        stage_layers = tuple(end - first for first, end in spans)
     return KVCacheSpec(
         *(groups, block_size, dtype, compute_dtype, digest, *ranks, *stages),
         stage_layers=stage_layers,
         by_heads=by_heads,
+        kv_sources=kv_sources,
     )
 
 

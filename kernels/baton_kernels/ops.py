@@ -25,7 +25,9 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float = 1.0
     ) -> tuple[Tensor, Tensor]: ...
 
-    def scaled_add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor: ...
+    def scaled_add(
+        self, x: Tensor, residual: Tensor, factor: float = 1.0, sum_factor: float = 1.0
+    ) -> Tensor: ...
 
     def join(self, x: Tensor, y: Tensor) -> Tensor: ...
 
@@ -50,10 +52,11 @@ class Ops(Protocol):
         cos: Tensor,
         sin: Tensor,
         kv_cache: Tensor,
-        slot_mapping: Tensor,
+        slot_mapping: Tensor | None,
         *,
         query_weight: Tensor | None = None,
         key_weight: Tensor | None = None,
+        value_weight: Tensor | None = None,
         eps: float = 0.0,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
@@ -161,7 +164,11 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def experts(

@@ -73,17 +73,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * inverse_rms).to(x.dtype)
 
 
-def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
-    """Return ``residual + x * factor``.
+def scaled_add(x: Tensor, residual: Tensor, factor: float = 1.0, sum_factor: float = 1.0) -> Tensor:
+    """Return ``(residual + x * factor) * sum_factor``.
 
-    The product is rounded before the sum, unless the factor is 1.
+    The first product is rounded before the sum, and the sum before the second product, unless the
+    factor is 1.
 
     Args:
         x: ``[num_tokens, hidden_size]``, the output of a layer.
         residual: ``[num_tokens, hidden_size]``, the residual stream; not changed.
         factor: factor of the layer's output (Granite's residual multiplier).
+        sum_factor: factor of the sum (Gemma 4's layer scalar).
     """
-    return residual + (x if factor == 1.0 else x * factor)
+    total = residual + (x if factor == 1.0 else x * factor)
+    return total if sum_factor == 1.0 else total * sum_factor
 
 
 def join(x: Tensor, y: Tensor) -> Tensor:
@@ -270,10 +273,11 @@ def norm_rotary_store(
     cos: Tensor,
     sin: Tensor,
     kv_cache: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor | None,
     *,
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
     eps: float = 0.0,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -288,11 +292,14 @@ def norm_rotary_store(
         sin: ``[num_tokens, rotary_dim]``, sines of the rotation.
         kv_cache: one layer of the paged cache, see :func:`store_kv`; receives this step's values
             and rotated keys.
-        slot_mapping: ``[num_tokens]`` int64, each token's slot in the cache; -1: padding.
+        slot_mapping: ``[num_tokens]`` int64, each token's slot in the cache; -1: padding. None:
+            rows of ``qkv`` have only heads of queries, and nothing is stored, because the layer
+            reads another layer's keys and values.
         query_weight: weight of the norm over each query head, ``[head_dim]``, or over all query
             heads, ``[num_heads * head_dim]``; None: no norm.
         key_weight: weight of the keys' norm, ``[head_dim]`` or ``[num_kv_heads * head_dim]``; None:
             no norm.
+        value_weight: weight of the norm over each value head, ``[head_dim]``; None: no norm.
         eps: added to the mean square.
         key_scale: scale of keys in an ``FP8`` cache.
         value_scale: scale of values in an ``FP8`` cache.
@@ -306,8 +313,12 @@ def norm_rotary_store(
     value = heads[:, num_heads + num_kv_heads : num_heads + 2 * num_kv_heads]
     if query_weight is not None:
         query = _norm_of_heads(query, query_weight, eps)
+    if slot_mapping is None:
+        return _rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)).contiguous()
     if key_weight is not None:
         key = _norm_of_heads(key, key_weight, eps)
+    if value_weight is not None:
+        value = _norm_of_heads(value, value_weight, eps)
     query, key = rotary(query, key, cos, sin)
     store_kv(key, value, kv_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale)
     return query
@@ -548,7 +559,9 @@ def packed_scores(x: Tensor, weight: PackedWeight) -> Tensor:
     return packed_linear(x.float(), weight)
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
     Args:
@@ -556,6 +569,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         routing: the rule by which experts are chosen and weighted.
         bias: ``[num_experts]`` float32, added to the scores when experts are chosen, but not when
             they are weighted; None: no bias.
+        scales: ``[num_experts]`` float32, a factor of each expert's weights, applied last; None: no
+            such factors.
 
     Returns:
         The experts, ``[num_tokens, top_k]`` int64, the best first, and their weights, float32 of
@@ -579,7 +594,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         weights = weights.softmax(dim=-1)
     if routing.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return ids.contiguous(), weights * routing.scale
+    weights = weights * routing.scale
+    return ids.contiguous(), weights if scales is None else weights * scales[ids]
 
 
 def experts(

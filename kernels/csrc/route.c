@@ -15,6 +15,7 @@ typedef struct {
     int64_t num_groups, top_groups, group_best;
     const void *logits; /* [num_tokens, num_experts] of `type` */
     const float *bias;  /* [num_experts], added to scores only for the choice, or NULL */
+    const float *scales; /* [num_experts], a factor of each expert's weights, or NULL */
     int64_t *ids;       /* [num_tokens, top_k], best first; equal scores by rising id */
     float *weights;     /* [num_tokens, top_k] */
     double scale;
@@ -75,6 +76,7 @@ static void route(const route_call *c, int64_t token, float *scratch) {
     for (int64_t k = 0; k < c->top_k; k++) sum += weights[k];
     for (int64_t k = 0; k < c->top_k; k++)
         weights[k] = (c->normalize ? weights[k] / (sum + 1e-20f) : weights[k]) * (float)c->scale;
+    for (int64_t k = 0; c->scales && k < c->top_k; k++) weights[k] *= c->scales[ids[k]];
 }
 
 /* Return 0, or 1 without memory. */

@@ -49,6 +49,7 @@ typedef struct {
     double eps;
     int64_t wide;  /* whether the weight is FLOAT32, whatever `type` is */
     double factor; /* factor of x, if there is a residual */
+    double sum_factor; /* factor of the sum, if there is a residual */
 } norm_call;
 
 INLINE void rms_norm_row(int type, const norm_call *c, int64_t i) {
@@ -63,6 +64,10 @@ INLINE void rms_norm_row(int type, const norm_call *c, int64_t i) {
         }
 #pragma omp simd
         for (int64_t j = 0; j < size; j++) row[j] = round_to(type, row[j] + other[j]);
+        if (c->sum_factor != 1) {
+            float factor = c->sum_factor;
+            for (int64_t j = 0; j < size; j++) row[j] = round_to(type, row[j] * factor);
+        }
         write_row(type, row, (char *)c->sum + from, size);
     }
     if (!c->weight) return;
@@ -285,9 +290,9 @@ typedef struct {
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, qkv_stride;
     /* Strides of the cache, in elements. */
     int64_t block_stride, kv_stride, head_stride, token_stride, block_size;
-    const void *qkv, *query_weight, *key_weight, *cos, *sin; /* weights may be NULL */
+    const void *qkv, *query_weight, *key_weight, *value_weight, *cos, *sin; /* weights may be NULL */
     void *kv_cache, *out;
-    const int64_t *slots;
+    const int64_t *slots; /* NULL: rows of qkv have only queries, and nothing is stored */
     double eps;
     int64_t cache_type; /* FLOAT8, or the type of qkv */
     double key_factor, value_factor; /* factors of keys and values stored as FLOAT8 */
@@ -317,7 +322,7 @@ INLINE void norm_rotary_store_heads(int type, const store_call *c, int64_t token
     read_row(type, at(type, c->cos, token * c->rotary_dim), cos, c->rotary_dim);
     read_row(type, at(type, c->sin, token * c->rotary_dim), sin, c->rotary_dim);
     const void *from = at(type, c->qkv, token * c->qkv_stride);
-    int64_t slot = c->slots[token], num_rotated = c->num_heads + c->num_kv_heads;
+    int64_t slot = c->slots ? c->slots[token] : -1, num_rotated = c->num_heads + c->num_kv_heads;
     int64_t place = slot < 0 ? 0
                              : slot / c->block_size * c->block_stride +
                                    slot % c->block_size * c->token_stride;
@@ -330,19 +335,19 @@ INLINE void norm_rotary_store_heads(int type, const store_call *c, int64_t token
     for (int64_t h = first; h < end; h += step) {
         read_row(type, at(type, from, h * c->head_dim), head, c->head_dim);
         const void *weight = h < c->num_heads ? c->query_weight : c->key_weight;
-        if (h < num_rotated) {
-            if (weight) {
-                int64_t nth = h < c->num_heads ? h : h - c->num_heads;
-                float inverse_rms =
-                    c->whole ? (h < c->num_heads ? of_queries : of_keys)
-                             : 1.0f / sqrtf(sum_of_squares(head, c->head_dim) / c->head_dim + (float)c->eps);
-                if (c->whole) weight = at(c->wide ? FLOAT32 : type, weight, nth * c->head_dim);
-                apply_norm(type, c->wide, head, inverse_rms, weight, c->head_dim);
-                for (int64_t i = 0; type != FLOAT32 && i < c->head_dim; i++)
-                    head[i] = round_to(type, head[i]);
-            }
-            rotate(head, cos, sin, c->rotary_dim);
+        int whole = c->whole && h < num_rotated;
+        if (h >= num_rotated) weight = c->value_weight;
+        if (weight) {
+            int64_t nth = h < c->num_heads ? h : h - c->num_heads;
+            float inverse_rms =
+                whole ? (h < c->num_heads ? of_queries : of_keys)
+                      : 1.0f / sqrtf(sum_of_squares(head, c->head_dim) / c->head_dim + (float)c->eps);
+            if (whole) weight = at(c->wide ? FLOAT32 : type, weight, nth * c->head_dim);
+            apply_norm(type, c->wide, head, inverse_rms, weight, c->head_dim);
+            for (int64_t i = 0; type != FLOAT32 && i < c->head_dim; i++)
+                head[i] = round_to(type, head[i]);
         }
+        if (h < num_rotated) rotate(head, cos, sin, c->rotary_dim);
         if (h < c->num_heads) {
             const void *to = at(type, c->out, (token * c->num_heads + h) * c->head_dim);
             write_row(type, head, (void *)to, c->head_dim);

@@ -264,8 +264,8 @@ def _experts(
 
 def _spec_of(model: DecoderForCausalLM, path: str) -> ExpertsSpec:
     """Return the spec of the experts in the decoder layer to which a path leads."""
-    spec = model.config.layers[int(path.split(".")[2])].feed_forward
-    assert isinstance(spec, ExpertsSpec)
+    spec = model.config.layers[int(path.split(".")[2])].experts
+    assert spec is not None, "the path leads to experts"
     return spec
 
 

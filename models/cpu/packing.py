@@ -108,7 +108,7 @@ class _Packing:
         self._model = model
         self._packed: dict[nn.Module, ops.PackedWeight] = {}
         self._latents: dict[nn.Module, PackedLatentProjection] = {}
-        self._embedding: NarrowEmbedding | PackedEmbedding | None = None
+        self._embeddings: dict[nn.Module, NarrowEmbedding | PackedEmbedding] = {}
         self._memory = WeightMemory()
         self._num_coarse = 0  # number of weights that this packer rounded to a coarse format
         self._names = {module: name for name, module in model.named_modules()}
@@ -126,11 +126,11 @@ class _Packing:
         elif isinstance(found, ops.PackedWeight):
             self._packed[owner] = found
             if owner is self._model.model.embed_tokens:
-                self._embedding = PackedEmbedding(found, self._packer.dtype)
+                self._embeddings[owner] = PackedEmbedding(found, self._packer.dtype)
         elif isinstance(found, Tensor):
             owner.weight = nn.Parameter(found, requires_grad=False)
         elif isinstance(narrow := self._kept.get(name + _NARROW), Tensor):
-            self._embedding = NarrowEmbedding(narrow, self._packer.dtype)
+            self._embeddings[owner] = NarrowEmbedding(narrow, self._packer.dtype)
         else:
             return False
         return True
@@ -148,16 +148,19 @@ class _Packing:
 
     def _share(self, entry: CacheEntry) -> None:
         """Write all packed weights to a file, map the file, and drop the originals."""
-        embedding, names = self._model.model.embed_tokens, self._names
+        names = self._names
+        embeddings = [one for one in names if self._is_text_embedding(one)]
         kept: dict[str, ops.PackedWeight | Tensor] = {
             names[owner]: weight for owner, weight in self._packed.items()
         }
         for owner, latents in self._latents.items():
             kept[names[owner] + _KEYS], kept[names[owner] + _VALUES] = latents.packed
-        if isinstance(self._embedding, NarrowEmbedding):
-            kept[names[embedding] + _NARROW] = self._embedding.weight
-        elif isinstance(embedding, nn.Embedding) and self._embedding is None:
-            kept[names[embedding]] = embedding.weight
+        for embedding in embeddings:
+            replaced = self._embeddings.get(embedding)
+            if isinstance(replaced, NarrowEmbedding):
+                kept[names[embedding] + _NARROW] = replaced.weight
+            elif replaced is None:
+                kept[names[embedding]] = embedding.weight
         try:
             write_kept(entry, kept, {_COARSE_KEY: self._num_coarse})
             if not self._map_kept(entry):
@@ -166,12 +169,12 @@ class _Packing:
             logger.info("packed weights are not shared with other processes: %s", error)
             return
         self._memory = WeightMemory()  # frees the originals' memory
-        for owner in (*self._packed, *self._latents, embedding):
+        for owner in (*self._packed, *self._latents, *embeddings):
             self.take_kept(owner)
 
     def take(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
         """Pack a layer's weight, and a tied embedding as the output head; return whether packed."""
-        if owner is self._model.model.embed_tokens:
+        if self._is_text_embedding(owner):
             return self._take_embedding(owner, parts)
         if not isinstance(owner, nn.Linear):
             return False
@@ -186,15 +189,18 @@ class _Packing:
             self._packed[owner] = self._pack(parts, is_head=owner is self._model.lm_head)
         return True
 
+    def _is_text_embedding(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Embedding) and not self._names[module].startswith(VISION)
+
     def _take_embedding(self, owner: nn.Module, parts: Sequence[WeightPart]) -> bool:
-        """Pack a tied embedding as the head; keep an untied one in bfloat16 if that is exact."""
-        if self._model.lm_head is None:
+        """Pack a tied embedding as the head; keep others in bfloat16 if that is exact."""
+        if self._model.lm_head is None and owner is self._model.model.embed_tokens:
             self._packed[owner] = weight = self._pack(parts, is_head=True)
-            self._embedding = PackedEmbedding(weight, self._packer.dtype)
+            self._embeddings[owner] = PackedEmbedding(weight, self._packer.dtype)
             return True
         if self._packer.dtype != torch.float32 or not all(map(_is_bfloat16, parts)):
             return False
-        self._embedding = NarrowEmbedding(_narrow(parts), self._packer.dtype)
+        self._embeddings[owner] = NarrowEmbedding(_narrow(parts), self._packer.dtype)
         return True
 
     def finish(self) -> None:
@@ -216,8 +222,8 @@ class _Packing:
                     setattr(parent, name, _layer(child, weight))
                 elif child in self._latents:
                     setattr(parent, name, self._latents.pop(child))
-        if self._embedding is not None:
-            decoder.embed_tokens = self._embedding
+                elif child in self._embeddings:
+                    setattr(parent, name, self._embeddings.pop(child))
         if native is not None:
             decoder.tapes = DecodeTapes(native, decoder.num_stages)
         if not formats:

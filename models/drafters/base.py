@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.kv.layers import LayerKV
+from baton.kv.layers import AnyKV
 from models.base import ForwardContext
 
 
@@ -39,7 +39,7 @@ class LayersDrafter(Protocol):
             after the last norm are read.
     """
 
-    kv_layers: tuple[LayerKV, ...]
+    kv_layers: tuple[AnyKV, ...]
     reads_states: bool
     state_layers: tuple[int, ...]
 

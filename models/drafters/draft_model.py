@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from baton.api.errors import ConfigError, ModelLoadError
-from baton.kv.layers import LayerKV, StateKV
+from baton.kv.layers import AnyKV, StateKV
 from models.base import CausalLM, ForwardContext
 from models.drafters.loading import DrafterSource
 from models.loading.loader import load_model
@@ -31,7 +31,7 @@ class DraftModel:
 
     def __init__(self, model: CausalLM, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
-        self.kv_layers: tuple[LayerKV, ...] = model.kv_layers
+        self.kv_layers: tuple[AnyKV, ...] = model.kv_layers
         self.max_model_len = model.config.max_model_len
 
     def take_states(self, states: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from models.layers.linear import (
     HeadsInPairs,
     HeadsWithGates,
     JoinedLinear,
+    KeysAsValues,
     keep_elements,
     keep_inputs,
     keep_outputs,
@@ -37,7 +38,11 @@ class Attention(Computing):
     Attributes:
         k_scale: scale of keys in a float8 cache; 1 if the checkpoint has no scale.
         v_scale: scale of values in a float8 cache; 1 if the checkpoint has no scale.
+        value_weight: ``[head_dim]``, the ones that the norm of values has in place of a weight;
+            None: values are not normalized.
     """
+
+    value_weight: Tensor | None
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, eps: float, layer_index: int) -> None:
         super().__init__()
@@ -49,6 +54,10 @@ class Attention(Computing):
         self._soft_cap = spec.soft_cap
         self._rotation = spec.rotation
         self._sliding_window = spec.window
+        self._num_kv_heads, self._has_own_kv = spec.num_kv_heads, spec.kv_distance is None
+        # The layer whose keys and values this layer reads, if it has none of its own. A tuple,
+        # because torch would register the module in an attribute.
+        self._source: tuple[Attention, ...] = ()
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._has_gate = spec.output_gate
         self.qkv_proj = make_joined_projection(spec, hidden_size)
@@ -59,18 +68,26 @@ class Attention(Computing):
         if spec.qk_norm or spec.qk_norm_of_all_heads:
             sizes = (query_size, kv_size) if spec.qk_norm_of_all_heads else (spec.head_dim,) * 2
             self.q_norm, self.k_norm = (RMSNorm(size, eps, spec.norm_weight) for size in sizes)
+        ones = torch.ones(spec.head_dim, device="cpu") if spec.value_norm else None
+        if not self._has_own_kv:
+            self.k_norm = ones = None
+        self.register_buffer("value_weight", ones, persistent=False)
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.sinks else None
 
     def shard(self, rank: Rank) -> None:
         """Keep this rank's heads; call before weights are loaded."""
-        kv_size = self.qkv_proj.part_sizes[1]
-        heads, kv_heads = rank.heads(self._num_heads, kv_size // self._head_dim)
+        heads, kv_heads = rank.heads(self._num_heads, self._num_kv_heads)
         query, kv = scaled(heads, self._head_dim), scaled(kv_heads, self._head_dim)
-        keep_outputs(self.qkv_proj, query, kv, kv, *((query,) if self._has_gate else ()))
+        own = (kv, kv) if self._has_own_kv else ()
+        keep_outputs(self.qkv_proj, query, *own, *((query,) if self._has_gate else ()))
         keep_inputs(self.o_proj, query, adds_bias=rank.rank == 0)
         if self.sinks is not None:
             keep_elements(self, "sinks", heads)
         self._num_heads = heads[1] - heads[0]
+
+    def read_kv_of(self, source: Attention) -> None:
+        """Read the keys and values, and their scales, of an earlier layer."""
+        self._source = (source,)
 
     def keep_loaded(self, sinks: Tensor) -> Tensor:
         """Convert a checkpoint's sinks, ``[num_heads]``, to the dtype that the layer keeps."""
@@ -90,7 +107,8 @@ class Attention(Computing):
         cos, sin = rotations[self._rotation]
         # kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim]
         attention, backend, kv_cache = context.layer(self._layer_index)
-        k_scale, v_scale = self.k_scale, self.v_scale
+        [owner] = self._source or (self,)
+        k_scale, v_scale = owner.k_scale, owner.v_scale
         if kv_cache.dtype != ops.FP8:
             k_scale = v_scale = 1.0
         projected = self.qkv_proj(hidden)  # [num_tokens, heads, and gates if any]
@@ -100,9 +118,10 @@ class Attention(Computing):
             cos,
             sin,
             kv_cache,
-            attention.slot_mapping,
+            attention.slot_mapping if self._has_own_kv else None,
             query_weight=None if self.q_norm is None else self.q_norm.weight,
             key_weight=None if self.k_norm is None else self.k_norm.weight,
+            value_weight=self.value_weight,
             eps=self._eps,
             key_scale=k_scale,
             value_scale=v_scale,
@@ -124,10 +143,14 @@ class Attention(Computing):
 def make_joined_projection(spec: AttentionSpec, num_inputs: int) -> JoinedLinear:
     """Make the fused projection of queries, keys, values and, if the layer has gates, gates."""
     query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    parts, bias = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}, spec.qkv_bias
+    parts, bias = {"q_proj": query_size}, spec.qkv_bias
+    if spec.kv_distance is None:
+        parts |= {"k_proj": kv_size, "v_proj": kv_size}
     if spec.output_gate:
         return HeadsWithGates(num_inputs, parts, spec.head_dim, bias=bias)
     if spec.pair_dims is not None:
         head = (spec.head_dim, spec.pair_dims)
         return HeadsInPairs(num_inputs, parts, ("q_proj", "k_proj"), *head, bias=bias)
+    if spec.values_from_keys:
+        return KeysAsValues(num_inputs, parts, bias=bias)
     return JoinedLinear(num_inputs, parts, bias=bias, stored_joined=spec.stored_joined)

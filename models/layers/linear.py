@@ -176,6 +176,14 @@ class HeadsWithGates(JoinedLinear):
         return rows[:, int(name == self._GATES)].flatten()
 
 
+class KeysAsValues(JoinedLinear):
+    """Query, key and value projections; checkpoints have one tensor for keys and values."""
+
+    def stored_name(self, name: str) -> str:
+        """Return the name of the checkpoint's tensor that contains a part's rows."""
+        return "k_proj" if name == "v_proj" else name
+
+
 class RegroupedLinear(JoinedLinear):
     """Several projections of one input; checkpoints store the projections' rows by group::
 
@@ -406,6 +414,7 @@ __all__ = [
     "HeadsWithGates",
     "InvariantLinear",
     "JoinedLinear",
+    "KeysAsValues",
     "PackedLinear",
     "QuantizedLinear",
     "RegroupedLinear",

@@ -5,6 +5,8 @@ Refuses to know: how kernels sort tokens by expert, the names in checkpoints.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -20,9 +22,11 @@ from models.layers.linear import (
     keep_outputs,
 )
 from models.layers.mlp import GatedMLP, SquaredReluMLP
+from models.layers.norm import RMSNorm
 from models.parallel.experts import expert_share
+from models.parallel.group import SINGLE_RANK, Collective
 from models.parallel.shards import Rank
-from models.recipe import RELU2, ExpertsSpec
+from models.recipe import RELU2, ExpertsSpec, MlpAndExpertsSpec, NormWeight
 
 
 class AdaptedMix(Protocol):
@@ -66,7 +70,7 @@ class SparseMoe(Computing):
             GPU are not counted, because reading the count would wait for the GPU.
     """
 
-    float32_parameters: ClassVar = frozenset({"e_score_correction_bias"})
+    float32_parameters: ClassVar = frozenset({"e_score_correction_bias", "expert_scales"})
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()
@@ -88,6 +92,9 @@ class SparseMoe(Computing):
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.has_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(spec.num_experts))
+        self.expert_scales: nn.Parameter | None = None
+        if spec.has_scales:
+            self.expert_scales = nn.Parameter(torch.empty(spec.num_experts))
         # The experts read and write the residual stream's size, or a smaller size (latents).
         width = hidden if spec.latent_size is None else spec.latent_size
         self.fc1_latent_proj: nn.Module | None = None
@@ -146,9 +153,17 @@ class SparseMoe(Computing):
         keep_inputs(self.down, span, adds_bias=rank.rank == 0)
         self.inner_size = end - first
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Route each token to its experts, and return the mixture's results, shaped like ``x``."""
-        ids, weights = self.ops.route(self.gate(x), self._routing, self.e_score_correction_bias)
+    def forward(self, x: Tensor, for_router: Tensor | None = None) -> Tensor:
+        """Route each token to its experts, and return the mixture's results, shaped like ``x``.
+
+        Args:
+            x: ``[num_tokens, hidden_size]``.
+            for_router: the router's input, shaped like ``x``; None: ``x``.
+        """
+        logits = self.gate(x if for_router is None else for_router)
+        ids, weights = self.ops.route(
+            logits, self._routing, self.e_score_correction_bias, self.expert_scales
+        )
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
         mix = self.mix if self.adapted is None else self.adapted.mix
@@ -206,6 +221,62 @@ class SparseMoe(Computing):
             share=self.share,
             loads=loads if x.device.type == "cpu" else None,
         )
+
+
+class MlpAndExperts(Computing):
+    """An MLP and a mixture of experts side by side; their normalized results are summed (Gemma 4).
+
+    Ranks sum the results of each of the two before the norms.
+
+    Args:
+        spec: sizes and options of both.
+        hidden_size: size of input and output.
+        norms: makes a norm of the residual stream.
+
+    Attributes:
+        group: ranks that divide MLP and experts.
+    """
+
+    can_share = True
+
+    def __init__(
+        self, spec: MlpAndExpertsSpec, hidden_size: int, norms: Callable[[], RMSNorm]
+    ) -> None:
+        super().__init__()
+        self.dense = GatedMLP(
+            hidden_size, spec.mlp.inner_size, bias=spec.mlp.bias, activation=spec.mlp.activation
+        )
+        self.moe = SparseMoe(spec.experts, hidden_size)
+        self.before_moe, self.after_dense, self.after_moe = norms(), norms(), norms()
+        self.router_norm = RouterNorm(hidden_size, self.before_moe.eps)
+        self.group: Collective = SINGLE_RANK
+
+    def shard(self, rank: Rank) -> None:
+        """Keep this rank's part of MLP and experts; call before weights are loaded."""
+        self.dense.shard(rank)
+        self.moe.shard(rank)
+
+    def forward(self, x: Tensor, stream: Tensor) -> Tensor:
+        """Return the sum of both results, shaped like ``x``.
+
+        Args:
+            x: ``[num_tokens, hidden_size]``, the normalized stream, which the MLP reads.
+            stream: ``[num_tokens, hidden_size]``, the residual stream.
+        """
+        dense: Tensor = self.after_dense(self.group.all_reduce(self.dense(x)))
+        mixed = self.moe(self.before_moe(stream), self.router_norm(stream))
+        return self.ops.scaled_add(self.after_moe(self.group.all_reduce(mixed)), dense)
+
+
+class RouterNorm(RMSNorm):
+    """The norm before a router whose results are divided by the square root of their number."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, NormWeight.WIDE)
+
+    def keep_loaded(self, weight: Tensor) -> Tensor:
+        """Divide a checkpoint's weight, ``[size]``, by the square root of its size."""
+        return super().keep_loaded(weight) / math.sqrt(len(weight))
 
 
 def loads_of(model: object) -> list[Tensor]:

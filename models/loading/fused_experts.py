@@ -65,6 +65,8 @@ def split_fused_experts(
         by_turns: whether fused experts are stored as in gpt-oss.
         as_linears: whether fused experts are stored as in Granite 4.
     """
+    # The text part of a model that reads images has other names in the file.
+    tensors = {name: replace(one, name=name) for name, one in tensors.items()}
     if as_linears:
         tensors = {one.name: one for one in map(_renamed, tensors.values())}
     if by_turns:

@@ -36,6 +36,7 @@ from models.decoder import DecoderForCausalLM
 from models.fields import Fields
 from models.layers.attention import Attention
 from models.layers.computing import use_ops
+from models.layers.embedding import LayerEnd
 from models.layers.latent_attention import LatentAttention
 from models.layers.linear import JoinedLinear
 from models.layers.moe import SparseMoe
@@ -338,6 +339,7 @@ def _load_weights(
     entry: CacheEntry | None,
 ) -> None:
     _check_shapes(model, stored)
+    model.model.dtype = dtype
     places, scales = _checkpoint_parameters(model), _kv_scales(model)
     if model.config.tie_word_embeddings and _HEAD in stored:
         _check_tied(folder, stored, model.checkpoint_name(_EMBED))
@@ -437,7 +439,7 @@ def _fill_parameter(
     for part in parts:
         for first_row, rows in part.pieces():
             weight[first_row : first_row + len(rows)].copy_(rows)
-    if isinstance(owner, RMSNorm | Attention):
+    if isinstance(owner, RMSNorm | Attention | LayerEnd):
         weight = owner.keep_loaded(weight)
     setattr(owner, attribute, nn.Parameter(weight, requires_grad=False))
 

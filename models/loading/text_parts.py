@@ -30,7 +30,10 @@ _PREFIXES = {
 _HEADS = ("lm_head.", "score.")
 # Older checkpoints have the name of SigLIP's module in their names; transformers 5 leaves it out.
 _TOWER, _TOWER_BEFORE = "vision_tower.", "vision_tower.vision_model."
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector.")
+_OF_IMAGES = (
+    *("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.", "connector."),
+    "embed_vision.",
+)
 # Prefix that Baton gives to the names of a vision encoder's tensors.
 VISION = "vision."
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import reference
+from baton_kernels.triton import norm_rotary_store as kernels
 from baton_kernels.triton.norm_rotary_store import norm_rotary_store, rotary, store_kv
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.kernels.poison import strided
@@ -51,6 +52,9 @@ def angles(num_tokens: int, rotary_dim: int, like: Tensor) -> tuple[Tensor, Tens
         (6, 2, 80, 32, "both"),  # partial rotary: a tail that is normed, not turned
         (2, 1, 6, 4, "key"),
         (5, 3, 64, 2, "none"),
+        (3, 2, 80, 32, "value"),
+        (2, 1, 64, 64, "all"),
+        (3, 2, 80, 32, "queries only"),
     ],
 )
 def test_norm_rotary_store(
@@ -67,16 +71,41 @@ def test_norm_rotary_store(
     cos, sin = angles(num_tokens, rotary_dim, like)
     ours, meant = caches(num_kv_heads, head_dim, like)
     weights: dict[str, Any] = {
-        "query_weight": torch.randn(head_dim).to(like) if norms in ("both", "query") else None,
-        "key_weight": torch.randn(head_dim).to(like) if norms in ("both", "key") else None,
+        "query_weight": None if norms in ("none", "key", "value") else torch.randn(head_dim),
+        "key_weight": torch.randn(head_dim) if norms in ("both", "key", "all") else None,
+        "value_weight": torch.randn(head_dim) if norms in ("value", "all") else None,
     }
-    slots = SLOTS.to(device)
+    weights = {name: one if one is None else one.to(like) for name, one in weights.items()}
+    slots: Tensor | None = SLOTS.to(device)
+    if norms == "queries only":
+        qkv, slots = qkv[:, : num_heads * head_dim].contiguous(), None
     query = norm_rotary_store(qkv, num_heads, cos, sin, ours, slots, **weights, eps=1e-5)
     expected = reference.norm_rotary_store(
         qkv, num_heads, cos, sin, meant, slots, **weights, eps=1e-5
     )
     assert_close(query, expected)
     assert_same_cache(ours, meant)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "heads"), [(37, 2, 64, 32), (8, 1, 80, 16)]
+)
+def test_programs_process_more_heads_of_many_tokens(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reference is computed for few tokens, which are called many."""
+    monkeypatch.setattr(kernels, "MANY_TOKENS", len(SLOTS))
+    kernels._bind.cache_clear()
+    assert kernels.heads_of_program(len(SLOTS), head_dim) == heads
+    sizes = (num_heads, num_kv_heads, head_dim, head_dim)
+    test_norm_rotary_store(*sizes, "both", dtype, device)
+    kernels._bind.cache_clear()
 
 
 @pytest.mark.parametrize("of_all_heads", [False, True])

@@ -38,6 +38,11 @@ def draw_fields(architecture: str, draw: random.Random) -> dict[str, Any]:
         fields |= _delta_nets(draw)
     if fields.get("sliding_window"):
         fields["sliding_window"] = draw.randint(3, 40)
+    if "global_head_dim" in fields:
+        fields["global_head_dim"] = draw.randrange(8, 50, 2)
+        fields["vocab_size_per_layer_input"] = fields["vocab_size"]
+    if "num_kv_shared_layers" in fields:  # both kinds have layers with keys and values
+        return fields
     if set(fields.get("layer_types", ())) == set(_KINDS_OF_LAYERS):
         rest = draw.choices(_KINDS_OF_LAYERS, k=draw.randint(0, 3))
         fields["layer_types"] = draw.sample([*_KINDS_OF_LAYERS, *rest], len(rest) + 2)

@@ -20,6 +20,7 @@ from baton.api.sampling_params import SamplingParams
 from engine import LLM
 from models.registry import MODELS
 from tests.numerics.family import Family
+from tests.numerics.family_gemma4 import GEMMA4
 from tests.numerics.family_hybrids import HYBRIDS
 from tests.numerics.tiny_models import hugging_face_logits, make_hugging_face_model, save
 
@@ -103,6 +104,7 @@ THREE_AXES: dict[str, Any] = {
 }
 FAMILIES: dict[str, Family] = {
     **HYBRIDS,
+    **GEMMA4,
     "CwmForCausalLM": Family(
         {"plain": layers("ff"), "windows 3:1": layers("fsss") | {"mlp_bias": True}},
         refused={"sliding_window": None},

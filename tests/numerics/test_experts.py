@@ -64,9 +64,9 @@ def test_tokens_choose_what_the_reference_chooses(
 ) -> None:
     torch.manual_seed(3)
     logits = torch.randn(300, NUM_EXPERTS).to(dtype)  # with equal ones in 16 bits
-    bias = torch.rand(NUM_EXPERTS) if has_bias else None
-    ids, weights = native.route(logits, ROUTINGS[name], bias)
-    expected_ids, expected_weights = reference.route(logits, ROUTINGS[name], bias)
+    bias, scales = torch.rand(2, NUM_EXPERTS) if has_bias else (None, None)
+    ids, weights = native.route(logits, ROUTINGS[name], bias, scales)
+    expected_ids, expected_weights = reference.route(logits, ROUTINGS[name], bias, scales)
     # Exponentials differ by a bit: two scores of nearly one size may change places.
     certain = (ids == expected_ids).all(dim=1)
     assert float(certain.float().mean()) > 0.98

@@ -87,16 +87,13 @@ def test_add_rms_norm_with_a_wide_weight_and_a_factor(
 ) -> None:
     x, residual = torch.randn(2, *shape).to(dtype)
     weight = 1 + torch.randn(shape[1]) / 100  # whose last digits 16 bits would lose
-    for found, expected in zip(
-        native.add_rms_norm(x, residual, weight, 1e-5, factor),
-        reference.add_rms_norm(x, residual, weight, 1e-5, factor),
-        strict=True,
-    ):
+    both = [one.add_rms_norm(x, residual, weight, 1e-5, factor) for one in (native, reference)]
+    for found, expected in zip(*both, strict=True):
         assert found.dtype == dtype
         close(found, expected)
     close(native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    total = native.scaled_add(x, residual, factor)
-    close(total, reference.scaled_add(x, residual, factor))
+    total = native.scaled_add(x, residual, factor, 1.5 * factor)
+    close(total, reference.scaled_add(x, residual, factor, 1.5 * factor))
 
 
 @TYPES
@@ -163,25 +160,28 @@ def test_norm_rotary_store_with_norms_over_all_heads(
 
 @TYPES
 @pytest.mark.parametrize("rotary_dim", [24, 8])
-@pytest.mark.parametrize("norms", ["qk", "q", ""])
+@pytest.mark.parametrize("norms", ["qk", "q", "", "qkv", "v", "q only"])
 @pytest.mark.parametrize("num_tokens", [5, 300])
 def test_norm_rotary_store(
     native: NativeOps, num_tokens: int, norms: str, rotary_dim: int, dtype: torch.dtype
 ) -> None:
     num_heads, num_kv_heads, head_dim, block_size = 6, 2, 24, 4
     table = make_tables([num_tokens], block_size, num_blocks=90)
-    slots = make_metadata([num_tokens], [num_tokens], table, block_size, 2).slot_mapping
+    metadata = make_metadata([num_tokens], [num_tokens], table, block_size, 2)
+    slots = None if norms == "q only" else metadata.slot_mapping
     ours, theirs = (
         make_cache(90, 3, num_kv_heads, block_size, head_dim).to(dtype)[:, 1] for _ in range(2)
     )
-    qkv = torch.randn(num_tokens + 2, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    num_kinds = 0 if slots is None else 2
+    qkv = torch.randn(num_tokens + 2, (num_heads + num_kinds * num_kv_heads) * head_dim).to(dtype)
     cos, sin = torch.randn(2, num_tokens + 2, rotary_dim).to(dtype)
-    weights = torch.randn(2, head_dim).to(dtype)
+    weights = torch.randn(3, head_dim).to(dtype)
     found, expected = (
         op(
             *(qkv, num_heads, cos, sin, cache, slots),
             query_weight=weights[0] if "q" in norms else None,
             key_weight=weights[1] if "k" in norms else None,
+            value_weight=weights[2] if "v" in norms else None,
             eps=1e-6,
         )
         for op, cache in ((native.norm_rotary_store, ours), (reference.norm_rotary_store, theirs))

@@ -94,11 +94,15 @@ def fill_small_weights(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.uniform_(parameter, 0.2, 1.5)
+        if name.endswith(("router.scale", "router.per_expert_scale")):
+            torch.nn.init.uniform_(parameter, 0.3, 1.5)
         if name.endswith("linear_attn.A_log"):  # or nothing is kept for longer than a token
             torch.nn.init.uniform_(parameter, -4.0, -1.0)
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):  # of a router
             buffer.uniform_(0.0, 0.3)
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.2)
 
 
 def _config(config_class: Any, values: dict[str, Any]) -> Any:
@@ -123,6 +127,10 @@ def _vision_values(config_class: Any, text_size: int) -> dict[str, Any]:
         kind = {"Gemma3Config": "siglip_vision_model", "Mistral3Config": "pixtral"}[name]
         sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 8}
         return {"model_type": kind, "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
+    if name == "Gemma4Config":
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "patch_size": 4}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        return {"num_hidden_layers": 1, "position_embedding_size": 64, **sizes, **heads}
     if name == "Qwen2VLConfig":
         return {"depth": 1, "embed_dim": 16, "hidden_size": text_size, "num_heads": 2}
     vision: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16}

@@ -32,6 +32,8 @@ CHAT_TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+# What image processors return for processors alone.
+_NOT_FOR_MODELS = ("rows", "cols", "num_crops", "num_soft_tokens_per_image")
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -100,7 +102,7 @@ class VisionCheckpoint:
     def model_inputs(self, *images: Image.Image) -> dict[str, Any]:
         """Return the model's inputs for the images of one prompt."""
         found = self.process(*images).items()
-        return {n: one for n, one in found if n not in ("rows", "cols", "num_crops")}
+        return {n: one for n, one in found if n not in _NOT_FOR_MODELS}
 
     def expanded_text(self, image: Image.Image) -> str:
         """Return the text that the processor has for an image."""
@@ -211,6 +213,9 @@ _DELTA_NETS = {
     "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5},
 }
 
+# The second of two stages has all layers that share keys and values.
+_GEMMA4_KINDS = ("sliding", "full", "sliding", "sliding", "full", "sliding", "full")
+
 VISION_FAMILIES: dict[str, VisionFamily] = {
     # An image has more tokens than the window and than a block of KV.
     "Gemma3ForConditionalGeneration": VisionFamily(
@@ -232,6 +237,35 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             "tie_word_embeddings": False,
         },
         around="\n\n",
+    ),
+    "Gemma4ForConditionalGeneration": VisionFamily(
+        ("<|image|>", "<|image>", "<image|>"),
+        {
+            **{"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 40},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+            **{"patch_size": 4, "position_embedding_size": 256, "initializer_range": 0.2},
+        },
+        ("Gemma4ImageProcessorPil", {"patch_size": 4, "max_soft_tokens": 70}),
+        lambda found: f"<|image>{'<|image|>' * int(found['num_soft_tokens_per_image'][0])}<image|>",
+        {"processor_class": "Gemma4Processor"},
+        text={
+            "num_hidden_layers": len(_GEMMA4_KINDS),
+            "layer_types": [f"{kind}_attention" for kind in _GEMMA4_KINDS],
+            "sliding_window": 6,
+            "global_head_dim": 16,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 6,
+            "use_bidirectional_attention": "vision",
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            "moe_intermediate_size": 32,
+        },
+        whole={
+            "image_token_id": "<|image|>",
+            "boi_token_id": "<|image>",
+            "eoi_token_id": "<image|>",
+            "tie_word_embeddings": False,
+        },
     ),
     "Idefics3ForConditionalGeneration": VisionFamily(
         _TILE_TOKENS,

@@ -17,7 +17,7 @@ _MODEL, _LABELS, _TOKENS = "Model", "ForSequenceClassification", "ForCausalLM"
 # Name of a text network, without ``Model`` -> name of the model that generates text with this
 # network, without ``ForCausalLM``. Lists only networks for which the two names differ, because a
 # model that takes images has the plain name.
-_TEXT_NETWORKS = {"Gemma3Text": "Gemma3"}
+_TEXT_NETWORKS = {"Gemma3Text": "Gemma3", "Gemma4Text": "Gemma4"}
 MAX_LABELS = 4096
 
 

@@ -15,6 +15,7 @@ LAYOUTS: Registry[Callable[[ProcessorFiles, Tokenizer], ImageLayout]] = Registry
     "image processor",
     {
         "Gemma3Processor": "baton.media.layouts.gemma:GemmaLayout",
+        "Gemma4Processor": "baton.media.layouts.gemma4:Gemma4Layout",
         "Idefics3Processor": "baton.media.layouts.tiles:TilesLayout",
         "PixtralProcessor": "baton.media.layouts.pixtral:PixtralLayout",
         "Qwen2VLProcessor": "baton.media.layouts.qwen:QwenLayout",

@@ -23,6 +23,7 @@ _DIGEST_BYTES = 16
 # Architecture -> processor class, for checkpoints whose files do not name a processor.
 _BY_ARCHITECTURE = {
     "Gemma3ForConditionalGeneration": "Gemma3Processor",
+    "Gemma4ForConditionalGeneration": "Gemma4Processor",
     "Idefics3ForConditionalGeneration": "Idefics3Processor",
     "Mistral3ForConditionalGeneration": "PixtralProcessor",
     "Qwen2VLForConditionalGeneration": "Qwen2VLProcessor",

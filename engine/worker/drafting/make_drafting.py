@@ -10,7 +10,7 @@ import torch
 from baton.api.errors import ConfigError
 from baton.engine_config import DRAFTERS as METHODS
 from baton.engine_config import EngineConfig
-from baton.kv.layers import LayerKV
+from baton.kv.layers import AnyKV
 from engine.worker.device_choice import BackendNames, choose_ops, choose_packer
 from engine.worker.drafting.base import DraftChooser, Drafting
 from engine.worker.drafting.heads import HeadsDrafting
@@ -76,7 +76,7 @@ def fit_num_drafts(config: EngineConfig, drafter: AnyDrafter | None) -> EngineCo
     return replace(config, num_speculative_tokens=min(config.max_num_drafts, num_heads))
 
 
-def layers_of(drafter: AnyDrafter | None) -> tuple[LayerKV, ...]:
+def layers_of(drafter: AnyDrafter | None) -> tuple[AnyKV, ...]:
     """Return the description of KV that each layer of the drafter keeps."""
     return () if drafter is None else tuple(getattr(drafter, "kv_layers", ()))
 

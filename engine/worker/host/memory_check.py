@@ -46,7 +46,7 @@ def check_memory(
         # known here.
         kv_cache = (
             0
-            if any(layer.mixer.kv.retained_tokens is not None for layer in model.layers)
+            if any(kv.retained_tokens is not None for kv in model.kept_kv)
             else config.num_blocks * needs.kv_block_bytes
         )
     weights = needs.weights[config.weights]

@@ -94,7 +94,7 @@ class RouteCall(Structure):
     _fields_ = (
         *_fields(c_int64, "type num_threads num_tokens num_experts top_k scoring normalize"),
         *_fields(c_int64, "num_groups top_groups group_best"),
-        *_fields(c_void_p, "logits bias ids weights"),
+        *_fields(c_void_p, "logits bias scales ids weights"),
         ("scale", c_double),
     )
 
@@ -135,7 +135,7 @@ class NormCall(Structure):
         *_fields(c_void_p, "x residual weight out sum"),
         ("eps", c_double),
         ("wide", c_int64),
-        ("factor", c_double),
+        *_fields(c_double, "factor sum_factor"),
     )
 
 
@@ -184,7 +184,7 @@ class StoreCall(Structure):
         *_fields(c_int64, "type num_threads num_tokens num_heads num_kv_heads head_dim"),
         *_fields(c_int64, "rotary_dim qkv_stride"),
         *_fields(c_int64, "block_stride kv_stride head_stride token_stride block_size"),
-        *_fields(c_void_p, "qkv query_weight key_weight cos sin kv_cache out slots"),
+        *_fields(c_void_p, "qkv query_weight key_weight value_weight cos sin kv_cache out slots"),
         ("eps", c_double),
         ("cache_type", c_int64),
         *_fields(c_double, "key_factor value_factor"),

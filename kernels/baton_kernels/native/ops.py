@@ -109,7 +109,7 @@ class NativeOps:
         call = NormCall(
             *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size),
             *(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None, eps),
-            *(_is_wide(weight, x), 1.0),
+            *(_is_wide(weight, x), 1.0, 1.0),
         )
         self._run(self._library.baton_rms_norm, call, x, weight, out)
         return out
@@ -126,20 +126,22 @@ class NativeOps:
         call = NormCall(
             *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size, x.data_ptr()),
             *(residual.data_ptr(), weight.data_ptr(), out.data_ptr(), new_residual.data_ptr()),
-            *(eps, _is_wide(weight, x), factor),
+            *(eps, _is_wide(weight, x), factor, 1.0),
         )
         tensors = (x, residual, weight, out, new_residual)
         self._run(self._library.baton_rms_norm, call, *tensors)
         return out, new_residual
 
-    def scaled_add(self, x: Tensor, residual: Tensor, factor: float = 1.0) -> Tensor:
+    def scaled_add(
+        self, x: Tensor, residual: Tensor, factor: float = 1.0, sum_factor: float = 1.0
+    ) -> Tensor:
         """Compute ``reference.scaled_add`` with native kernels."""
         if not (_plain(x, residual) and x.shape == residual.shape):
-            return reference.scaled_add(x, residual, factor)
+            return reference.scaled_add(x, residual, factor, sum_factor)
         size, total = x.shape[-1], torch.empty_like(x)
         call = NormCall(
             *(_CODES[x.dtype], torch.get_num_threads(), x.numel() // size, size, x.data_ptr()),
-            *(residual.data_ptr(), None, None, total.data_ptr(), 0.0, 0, factor),
+            *(residual.data_ptr(), None, None, total.data_ptr(), 0.0, 0, factor, sum_factor),
         )
         self._run(self._library.baton_rms_norm, call, x, residual, total)
         return total
@@ -222,23 +224,27 @@ class NativeOps:
         cos: Tensor,
         sin: Tensor,
         kv_cache: Tensor,
-        slot_mapping: Tensor,
+        slot_mapping: Tensor | None,
         *,
         query_weight: Tensor | None = None,
         key_weight: Tensor | None = None,
+        value_weight: Tensor | None = None,
         eps: float = 0.0,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> Tensor:
         """Compute ``reference.norm_rotary_store`` with native kernels."""
-        weights = [weight for weight in (query_weight, key_weight) if weight is not None]
+        of_rotated = [weight for weight in (query_weight, key_weight) if weight is not None]
+        weights = [*of_rotated, *(() if value_weight is None else (value_weight,))]
         _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
         fits = _plain(qkv, cos, sin) and kv_cache.dtype in (qkv.dtype, FP8)
-        fits = fits and kv_cache.stride(4) == 1 and slot_mapping.is_contiguous()
-        of_heads = all(_is_weight(weight, qkv, (head_dim,)) for weight in weights)
+        fits = fits and kv_cache.stride(4) == 1
+        fits = fits and (slot_mapping is None or slot_mapping.is_contiguous())
+        fits = fits and (value_weight is None or _is_weight(value_weight, qkv, (head_dim,)))
+        of_heads = all(_is_weight(weight, qkv, (head_dim,)) for weight in of_rotated)
         sizes = (num_heads * head_dim, num_kv_heads * head_dim)
-        of_all = len(weights) == 2 and all(
-            _is_weight(weight, qkv, (size,)) for weight, size in zip(weights, sizes, strict=True)
+        of_all = len(of_rotated) == 2 and all(
+            _is_weight(weight, qkv, (size,)) for weight, size in zip(of_rotated, sizes, strict=True)
         )
         alike = len({weight.dtype for weight in weights}) <= 1
         if not (fits and alike and (of_heads or of_all)):
@@ -246,24 +252,24 @@ class NativeOps:
                 *(qkv, num_heads, cos, sin, kv_cache, slot_mapping),
                 query_weight=query_weight,
                 key_weight=key_weight,
+                value_weight=value_weight,
                 eps=eps,
                 key_scale=key_scale,
                 value_scale=value_scale,
             )
-        assert slot_mapping.dtype == torch.int64
+        assert slot_mapping is None or slot_mapping.dtype == torch.int64
         out = qkv.new_empty(len(qkv), num_heads, head_dim)
         block_stride, kv_stride, head_stride, token_stride, _ = kv_cache.stride()
         call = StoreCall(
             *(_CODES[qkv.dtype], torch.get_num_threads()),
             *(len(qkv), num_heads, num_kv_heads, head_dim, cos.shape[-1], qkv.shape[-1]),
             *(block_stride, kv_stride, head_stride, token_stride, block_size, qkv.data_ptr()),
-            None if query_weight is None else query_weight.data_ptr(),
-            None if key_weight is None else key_weight.data_ptr(),
+            *map(_address, (query_weight, key_weight, value_weight)),
             *(cos.data_ptr(), sin.data_ptr(), kv_cache.data_ptr(), out.data_ptr()),
-            *(slot_mapping.data_ptr(), eps, _CODES[kv_cache.dtype], 1 / key_scale, 1 / value_scale),
+            *(_address(slot_mapping), eps, _CODES[kv_cache.dtype], 1 / key_scale, 1 / value_scale),
             *(any(_is_wide(weight, qkv) for weight in weights), not of_heads),
         )
-        tensors = (qkv, query_weight, key_weight, cos, sin, kv_cache, out, slot_mapping)
+        tensors = (qkv, *weights, cos, sin, kv_cache, out, slot_mapping)
         self._run(self._library.baton_norm_rotary_store, call, *tensors)
         return out
 
@@ -539,11 +545,16 @@ class NativeOps:
         )
 
     def route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute ``reference.route`` with native kernels."""
-        if not (_plain(logits) and (bias is None or bias.dtype == torch.float32)):
-            return reference.route(logits, routing, bias)
+        per_expert = [one for one in (bias, scales) if one is not None]
+        if not (_plain(logits) and all(one.dtype == torch.float32 for one in per_expert)):
+            return reference.route(logits, routing, bias, scales)
         num_tokens, num_experts = logits.shape
         ids = torch.empty(num_tokens, routing.top_k, dtype=torch.int64)
         weights = torch.empty(num_tokens, routing.top_k)
@@ -551,10 +562,10 @@ class NativeOps:
             *(_CODES[logits.dtype], torch.get_num_threads(), num_tokens, num_experts),
             *(routing.top_k, list(Scoring).index(routing.scoring), routing.normalize),
             *(routing.num_groups, routing.top_groups, routing.group_best, logits.data_ptr()),
-            *(_address(bias), ids.data_ptr(), weights.data_ptr()),
+            *(_address(bias), _address(scales), ids.data_ptr(), weights.data_ptr()),
             routing.scale,
         )
-        self._run(self._library.baton_route, call, logits, bias, ids, weights)
+        self._run(self._library.baton_route, call, logits, *per_expert, ids, weights)
         return ids, weights
 
     def experts(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:

@@ -17,10 +17,19 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.fp8 import has_fp8, to_stored
-from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind
+from baton_kernels.triton.launch import (
+    NUM_KEPT,
+    Launcher,
+    bind,
+    dependent_options,
+    wait_for_kernel_before,
+)
 from baton_kernels.triton.norm import rms_norm
 
-HEADS = 8  # heads that a program processes
+HEADS = 8  # heads that a program processes, if there are few tokens
+# With many tokens, a program processes more heads, which share its loads of angles and weights.
+MANY_TOKENS = 1024
+MANY_DIMS = 2048  # dims that a program then processes: 32 per thread
 
 
 def norm_rotary_store(
@@ -29,10 +38,11 @@ def norm_rotary_store(
     cos: Tensor,
     sin: Tensor,
     kv_cache: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor | None,
     *,
     query_weight: Tensor | None = None,
     key_weight: Tensor | None = None,
+    value_weight: Tensor | None = None,
     eps: float = 0.0,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -45,7 +55,8 @@ def norm_rotary_store(
     if kv_cache.dtype == reference.FP8 and not has_fp8(kv_cache.device):
         return reference.norm_rotary_store(
             *(qkv, num_heads, cos, sin, kv_cache, slot_mapping), query_weight=query_weight,
-            key_weight=key_weight, eps=eps, key_scale=key_scale, value_scale=value_scale,
+            key_weight=key_weight, value_weight=value_weight, eps=eps, key_scale=key_scale,
+            value_scale=value_scale,
         )  # fmt: skip
     if query_weight is not None and len(query_weight) != kv_cache.shape[4]:
         qkv = _norm_all_heads(qkv, query_weight, key_weight, eps)
@@ -55,12 +66,13 @@ def norm_rotary_store(
         kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
         None if query_weight is None else query_weight.dtype,
         None if key_weight is None else key_weight.dtype,
-        eps, key_scale, value_scale,
+        None if value_weight is None else value_weight.dtype,
+        eps, key_scale, value_scale, slot_mapping is not None,
     )  # fmt: skip
     out = qkv.new_empty(shape)
     launch(
-        qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, slot_mapping, out,
-        kv_cache,
+        qkv, cos.contiguous(), sin.contiguous(), query_weight, key_weight, value_weight,
+        slot_mapping, out, kv_cache,
     )  # fmt: skip
     return out
 
@@ -78,9 +90,11 @@ def _bind(
     cache_dtype: torch.dtype,
     query_weight_dtype: torch.dtype | None,
     key_weight_dtype: torch.dtype | None,
+    value_weight_dtype: torch.dtype | None,
     eps: float,
     key_scale: float,
     value_scale: float,
+    stores: bool,
 ) -> tuple[tuple[int, int, int], Callable[..., None]]:
     """Bind the launch to these shapes and dtypes; return the queries' shape, and the launch."""
     _, _, num_kv_heads, block_size, head_dim = cache_shape
@@ -88,8 +102,11 @@ def _bind(
     known = (dtype, reference.FP8)
     assert cache_dtype in known, f"kv_cache: {dtype} or float8, got {cache_dtype}"
     num_tokens = qkv_shape[0]
-    launcher = _launcher(num_heads, num_kv_heads, head_dim, block_size, angles_shape[-1])
-    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS))
+    if not stores:  # the rows have only query heads
+        num_kv_heads = 0
+    heads = heads_of_program(num_tokens, head_dim)
+    launcher = _launcher(num_heads, num_kv_heads, head_dim, block_size, angles_shape[-1], heads)
+    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // heads))
     numbers = (qkv_stride[0], *cache_stride[:4], eps, 1 / key_scale, 1 / value_scale)
     return (num_tokens, num_heads, head_dim), bind(launcher, grid, numbers)
 
@@ -107,14 +124,22 @@ def _norm_all_heads(
     )
 
 
+def heads_of_program(num_tokens: int, head_dim: int) -> int:
+    """Return how many heads of a token a program processes."""
+    if num_tokens < MANY_TOKENS:
+        return HEADS
+    return max(MANY_DIMS // (1 << (head_dim - 1).bit_length()), 1)
+
+
 @functools.cache
 def _launcher(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, rotary_dim: int
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, rotary_dim: int, heads: int
 ) -> Launcher:
     return Launcher(
         norm_rotary_store_kernel,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        HALF=rotary_dim // 2, HEADS=HEADS, num_warps=2, **_blocks(head_dim, rotary_dim),
+        HALF=rotary_dim // 2, HEADS=heads, num_warps=2, **_blocks(head_dim, rotary_dim),
+        **dependent_options(),
     )  # fmt: skip
 
 
@@ -187,15 +212,21 @@ def turn(x1, x2, cos_ptr, sin_ptr, pair, HALF: tl.constexpr):
 
 @triton.jit
 def normalize(
-    x, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, dim, exists,
-    dtype: tl.constexpr,
+    x, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+    value_weight_ptr, dim, exists, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Normalize some dims of heads, ``[HEADS, n]``, by the query's or the key's weight.
+    """Normalize some dims of heads, ``[HEADS, n]``, by the query's, key's or value's weight.
 
     Rounds as the reference does.
     """
     wide = x * inverse_rms[:, None]
     normed = wide.to(dtype).to(tl.float32)
+    if value_weight_ptr is not None:
+        of_value = normed
+        if value_weight_ptr.dtype.element_ty != dtype:
+            of_value = wide
+        weight = tl.load(value_weight_ptr + dim, mask=exists, other=0.0).to(tl.float32)[None, :]
+        x = tl.where(is_value[:, None], (of_value * weight).to(dtype).to(tl.float32), x)
     if query_weight_ptr is not None:
         # A float32 weight is applied before rounding.
         if query_weight_ptr.dtype.element_ty != dtype:
@@ -212,17 +243,18 @@ def normalize(
 
 @triton.jit
 def norm_rotary_store_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, slots_ptr, out_ptr, cache_ptr,
-    qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
+    qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, value_weight_ptr, slots_ptr,
+    out_ptr, cache_ptr, qkv_stride, block_stride, plane_stride, head_stride, token_stride, eps,
     key_factor, value_factor,  # reciprocals of the scales of keys and values, for a float8 cache
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    TAIL_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate and store HEADS heads of one token; all dims are in registers.
 
     | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
     """
+    wait_for_kernel_before(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     stored_dtype: tl.constexpr = cache_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -242,15 +274,16 @@ def norm_rotary_store_kernel(
         rest = tl.load(x_ptrs + tail[None, :], mask=tail_exists, other=0.0).to(tl.float32)
         squares += tl.sum(rest * rest, axis=1)
     inverse_rms = squares
-    if query_weight_ptr is not None or key_weight_ptr is not None:
+    has_norm: tl.constexpr = query_weight_ptr is not None or key_weight_ptr is not None
+    if has_norm or value_weight_ptr is not None:
         inverse_rms = tl.rsqrt(squares / HEAD_DIM + eps)
     x1 = normalize(
-        x1, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, pair, pair < HALF,
-        dtype,
+        x1, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+        value_weight_ptr, pair, pair < HALF, dtype,
     )  # fmt: skip
     x2 = normalize(
-        x2, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, HALF + pair,
-        pair < HALF, dtype,
+        x2, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+        value_weight_ptr, HALF + pair, pair < HALF, dtype,
     )  # fmt: skip
     turned1, turned2 = turn(
         x1, x2, cos_ptr + token * 2 * HALF, sin_ptr + token * 2 * HALF, pair, HALF
@@ -258,7 +291,9 @@ def norm_rotary_store_kernel(
     x1 = tl.where(is_value[:, None], x1, turned1).to(dtype)
     x2 = tl.where(is_value[:, None], x2, turned2).to(dtype)
 
-    slot = tl.load(slots_ptr + token)
+    slot = tl.full((), -1, tl.int64)  # without slots, nothing is stored
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + token)
     kv_head = tl.where(is_value, head - NUM_KV_HEADS, head) - NUM_HEADS
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
     cache_ptrs = cache_ptr + place + (is_value * plane_stride + kv_head * head_stride)[:, None]
@@ -272,8 +307,8 @@ def norm_rotary_store_kernel(
     tl.store(cache_ptrs + HALF + pair[None, :], x2, mask=exists & stored)
     if TAIL_BLOCK > 0:
         rest = normalize(
-            rest, inverse_rms, is_query, is_key, query_weight_ptr, key_weight_ptr, tail,
-            tail < HEAD_DIM, dtype,
+            rest, inverse_rms, is_query, is_key, is_value, query_weight_ptr, key_weight_ptr,
+            value_weight_ptr, tail, tail < HEAD_DIM, dtype,
         ).to(dtype)  # fmt: skip
         tl.store(out_ptrs + tail[None, :], rest, mask=tail_exists & queries)
         rest = to_stored(rest, factor, stored_dtype)
@@ -343,12 +378,15 @@ def _case(
     with_norm: bool,
     cache: str = "bf16",
     weight: str = "bf16",
+    num_tokens: int = 1,
+    is_dependent: bool = False,
 ) -> AotCase:
-    weights = ("query_weight_ptr", "key_weight_ptr")
+    weights = ("query_weight_ptr", "key_weight_ptr", "value_weight_ptr")
     constants: dict[str, int | float | bool | None] = {
         "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": 16, "HALF": rotary_dim // 2, "HEADS": HEADS, **_blocks(head_dim, rotary_dim),
-        **({} if with_norm else dict.fromkeys(weights)),
+        "BLOCK_SIZE": 16, "HALF": rotary_dim // 2,
+        "HEADS": heads_of_program(num_tokens, head_dim), **_blocks(head_dim, rotary_dim),
+        "PDL": is_dependent, **dict.fromkeys(weights[2:] if with_norm else weights),
     }  # fmt: skip
     pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", *weights, "out_ptr", "cache_ptr")
     strides = ("qkv_stride", "block_stride", "plane_stride", "head_stride", "token_stride")
@@ -360,12 +398,15 @@ def _case(
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     return AotCase(
-        f"norm_rotary_store {name} bf16{fp8_suffix(cache)}" + " fp32 norms" * (weight == "fp32"),
+        f"norm_rotary_store {name} bf16{fp8_suffix(cache)}"
+        + " fp32 norms" * (weight == "fp32")
+        + " many tokens" * (num_tokens >= MANY_TOKENS)
+        + " dependent" * is_dependent,
         norm_rotary_store_kernel,
         signature,
         constants,
         num_warps=2,
-        capabilities=(90,) if cache == FP8 else (80, 90),
+        capabilities=(90,) if cache == FP8 or is_dependent else (80, 90),
     )
 
 
@@ -377,4 +418,8 @@ AOT_CASES = (
     _case("d256 with norms", 16, 8, 256, 256, True, weight="fp32"),
     _case("d128 with norms", 32, 8, 128, 128, True, FP8),
     _case("d96 of which 48", 32, 8, 96, 48, False, FP8),
+    _case("d128 with norms", 32, 8, 128, 128, True, num_tokens=MANY_TOKENS),
+    _case("d96 of which 48", 32, 8, 96, 48, False, num_tokens=MANY_TOKENS),
+    _case("d128 with norms", 32, 8, 128, 128, True, FP8, num_tokens=MANY_TOKENS),
+    _case("d128 with norms", 16, 8, 128, 128, True, is_dependent=True),
 )

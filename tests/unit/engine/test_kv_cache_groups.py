@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv.layers import LatentKV, LayerKV, PagedKV, StateArray, StateKV
+from baton.kv.layers import AnyKV, LatentKV, LayerKV, PagedKV, SharedKV, StateArray, StateKV
 from baton.kv.manifest import HandOffRule, KVKind, array_offsets
 from engine.core.kv_cache_groups import MAX_GROUPS, KVCacheGroup, group_layers
 from engine.worker.kv_cache import (
@@ -248,3 +248,16 @@ def test_a_uniform_latent_cache_is_plain() -> None:
 def test_a_model_that_attends_nowhere_is_refused() -> None:
     with pytest.raises(ConfigError, match="a model without attention layers is not supported"):
         kv_cache_spec([CONV], 4, torch.float32)
+
+
+def test_layers_that_share_kv_have_the_table_and_cache_of_the_layer_that_they_read() -> None:
+    full, window = PagedKV(1, 16), PagedKV(2, 8, 12)
+    kv_layers: list[AnyKV] = [window, full, SharedKV(2), SharedKV(2), full]
+    spec = kv_cache_spec(kv_layers, 4, torch.float32)
+    assert [group.layers for group in spec.groups] == [(1,), (4,), (0,)]
+    assert spec.layer_groups == (2, 0, 2, 0, 1)
+    caches = spec.layer_caches(allocate_kv_cache(spec, 2, torch.device("cpu")))
+    assert caches[2] is caches[0]
+    assert caches[3] is caches[1]
+    first, second = (kv_cache_spec(kv_layers, 4, torch.float32, stages=(i, 2)) for i in (0, 1))
+    assert first.stage_layers == second.stage_layers == (2, 3)
