@@ -7,8 +7,8 @@ sentinels, so that any free block can be unlinked in O(1):
 
 Blocks are allocated from the head on. Blank blocks have no cached content. The newest blank block
 goes first, because the CPU's caches most likely still hold its memory. Never-used blocks join the
-list only when too few are blank, because new memory must be cleared first. Pinned blocks, those
-that `keeps` chose when they became free, are allocated last.
+list only when too few are blank, because new memory must be cleared first. Pinned blocks, which
+`keeps` chose as they became free, go last.
 
 Until it is allocated again, a free block keeps its content, which requests can reuse (`touch`).
 
@@ -299,8 +299,7 @@ class BlockPool:
                 in_index = known if isinstance(known, KVCacheBlock) else known[block.block_id]
                 assert isinstance(known, dict) or in_index is block
         sizes = [1 if isinstance(k, KVCacheBlock) else len(k) for k in self._cached.values()]
-        assert sum(sizes) == num_hashed
-        assert all(sizes)
+        assert (sum(sizes), all(sizes)) == (num_hashed, True)
 
     def ref_counts(self) -> dict[int, int]:
         """Return the reference count of each block in use, by block id, to check invariants."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,19 +23,17 @@ def place(
     cluster: Cluster, name: str, prompt: list[int], pins: PinTerms | None, *, alone: bool = False
 ) -> None:
     """Place a request with these pins, let it end, and check its tokens."""
-    nodes = (cluster.p, cluster.d)
-    submits = [node.submit for node in nodes]
-    for node, submit in zip(nodes, submits, strict=True):
 
-        def with_pins(command: object, submit: object = submit) -> None:
-            assert callable(submit)
+    def pinned(submit: Callable[[Any], None]) -> Callable[[Any], None]:
+        def with_pins(command: Any) -> None:
             is_request = isinstance(command, RequestCommand)
             submit(dataclasses.replace(command, pins=pins) if is_request else command)
 
-        node.submit = with_pins  # type: ignore[method-assign,assignment]
-    cluster.place(name, 1, prompt, GREEDY, alone=alone)
-    for node, submit in zip(nodes, submits, strict=True):
-        node.submit = submit  # type: ignore[method-assign]
+        return with_pins
+
+    p, d = cluster.p, cluster.d
+    with patch.object(p, "submit", pinned(p.submit)), patch.object(d, "submit", pinned(d.submit)):
+        cluster.place(name, 1, prompt, GREEDY, alone=alone)
     cluster.settle()
     attempt = cluster.attempts[name, 1]
     tokens = tuple(attempt.tokens[index] for index in sorted(attempt.tokens))
