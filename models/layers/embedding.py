@@ -6,6 +6,7 @@ Refuses to know: other packed layers, files.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -128,7 +129,7 @@ class PerLayerEmbedding(nn.Module):
         projected = self.per_layer_model_projection(embedded) * self._factor
         by_layer = projected.view(len(token_ids), -1, self._spec.size)
         normed: Tensor = self.per_layer_projection_norm(by_layer)
-        return (normed.view(found.shape) + found) * 2.0**-0.5
+        return (normed.view(found.shape) + found) * math.sqrt(0.5)
 
 
 class LayerEnd(Computing):

@@ -5,6 +5,7 @@ Refuses to know: how kernels sort tokens by expert, the names in checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
@@ -275,7 +276,7 @@ class RouterNorm(RMSNorm):
 
     def keep_loaded(self, weight: Tensor) -> Tensor:
         """Divide a checkpoint's weight, ``[size]``, by the square root of its size."""
-        return super().keep_loaded(weight) * len(weight) ** -0.5
+        return super().keep_loaded(weight) / math.sqrt(len(weight))
 
 
 def loads_of(model: object) -> list[Tensor]:

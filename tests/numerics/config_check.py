@@ -26,6 +26,7 @@ from baton.api.outputs import TokenLogprobs
 from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine import LLM
 from models.config import ModelConfig
+from models.recipe import AttentionSpec
 from tests.numerics.config_fields import (
     Config,
     read_by_module,
@@ -231,7 +232,8 @@ def _windows_of_theirs(model_class: type, text: Any) -> tuple[int | None, ...] |
 
 
 def _windows_of_ours(config: ModelConfig) -> tuple[int | None, ...]:
-    return tuple(layer.mixer.kv.retained_tokens for layer in config.layers)
+    mixers = (layer.mixer for layer in config.layers)
+    return tuple(one.window if isinstance(one, AttentionSpec) else None for one in mixers)
 
 
 def _refusal(error: BatonError, names: Collection[str]) -> Verdict:

@@ -26,19 +26,19 @@ def gemma4_layers(pattern: str, **values: Any) -> dict[str, Any]:
 
 
 # As in the small models (E2B, E4B).
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "hidden_size_per_layer_input": 6,
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
 }
 # As in the large models (31B, 26B-A4B), of which one has experts.
-_LARGE = {
+_LARGE: dict[str, Any] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
     "final_logit_softcapping": 4.0,
     "use_bidirectional_attention": "vision",
 }
-_EXPERTS = {
+_EXPERTS: dict[str, Any] = {
     "enable_moe_block": True,
     "num_experts": 8,
     "top_k_experts": 3,

@@ -32,11 +32,9 @@ NUM_TOKENS = 6
 CLEAR_CUT = 1e-3
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 QUICK = "SmolVLMForConditionalGeneration"
-# One step computes all tokens of an image -> the name of their types.
-WHOLE = {
-    "Gemma3ForConditionalGeneration": "token_type_ids",
-    "Gemma4ForConditionalGeneration": "mm_token_type_ids",
-}
+WHOLE = "Gemma3ForConditionalGeneration"  # one step computes all tokens of an image
+# Models like `WHOLE` -> the name of the argument that says which tokens an image has.
+TYPES = {WHOLE: "token_type_ids", "Gemma4ForConditionalGeneration": "mm_token_type_ids"}
 SIZES = [(40, 30), (9, 70), (100, 37), (64, 64), (33, 32)]
 
 Parts = Sequence[str | Image.Image]
@@ -72,7 +70,7 @@ def has_states(checkpoint: VisionCheckpoint) -> bool:
 
 
 def keeps_images_whole(checkpoint: VisionCheckpoint) -> bool:
-    return type(checkpoint.theirs).__name__ in WHOLE
+    return type(checkpoint.theirs).__name__ in TYPES
 
 
 def block_size(checkpoint: VisionCheckpoint) -> int:
@@ -110,7 +108,7 @@ def expected(checkpoint: VisionCheckpoint, parts: Parts) -> list[int]:
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = _types(checkpoint, input_ids)
     elif images and keeps_images_whole(checkpoint):
-        inputs[WHOLE[type(checkpoint.theirs).__name__]] = _types(checkpoint, input_ids)
+        inputs[TYPES[type(checkpoint.theirs).__name__]] = _types(checkpoint, input_ids)
     result = checkpoint.theirs.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),

@@ -213,7 +213,8 @@ _DELTA_NETS = {
     "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5},
 }
 
-_GEMMA4_KINDS = ("sliding", "full", "sliding", "sliding", "full")
+# The second of two stages has all layers that share keys and values.
+_GEMMA4_KINDS = ("sliding", "full", "sliding", "sliding", "full", "sliding", "full")
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     # An image has more tokens than the window and than a block of KV.
@@ -248,7 +249,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         lambda found: f"<|image>{'<|image|>' * int(found['num_soft_tokens_per_image'][0])}<image|>",
         {"processor_class": "Gemma4Processor"},
         text={
-            "num_hidden_layers": 5,
+            "num_hidden_layers": len(_GEMMA4_KINDS),
             "layer_types": [f"{kind}_attention" for kind in _GEMMA4_KINDS],
             "sliding_window": 6,
             "global_head_dim": 16,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
-from baton.kv.layers import LatentKV, LayerKV, PagedKV, SharedKV, StateArray, StateKV
+from baton.kv.layers import AnyKV, LatentKV, LayerKV, PagedKV, SharedKV, StateArray, StateKV
 from baton.kv.manifest import HandOffRule, KVKind, array_offsets
 from engine.core.kv_cache_groups import MAX_GROUPS, KVCacheGroup, group_layers
 from engine.worker.kv_cache import (
@@ -252,7 +252,7 @@ def test_a_model_that_attends_nowhere_is_refused() -> None:
 
 def test_layers_that_share_kv_have_the_table_and_cache_of_the_layer_that_they_read() -> None:
     full, window = PagedKV(1, 16), PagedKV(2, 8, 12)
-    kv_layers = [window, full, SharedKV(2), SharedKV(2), full]
+    kv_layers: list[AnyKV] = [window, full, SharedKV(2), SharedKV(2), full]
     spec = kv_cache_spec(kv_layers, 4, torch.float32)
     assert [group.layers for group in spec.groups] == [(1,), (4,), (0,)]
     assert spec.layer_groups == (2, 0, 2, 0, 1)

@@ -47,7 +47,7 @@ def parse(architecture: str, *left_out: str, **changes: Any) -> ModelConfig:
 
 def windows(architecture: str, **changes: Any) -> str:
     """Return a letter for each layer: s has a window, f has full attention."""
-    kept = [layer.mixer.kv for layer in parse(architecture, **changes).layers]
+    kept = parse(architecture, **changes).kept_kv
     return "".join("f" if kv.retained_tokens is None else "s" for kv in kept)
 
 
