@@ -15,7 +15,6 @@ from tests.numerics.config_check import ConfigCheck, Outcome
 from tests.numerics.config_fields import base_configs, changes, read_by_baton
 from tests.numerics.config_table import all_changes, table
 
-
 # With default sizes, transformers' float32 differs from its float64 by more than the limit.
 NOISY = pytest.mark.xfail(reason="float32 noise of transformers", strict=False)
 
