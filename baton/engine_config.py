@@ -253,6 +253,19 @@ class EngineConfig:
         choices=tuple(HASH_ALGORITHMS),
         help="Hash that identifies prefixes; xxh3_128 is faster, but a client can make it collide.",
     )
+    pin_share: float = option(
+        0.25,
+        least=0,
+        most=0.9,
+        help="Most of the KV blocks that pinned prefixes may keep in the prefix cache; tenants "
+        "with pins have equal parts. Pinned blocks leave the cache after all others, and never "
+        "delay a request. 0: nothing is pinned.",
+    )
+    max_pin_s: float = option(
+        86_400.0,
+        above=0,
+        help="Longest time, in seconds, for which a request may pin its prefix.",
+    )
     kv_files: str = option(
         "",
         help="Folder for KV of ended requests, read back for later requests with an equal prefix, "

@@ -342,4 +342,5 @@ def _receipt(job: _Job, why_drafts: str) -> DecodeReceipt:
         num_drafts=request.num_drafts,
         num_accepted_drafts=request.num_accepted_drafts,
         why_drafts=why_drafts,
+        num_pinned_tokens=request.num_pinned_tokens,
     )

@@ -10,13 +10,11 @@ from baton.text.grammar_trials import EarlyGrammars
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
 from decode_node.spans import DecodeTraces
-from kvconnector.ends import Receiver, Sender
-from kvconnector.transports.fault_file import faults_of
+from kvconnector.ends import Receiver
 from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
-from node_runtime.node_transport import open_prefixes_transport
-from node_runtime.prefixes.shares import Shares
+from node_runtime.prefixes.make_ends import make_shares
 from node_runtime.threads import ConnectorEnds
 
 
@@ -35,7 +33,7 @@ def make_program(
         receiver.loop.start()
         shares, sender = None, None
         if options.fetch_prefixes:
-            shares, sender = _make_shares(options, parts)
+            shares, sender = make_shares(options, parts)
         node = DecodeNode(
             parts.engine,
             receiver,
@@ -45,15 +43,6 @@ def make_program(
             inbox=Inbox(DecodeCommand, parts.engine, adapters=parts.adapters),
             side_work=shares,
         )
-        return node, ConnectorEnds(receiver, prefixes=sender)
+        return node, ConnectorEnds(receiver, shares=sender)
 
     return make_threads(NodeRole.DECODE, options, make_node, emit, on_death, grammars)
-
-
-def _make_shares(options: DecodeNodeOptions, parts: NodeParts) -> tuple[Shares, Sender]:
-    """Open the end of the KV connector that sends cached prefixes."""
-    faults = faults_of(options.inject_faults, options.name)
-    transport, digests = open_prefixes_transport(options, parts.loaded, faults)
-    sender = Sender(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
-    sender.loop.start()
-    return Shares(parts.engine, sender), sender

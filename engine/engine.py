@@ -177,7 +177,7 @@ class Engine:
         """
         self.compatibility = compatibility
         self.kv_cache_manager.rename(cache_namespace(compatibility))
-        self.features.forget_encodings()
+        self.features.forget_cached()
 
     def step(self) -> StepResult:
         """Run one step: schedule, execute, update."""

@@ -1,9 +1,10 @@
-"""Features: the parts of an engine that only some requests need: grammars, images, drafts, files.
+"""Features: what only some requests need of an engine: grammars, images, drafts, pins and files.
 
     a request comes     its thought is followed, its grammar is compiled, its images are decoded,
                         files are read that have KV of its prompt
     before a step       what has become ready goes to the scheduler
-    after a step        failed images end their requests; drafts follow the sampled tokens
+    after a step        failed images end their requests; drafts follow the sampled tokens; ended
+                        requests pin their answers
 
 Refuses to know: how requests are scheduled, tensors.
 """
@@ -17,6 +18,7 @@ from engine.adapters import AdapterTable
 from engine.core.drafts import is_drafted_for
 from engine.core.images.prompt_images import PromptImages
 from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
+from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor
@@ -35,24 +37,26 @@ class Features:
     Args:
         scheduler: the engine's scheduler.
         grammars: compiles requests' grammars.
+        pins: keeps the prefixes that requests pin in the prefix cache.
         images: checks the images of prompts, and has them decoded; None: the model takes no images.
         speculation: makes drafts, and is the scheduler's `DraftPolicy`; None: there are no drafts.
         files: the file tier of the prefix cache; None: there is none.
 
     Attributes:
-        grammars, images, speculation, files: the arguments; without ``images``, an intake that
-            refuses images.
+        grammars, pins, images, speculation, files: the arguments; without ``images``, an intake
+            that refuses images.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         grammars: GrammarCompiler,
+        pins: PrefixPins,
         images: ImageInputs | None = None,
         speculation: Speculation | None = None,
         files: KVFileTier | None = None,
     ) -> None:
-        self.grammars, self.speculation, self.files = grammars, speculation, files
+        self.grammars, self.pins, self.speculation, self.files = grammars, pins, speculation, files
         self.images = images or ImageInputs()
         self._scheduler = scheduler
 
@@ -160,7 +164,11 @@ class Features:
     # ------------------------------------------------------------------ steps
 
     def pass_on(self) -> None:
-        """Hand what has become ready to the scheduler; call before each step."""
+        """Hand what has become ready to the scheduler, and end pins whose time is over.
+
+        Call before each step.
+        """
+        self.pins.tick()
         for request, grammar in self.grammars.take_ready():
             self._scheduler.set_grammar(request, grammar)
         self.images.pass_on(self._scheduler)
@@ -188,14 +196,16 @@ class Features:
                 self.files.forget_request(request_id)
 
     def after_step(self, result: StepResult, output: ModelRunnerOutput) -> None:
-        """Give the scheduler drafts of the tokens that follow a step's sampled tokens."""
+        """Pin the answers of ended requests; give the scheduler drafts of the next tokens."""
+        self.pins.end(result.finished)
         if self.speculation is not None:
             drafted, requests = output.draft_token_ids, self._scheduler.requests
             drafts = self.speculation.after_step(result, requests, drafted)
             self._scheduler.drafts.keep(result.outputs, drafts)
 
-    def forget_encodings(self) -> None:
-        """Drop encodings of images, and blocks that are read; call while no request is open."""
+    def forget_cached(self) -> None:
+        """Drop pins, encodings, and blocks that are read; call while no request is open."""
+        self.pins.clear()
         self._scheduler.images.forget_all()
         if self.files is not None:
             self.files.drop_memory()

@@ -18,6 +18,7 @@ from baton.media.layouts import layout_of
 from baton.text.grammar_trials import EarlyGrammars
 from engine.core.images.image_steps import ImageLimits
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.scheduler import Scheduler
 from engine.engine import Engine
 from engine.executors import EXECUTORS
@@ -103,8 +104,14 @@ def make_engine(
     if layout is not None and model.vision is not None:
         compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
+    pins = PrefixPins(
+        kv_cache_manager,
+        int(config.pin_share * memory.num_blocks),
+        config.max_pin_s,
+        scheduler.counters.pins,
+    )
     files = make_tier(config, executor, kv_cache_manager, scheduler.resume)
-    features = Features(scheduler, compiler, images, speculation, files)
+    features = Features(scheduler, compiler, pins, images, speculation, files)
     engine = Engine(executor, scheduler, features, compatibility)
     if files is not None:
         engine.figures.file_counts = files.counts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from baton.api.outputs import FinishReason
 from baton.kv.kv_file_counts import KVFileCounts
@@ -124,6 +125,7 @@ class StepFigures:
             kv_slots_held=held,
             kv_slots_unfilled=unfilled,
             residency=pool.residency.copy(),
+            pins=replace(counters.pins),
             received_prompt_tokens_total=counters.received_prompt_tokens,
             step_tokens_total=counters.step_tokens,
             steps_by_tokens=tuple(counters.steps_by_tokens),

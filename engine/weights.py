@@ -127,7 +127,7 @@ class ServedWeights:
         self._engine.block_pool.reset_prefix_cache()
         self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
         self.is_asleep, self.keeps_weights = True, level is not SleepLevel.DROPPED
-        self._engine.features.forget_encodings()
+        self._engine.features.forget_cached()
         logger.info("sleeps; its weights are %s", "kept" if self.keeps_weights else "dropped")
 
     def wake(self) -> bool:

@@ -15,11 +15,12 @@ from typing import Generic, Protocol, TypeVar
 from baton.adapters.digest import AdapterMissingError
 from baton.api.errors import TransferError
 from baton.api.outputs import RequestDelta
-from baton.kv.prefixes import fetch_end
+from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import (
     ADAPTER_MISSING,
     AbortAll,
     CancelCommand,
+    DropPins,
     NodeEvent,
     PeerReport,
     PeerUpdate,
@@ -130,6 +131,7 @@ class Inbox(Generic[Job]):
         adapters: AdapterQueue | None = None,
     ) -> None:
         self._job, self._adapters = job, adapters or AdapterQueue(engine, clock=clock)
+        self._engine = engine
         self._clock = clock
         # Queued commands, each with the time of its arrival.
         self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()
@@ -167,10 +169,14 @@ class Inbox(Generic[Job]):
                     node.remove_peer(command.engine_id)
                     node.side_work.lose_peer(command.engine_id)
                 case PeerUpdate(engine_id=engine_id):
-                    _connect(node.connect_peer, engine_id, command.peer_info, outbox)
-                    if command.fetch_peer_info:
-                        end, info = fetch_end(engine_id), command.fetch_peer_info
-                        _connect(node.side_work.add_peer, end, info, outbox)
+                    fetches, shares = command.fetch_peer_info, command.share_peer_info
+                    if command.peer_info or not (fetches or shares):
+                        _connect(node.connect_peer, engine_id, command.peer_info, outbox)
+                    for end, info in ((fetch_end, fetches), (share_end, shares)):
+                        if info:
+                            _connect(node.side_work.add_peer, end(engine_id), info, outbox)
+                case DropPins():
+                    self._engine.features.pins.drop_session(command.owner, command.session)
                 case ShareCommand():
                     node.side_work.share_prefix(command, received_at)
                 case AbortAll():
@@ -201,8 +207,15 @@ class Inbox(Generic[Job]):
         try:
             if has_waited or self._adapters.admit(command, received_at):
                 node.start_job(command, received_at)
+                self._pin(command)
         except AdapterMissingError as error:
             outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
+
+    def _pin(self, command: Job) -> None:
+        """Pin the prefixes that a started command names; do nothing if the node refused it."""
+        request = self._engine.requests.get(command.request_id)
+        if command.pins is not None and request is not None:
+            self._engine.features.pins.begin(request, command.pins)
 
     def is_expiry_due(self, now: float) -> bool:
         """Return whether the node must check for expired requests now.

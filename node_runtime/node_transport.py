@@ -12,7 +12,6 @@ import msgspec
 from baton.access.tls import TlsFiles
 from baton.api.errors import ConfigError
 from baton.kv.manifest import KVKind
-from baton.kv.prefixes import fetch_end
 from kvconnector import KV_CONNECTORS
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.layout import KVMemory
@@ -52,23 +51,24 @@ def open_transport(
 
 
 def open_prefixes_transport(
-    options: NodeOptions, loaded: LoadedEngine, faults: _Faults
+    options: NodeOptions, loaded: LoadedEngine, engine_id: str, faults: _Faults
 ) -> tuple[KVTransport, BlockDigests | None]:
-    """Open a second transport of each rank over the node's KV, for cached prefixes.
+    """Open another transport of each rank over the node's KV, for cached prefixes.
+
+    Args:
+        engine_id: name of this end, from `fetch_end` or `share_end`.
 
     Raises ConfigError if cached blocks alone do not suffice to continue a prompt.
     """
     memory, executor = loaded.engine.kv_memory, loaded.engine.executor
     groups = memory.manifest.groups
-    if len(groups) > 1 or groups[0].kind not in (KVKind.PAGED, KVKind.LATENT):
-        kinds = ", ".join(sorted({group.kind.value for group in groups}))
+    if KVKind.STATE in {group.kind for group in groups}:
         raise ConfigError(
-            "fetch_prefixes: supports models with one group of layers with full attention, "
-            f"got {len(groups)} ({kinds})"
+            "fetch_prefixes: supports models with attention in all layers, not layers with a state"
         )
     if loaded.engine.kv_cache_manager.hasher is None:
         raise ConfigError("fetch_prefixes: needs the prefix cache, which is switched off")
-    engine_id, connector = fetch_end(loaded.engine_id), options.kv_connector
+    connector = options.kv_connector
     links = link_ranks(lambda start: executor.attach(_RANK_SERVICE, start), connector, engine_id)
     end = _End(options, engine_id, memory, faults, _other_port(options.kv_listen))
     return _open_end(end, links, has_digests=digests_are_wanted(options.kv_digests, connector))

@@ -139,9 +139,9 @@ class NodeOptions(ProgramOptions):
 
     fetch_prefixes: bool = option(
         False,
-        help="Let prefill nodes get cached parts of prompts from decode nodes, such as earlier "
-        "turns of a conversation, instead of computing them; on nodes of both roles. For models "
-        "with full attention in all layers, on nodes with all ranks on one machine.",
+        help="Let prefill nodes get cached parts of prompts from decode nodes and from each other, "
+        "such as earlier turns of a conversation, instead of computing them; on nodes of both "
+        "roles. For models with attention in all layers, on nodes with all ranks on one machine.",
     )
 
     @property

@@ -42,7 +42,8 @@ from node_runtime.weights.node_weights import NodeWeights
 logger = logging.getLogger(__name__)
 
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
-ENCODINGS_THREAD, PREFIXES_THREAD = "encodings-io", "prefixes-io"
+ENCODINGS_THREAD = "encodings-io"
+FETCHES_THREAD, SHARES_THREAD = "fetches-io", "shares-io"
 
 
 class Node(Protocol):
@@ -82,16 +83,22 @@ class ConnectorEnds:
     Attributes:
         kv: the end for hand-offs.
         encodings: the end that receives encodings of images; None: the node receives none.
-        prefixes: the end that sends or receives cached prefixes; None: the node does neither.
+        fetches: the end that receives cached prefixes; None: the node receives none.
+        shares: the end that sends cached prefixes; None: the node sends none.
     """
 
     kv: ConnectorEnd
     encodings: ConnectorEnd | None = None
-    prefixes: ConnectorEnd | None = None
+    fetches: ConnectorEnd | None = None
+    shares: ConnectorEnd | None = None
 
     def others(self) -> dict[str, ConnectorEnd]:
         """Return the ends besides that for hand-offs, by the names of their threads."""
-        ends = {ENCODINGS_THREAD: self.encodings, PREFIXES_THREAD: self.prefixes}
+        ends = {
+            ENCODINGS_THREAD: self.encodings,
+            FETCHES_THREAD: self.fetches,
+            SHARES_THREAD: self.shares,
+        }
         return {name: end for name, end in ends.items() if end is not None}
 
 
@@ -209,7 +216,8 @@ class NodeThreads(NodeOnThread[Node]):
         return replace(
             registered,
             encodings_peer_info=ends.encodings.describe() if ends.encodings else b"",
-            fetch_peer_info=ends.prefixes.describe() if ends.prefixes else b"",
+            fetch_peer_info=ends.fetches.describe() if ends.fetches else b"",
+            share_peer_info=ends.shares.describe() if ends.shares else b"",
         )
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
@@ -224,6 +232,7 @@ class NodeThreads(NodeOnThread[Node]):
             engine = self._loaded.engine
             num_prefixes = engine.block_pool.num_cached
             engine.block_pool.reset_prefix_cache()
+            engine.features.pins.clear()
             return num_prefixes
 
         return self._loop.call(flush)

@@ -62,6 +62,7 @@ class Job:
             num_fetched_tokens=self.prefix.num_tokens if self.prefix else 0,
             num_fetches_lost=int(self.prefix.is_lost) if self.prefix else 0,
             fetch_wait_s=self.prefix.waited_s if self.prefix else 0.0,
+            num_pinned_tokens=self.request.num_pinned_tokens,
         )
 
 

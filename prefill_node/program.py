@@ -18,8 +18,8 @@ from node_runtime.encodings.units import Units
 from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
-from node_runtime.node_transport import open_encodings_transport, open_prefixes_transport
-from node_runtime.prefixes.fetches import Fetches
+from node_runtime.node_transport import open_encodings_transport
+from node_runtime.prefixes.make_ends import make_fetches, make_shares
 from node_runtime.threads import ConnectorEnds
 from prefill_node.arrivals import Arrivals
 from prefill_node.jobs import Jobs
@@ -45,9 +45,10 @@ def make_program(
         arrivals, receiver = None, None
         if options.encode_nodes and parts.engine.features.images.are_taken:
             arrivals, receiver = _make_arrivals(options, parts)
-        fetches, fetcher = None, None
+        fetches, fetcher, shares, sharer = None, None, None, None
         if options.fetch_prefixes:
-            fetches, fetcher = _make_fetches(options, parts)
+            fetches, fetcher = make_fetches(options, parts, options.fetch_timeout_s)
+            shares, sharer = make_shares(options, parts)
         traces = PrefillTraces(parts.spans, time.monotonic)
         node = PrefillNode(
             parts.engine,
@@ -55,9 +56,9 @@ def make_program(
             parts.emit,
             options.push,
             inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
-            jobs=Jobs(time.monotonic, traces, Supplies(arrivals, fetches)),
+            jobs=Jobs(time.monotonic, traces, Supplies(arrivals, fetches, shares)),
         )
-        return node, ConnectorEnds(sender, receiver, fetcher)
+        return node, ConnectorEnds(sender, receiver, fetcher, sharer)
 
     return make_threads(NodeRole.PREFILL, options, make_node, emit, on_death, grammars)
 
@@ -82,12 +83,3 @@ def _make_arrivals(options: PrefillOptions, parts: NodeParts) -> tuple[Arrivals,
     return Arrivals(
         parts.engine.features, memory, units, receiver, options.encode_timeout_s
     ), receiver
-
-
-def _make_fetches(options: PrefillOptions, parts: NodeParts) -> tuple[Fetches, Receiver]:
-    """Open the end of the KV connector that receives cached prefixes."""
-    faults = faults_of(options.inject_faults, options.name)
-    transport, digests = open_prefixes_transport(options, parts.loaded, faults)
-    receiver = Receiver(transport, on_event=parts.wake, on_death=parts.on_death, digests=digests)
-    receiver.loop.start()
-    return Fetches(parts.engine, receiver, options.fetch_timeout_s), receiver

@@ -2,7 +2,8 @@
 
     python -m tools.attention_table [RESULTS]
 
-RESULTS is a file that `python -m benchmarks gpu_suite --save` wrote; by default the newest one.
+RESULTS is a file that `python -m benchmarks gpu_suite --save` or `gpu_first --save` wrote; by
+default results/gpu_suite.json.
 The rows of other GPUs stay in the table.
 """
 
@@ -16,17 +17,19 @@ from pathlib import Path
 from baton_kernels.attention.measured import TABLE, MeasuredStep, read_table
 
 RESULTS = Path("benchmarks/results/gpu_suite.json")
+PARTS = ("attention", "library attention")  # parts of gpu_suite and of gpu_first
 STEP = re.compile(r"step: (\d+)/(\d+) x (\d+), (\d+) of (\d+)")
 TIME = re.compile(r"(?:^|, )(\w+) ([\d.]+)(?=,|$)")
 
 
 def steps_in(document: dict[str, object]) -> list[MeasuredStep]:
-    """Return the measured steps of the GPU suite's part "attention"; empty if it was not run."""
+    """Return the measured steps of the parts `PARTS`; empty if none was run."""
     environment, parts = document["environment"], document["parts"]
     assert isinstance(environment, dict)
     assert isinstance(parts, dict)
     steps: list[MeasuredStep] = []
-    for key, text in parts.get("attention", {}).items():
+    figures = [figure for part in PARTS for figure in parts.get(part, {}).items()]
+    for key, text in figures:
         found = STEP.fullmatch(key)
         if found is None:
             continue

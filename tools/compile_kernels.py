@@ -192,21 +192,27 @@ def sum_order(ttgir: str, ptx: str) -> int:
 
 
 def pending_groups(ptx: str) -> int | None:
-    """Return the smallest number of pending groups when a loop waits for copies.
+    """Return the smallest number of pending groups when an innermost loop waits for copies.
 
-    None if no loop waits for copies.
+    None if no loop waits for copies. Around the innermost loops, all copies have arrived.
     """
+    loops = [loop for loop in innermost_loops(ptx) if _PRODUCT.search(loop)]
+    return min((int(wait) for loop in loops for wait in _WAIT.findall(loop)), default=None)
+
+
+def innermost_loops(ptx: str) -> Iterator[str]:
+    """Yield the code of each loop that has no loop inside."""
     labels: dict[str, int] = {}
-    found = []
+    last_branch = -1
     lines = ptx.splitlines()
     for number, line in enumerate(lines):
         if label := _LABEL.match(line):
             labels[label[1]] = number
         elif (branch := _BRANCH.search(line)) and branch[1] in labels:
-            loop = "\n".join(lines[labels[branch[1]] : number])
-            if _PRODUCT.search(loop):
-                found += [int(wait) for wait in _WAIT.findall(loop)]
-    return min(found, default=None)
+            first = labels[branch[1]]
+            if first > last_branch:
+                yield "\n".join(lines[first:number])
+            last_branch = number
 
 
 def differences(

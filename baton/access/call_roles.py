@@ -31,6 +31,7 @@ _OF_SERVICE: Mapping[str, Mapping[str, Roles | None]] = {
         "Resume": INFER,
         "Tokenize": INFER,
         "CountTokens": INFER,
+        "DropPins": INFER,
         "ListModels": INFER,
         "Embed": INFER,
         "Score": INFER,

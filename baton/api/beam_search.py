@@ -23,8 +23,9 @@ MAX_PENALTY = 10  # the length to a higher power may overflow a float
 
 EarlyStopping = bool | Literal["never"]
 TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first
-# Function of prompts and a number n: returns the n most probable next tokens of each prompt.
-NextTokens = Callable[[Sequence[list[int]], int], Sequence[TopTokens]]
+# Function of prefixes and a number n: returns the n most probable next tokens of each prefix. A
+# prefix is the index of a prompt, and the tokens of this prompt and of a beam.
+NextTokens = Callable[[Sequence[tuple[int, list[int]]], int], Sequence[TopTokens]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +227,13 @@ def search_beams(
         for prompt in prompts
     ]
     while True:
-        active = [
-            (prompt, search)
-            for prompt, search in zip(prompts, searches, strict=True)
-            if not search.done
-        ]
+        active = [(index, search) for index, search in enumerate(searches) if not search.done]
         if not active:
             return [search.finished for search in searches]
         prefixes = [
-            [*prompt, *beam.token_ids] for prompt, search in active for beam in search.running
+            (index, [*prompts[index], *beam.token_ids])
+            for index, search in active
+            for beam in search.running
         ]
         found = iter(next_tokens(prefixes, params.num_candidates))
         for _, search in active:

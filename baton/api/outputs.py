@@ -60,6 +60,7 @@ class PrefillReceipt:
         num_fetches_lost: 1 if another node was to send a cached prefix that did not come, else 0.
         fetch_wait_s: wait began -> prefix received or lost; a part of ``queue_s``. 0: no
             prefix was expected.
+        num_pinned_tokens: prompt tokens that the request pinned in this node's prefix cache.
     """
 
     queue_s: float
@@ -78,6 +79,7 @@ class PrefillReceipt:
     num_fetched_tokens: int = 0
     num_fetches_lost: int = 0
     fetch_wait_s: float = 0.0
+    num_pinned_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ class DecodeReceipt:
         num_accepted_drafts: draft tokens that became part of the output.
         why_drafts: why the last step had its number of draft tokens, in words; empty if no number
             was chosen.
+        num_pinned_tokens: prompt tokens that the request pinned in this node's prefix cache.
     """
 
     parked_s: float
@@ -121,6 +124,7 @@ class DecodeReceipt:
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     why_drafts: str = ""
+    num_pinned_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +284,13 @@ class Receipt:
         # A later attempt computes the output so far with the prompt, and may find its tokens in the
         # cache, too.
         return min(computed_by.num_cached_tokens, self.num_prompt_tokens)
+
+    @property
+    def num_pinned_tokens(self) -> int:
+        """Number of prompt tokens that the node which computed the prompt has pinned."""
+        computed_by = self.prefill or self.decode
+        found = 0 if computed_by is None else computed_by.num_pinned_tokens
+        return min(found, self.num_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Unpack
 from baton.api.beam_search import BeamCompletion, BeamSearchParams, EarlyStopping
 from baton.api.outputs import Completion, TextDelta
 from baton.api.sampling_params import SamplingParams
-from baton.client.messages import Prompt, RequestOptions, join_batch, make_batch_request
+from baton.client.messages import GenerateOptions, Prompt, join_batch, make_batch_request
 
 
 class BeamCall:
@@ -28,7 +28,7 @@ class BeamCall:
         max_tokens: int,
         length_penalty: float,
         early_stopping: EarlyStopping,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> None:
         self._beams = BeamSearchParams(
             beam_width=beam_width,

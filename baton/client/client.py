@@ -20,6 +20,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.client.beams import BeamCall
 from baton.client.channel import AsyncChannel, SyncChannel
 from baton.client.messages import (
+    GenerateOptions,
     ModelDescription,
     Progress,
     Prompt,
@@ -49,6 +50,7 @@ __all__ = [
     "DEFAULT_ADDRESS",
     "AsyncClient",
     "Client",
+    "GenerateOptions",
     "ModelDescription",
     "Prompt",
     "RequestOptions",
@@ -86,7 +88,7 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Return the whole completion of one prompt; raises a BatonError."""
         deltas = self.stream(prompt, sampling_params, timeout_s=timeout_s, **options)
@@ -100,13 +102,13 @@ class Client:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[TextDelta]:
         """Yield the completion in pieces as they arrive; leaving the loop cancels the request.
 
         Args:
             resumable: whether to reconnect and continue if the connection breaks for some seconds.
-            options: see `RequestOptions`.
+            options: see `GenerateOptions`.
         """
         request = make_request(prompt, sampling_params, request_id, resumable=resumable, **options)
         progress = Progress(request, timeout_s, self._metadata)
@@ -136,7 +138,7 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[list[Completion]]:
         """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
         deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s, **options)
@@ -148,7 +150,7 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[TextDelta]:
         """Yield pieces of all completions as they arrive, each with prompt and choice index."""
         request = make_batch_request(prompts, sampling_params, **options)
@@ -163,7 +165,7 @@ class Client:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[list[BeamCompletion]]:
         """Return each prompt's ``beam_width`` best outputs, best first; raises a BatonError.
 
@@ -237,6 +239,16 @@ class Client:
         request = classify_request(inputs, options)
         return classifications_from_proto(self._call(self._channel.stub().Classify, request))
 
+    def drop_pins(self, session_id: str, *, model: str = "") -> None:
+        """End the pins of a session that does not come back; raises a BatonError.
+
+        Args:
+            session_id: id of the session, as in the requests that made the pins.
+            model: served name of a model; empty: the first name that the caller may use.
+        """
+        request = inference_pb2.DropPinsRequest(session_id=session_id, model=model)
+        self._call(self._channel.stub().DropPins, request)
+
     def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""
         return models_from_proto(
@@ -304,7 +316,7 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """Return the whole completion of one prompt; raises a BatonError."""
         deltas = self.stream(prompt, sampling_params, timeout_s=timeout_s, **options)
@@ -318,13 +330,13 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str = "",
         resumable: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield the completion in pieces as they arrive; closing the iterator cancels the request.
 
         Args:
             resumable: whether to reconnect and continue if the connection breaks for some seconds.
-            options: see `RequestOptions`.
+            options: see `GenerateOptions`.
         """
         request = make_request(prompt, sampling_params, request_id, resumable=resumable, **options)
         progress = Progress(request, timeout_s, self._metadata)
@@ -356,7 +368,7 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[list[Completion]]:
         """Return the ``n`` completions of each prompt, in order; raises a BatonError."""
         deltas = self.stream_batch(prompts, sampling_params, timeout_s=timeout_s, **options)
@@ -368,7 +380,7 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield pieces of all completions as they arrive, each with prompt and choice index."""
         request = make_batch_request(prompts, sampling_params, **options)
@@ -384,7 +396,7 @@ class AsyncClient:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[list[BeamCompletion]]:
         """Return each prompt's ``beam_width`` best outputs, best first; raises a BatonError.
 
@@ -457,6 +469,11 @@ class AsyncClient:
         """Return the labels of each text or list of token ids; raises a BatonError."""
         request = classify_request(inputs, options)
         return classifications_from_proto(await self._call(self._channel.stub().Classify, request))
+
+    async def drop_pins(self, session_id: str, *, model: str = "") -> None:
+        """End the pins of a session that does not come back; see `Client.drop_pins`."""
+        request = inference_pb2.DropPinsRequest(session_id=session_id, model=model)
+        await self._call(self._channel.stub().DropPins, request)
 
     async def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""

@@ -65,6 +65,17 @@ class RequestOptions(TypedDict, total=False):
     model: str
 
 
+class GenerateOptions(RequestOptions, total=False):
+    """Options of requests that generate text.
+
+    Attributes:
+        pin_s: seconds, after the answer, for which nodes keep prompt and answer in their prefix
+            caches, because the session comes back; 0: nodes keep them as long as there is room.
+    """
+
+    pin_s: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelDescription:
     """A name that a router serves.
@@ -155,6 +166,7 @@ def make_request(
     session_id: str = "",
     priority: int = 0,
     model: str = "",
+    pin_s: float = 0.0,
 ) -> inference_pb2.GenerateRequest:
     """Make the request message for a prompt; raises InvalidRequestError."""
     check_priority(priority)
@@ -166,6 +178,7 @@ def make_request(
         session_id=_checked_text("session_id", session_id),
         priority=priority,
         model=_checked_text("model", model),
+        pins=[types_pb2.PrefixPin(ttl_s=pin_s)] if pin_s else (),
     )
     _fill_prompt(request, prompt)
     return request
@@ -180,6 +193,7 @@ def make_batch_request(
     session_id: str = "",
     priority: int = 0,
     model: str = "",
+    pin_s: float = 0.0,
 ) -> inference_pb2.GenerateBatchRequest:
     """Make the request message for several prompts; raises InvalidRequestError.
 
@@ -200,6 +214,7 @@ def make_batch_request(
         session_id=_checked_text("session_id", session_id),
         priority=priority,
         model=_checked_text("model", model),
+        pins=[types_pb2.PrefixPin(ttl_s=pin_s)] if pin_s else (),
     )
 
 

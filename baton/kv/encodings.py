@@ -52,5 +52,5 @@ def transfer_name(request_id: str, digest: bytes) -> str:
 
 
 def request_of(transfer: str) -> str:
-    """Return the id of the request for which a transfer brings an encoding."""
+    """Return the id of the request for which a transfer brings an encoding or a prefix."""
     return transfer.rpartition("#")[0]

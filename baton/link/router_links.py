@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from baton.access.exposure import split_address
 from baton.access.tls import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
-from baton.kv.prefixes import is_fetch_end
+from baton.kv.prefixes import is_prefix_end
 from baton.link.admin_answers import Answer
 from baton.link.drain import Drain
 from baton.link.router_link import RouterLink
@@ -149,7 +149,7 @@ class RouterLinks:
 
     def _note_reach(self, report: PeerReport) -> None:
         """Keep which nodes of the other role of a pair this node reaches."""
-        if not (report.is_encode_node or is_fetch_end(report.engine_id)):
+        if not (report.is_encode_node or is_prefix_end(report.engine_id)):
             note = self.reached.add if report.connected else self.reached.discard
             note(report.engine_id)
 

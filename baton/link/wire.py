@@ -13,6 +13,7 @@ from baton.api.beam_search import BeamSearchParams, EarlyStopping
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
+from baton.kv.pins import PinTerms, PrefixPin
 from baton.link import words as link
 from baton.link.wire_pooling import pooling_from_proto, pooling_to_proto
 from baton.telemetry.spans import TraceContext, parse_traceparent
@@ -306,6 +307,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         images = map(_image_to_proto, command.images)
         share = to_message(node_pb2.ShareCommand, command, images=images)
         return node_pb2.RouterMessage(share=share)
+    if isinstance(command, link.DropPins):
+        return node_pb2.RouterMessage(drop_pins=to_message(node_pb2.DropPins, command))
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
     if isinstance(command, link.DrainCommand):
@@ -327,6 +330,12 @@ def _messages_of(command: link.RequestCommand) -> dict[str, Any]:
     if command.trace is not None:
         fields["traceparent"] = command.trace.traceparent
         fields["tracestate"] = command.trace.state
+    if command.pins is not None:
+        fields["pins"] = to_message(
+            node_pb2.PinTerms,
+            command.pins,
+            prefixes=[to_message(types_pb2.PrefixPin, one) for one in command.pins.prefixes],
+        )
     return fields
 
 
@@ -366,6 +375,15 @@ def _images_from_proto(
     return tuple(images)
 
 
+def prefixes_from_proto(messages: Iterable[types_pb2.PrefixPin]) -> tuple[PrefixPin, ...]:
+    """Convert the prefixes that a request pins."""
+    return tuple(from_message(PrefixPin, message) for message in messages)
+
+
+def _pins_from_proto(message: node_pb2.PinTerms) -> PinTerms:
+    return from_message(PinTerms, message, prefixes=prefixes_from_proto(message.prefixes))
+
+
 def _trace_from_proto(
     command: node_pb2.PrefillCommand | node_pb2.DecodeCommand,
 ) -> TraceContext | None:
@@ -396,6 +414,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return from_message(
             link.ShareCommand, message.share, prompt_token_ids=token_ids, images=images
         )
+    if kind == "drop_pins":
+        return from_message(link.DropPins, message.drop_pins)
     if kind == "beat":
         return link.RouterBeat()
     if kind == "drain":
@@ -423,5 +443,6 @@ def _request_from_proto(
         sampling_params=sampling_params_from_proto(message.sampling_params),
         trace=_trace_from_proto(message),
         images=_images_from_proto(message.images, len(message.prompt_token_ids)),
+        pins=_pins_from_proto(message.pins) if message.HasField("pins") else None,
         **others,
     )

@@ -18,6 +18,7 @@ from baton.api.outputs import RequestError as RequestError
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
+from baton.kv.pins import PinTerms
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
 
@@ -101,8 +102,8 @@ class NodeRegistration:
             encodings.
         encode_times: times to encode one image, by its number of tokens, sorted; measured at the
             start of an encode node.
-        fetch_peer_info: how other nodes reach this node's end for cached prefixes; empty: it has
-            none.
+        fetch_peer_info, share_peer_info: how other nodes reach the ends at which this node receives
+            and from which it sends cached prefixes; empty: it has no such end.
     """
 
     node_name: str
@@ -129,6 +130,7 @@ class NodeRegistration:
     encodings_peer_info: bytes = b""
     encode_times: tuple[StepTime, ...] = ()
     fetch_peer_info: bytes = b""
+    share_peer_info: bytes = b""
 
     @property
     def revision(self) -> str:
@@ -287,14 +289,18 @@ class PeerUpdate:
     """News that a possible partner of this node joined (``peer_info``) or left (``removed``).
 
     Attributes:
-        fetch_peer_info: how to reach the node's end for cached prefixes; empty: the two nodes do
-            not send prefixes to each other.
+        peer_info: empty: the two nodes exchange cached prefixes only.
+        fetch_peer_info: how to reach the end at which the node receives cached prefixes from the
+            reader of this message; empty: it receives none.
+        share_peer_info: how to reach the end from which the node sends cached prefixes to the
+            reader; empty: it sends none.
     """
 
     engine_id: str
     peer_info: bytes = b""
     removed: bool = False
     fetch_peer_info: bytes = b""
+    share_peer_info: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +318,7 @@ class RequestCommand:
         trace: parent span of the node's spans; None: not traced.
         images: images of the prompt in order; a node that does not compute the prompt gets the
             images without their files.
+        pins: prefixes to keep in the prefix cache; None: none.
     """
 
     request_id: str
@@ -327,6 +334,7 @@ class RequestCommand:
     priority: int = 0
     trace: TraceContext | None = None
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+    pins: PinTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,6 +402,14 @@ class ShareCommand:
     cache_salt: bytes = field(default=b"", repr=False)
     adapter: str = ""
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DropPins:
+    """Command to end the pins of one session of an owner; see `PinTerms`."""
+
+    owner: bytes = field(repr=False)
+    session: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +482,7 @@ RouterCommand = (
     | DecodeCommand
     | EncodeCommand
     | ShareCommand
+    | DropPins
     | CancelCommand
     | RouterBeat
     | DrainCommand

@@ -581,7 +581,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, decisions: _Optional[_Iterable[_Union[DecisionDescription, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class DecisionDescription(_message.Message):
-    __slots__ = ("placed_at", "num_prompt_tokens", "max_tokens", "num_cached_tokens", "prefill_node", "decode_node", "candidates", "forecast", "is_probe")
+    __slots__ = ("placed_at", "num_prompt_tokens", "max_tokens", "num_cached_tokens", "prefill_node", "decode_node", "candidates", "forecast", "is_probe", "prefix_sources")
     PLACED_AT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -591,6 +591,7 @@ class DecisionDescription(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     FORECAST_FIELD_NUMBER: _ClassVar[int]
     IS_PROBE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCES_FIELD_NUMBER: _ClassVar[int]
     placed_at: float
     num_prompt_tokens: int
     max_tokens: int
@@ -600,7 +601,20 @@ class DecisionDescription(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[CandidateDescription]
     forecast: PrefillForecast
     is_probe: bool
-    def __init__(self, placed_at: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateDescription, _Mapping]]] = ..., forecast: _Optional[_Union[PrefillForecast, _Mapping]] = ..., is_probe: bool = ...) -> None: ...
+    prefix_sources: _containers.RepeatedCompositeFieldContainer[PrefixSourceDescription]
+    def __init__(self, placed_at: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateDescription, _Mapping]]] = ..., forecast: _Optional[_Union[PrefillForecast, _Mapping]] = ..., is_probe: bool = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSourceDescription, _Mapping]]] = ...) -> None: ...
+
+class PrefixSourceDescription(_message.Message):
+    __slots__ = ("node", "num_tokens", "fetch_ms", "compute_ms")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    num_tokens: int
+    fetch_ms: float
+    compute_ms: float
+    def __init__(self, node: _Optional[str] = ..., num_tokens: _Optional[int] = ..., fetch_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
 
 class PrefillForecast(_message.Message):
     __slots__ = ("num_tokens", "wait_ms", "compute_ms", "is_measured", "measured_wait_ms", "measured_compute_ms")

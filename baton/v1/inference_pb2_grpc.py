@@ -64,6 +64,11 @@ class InferenceStub(object):
                 request_serializer=baton_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.DropPins = channel.unary_unary(
+                '/baton.v1.Inference/DropPins',
+                request_serializer=baton_dot_v1_dot_inference__pb2.DropPinsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.DropPinsResponse.FromString,
+                _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/baton.v1.Inference/Embed',
                 request_serializer=baton_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
@@ -129,6 +134,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropPins(self, request, context):
+        """Ends the pins of a session that does not come back, on all nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Embed(self, request, context):
         """Pooled requests sample no tokens: prefill nodes compute them, without a decode node.
         """
@@ -186,6 +198,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'DropPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropPins,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.DropPinsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.DropPinsResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
@@ -370,6 +387,33 @@ class Inference(object):
             '/baton.v1.Inference/ListModels',
             baton_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/DropPins',
+            baton_dot_v1_dot_inference__pb2.DropPinsRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.DropPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

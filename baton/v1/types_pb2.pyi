@@ -136,8 +136,16 @@ class TokenIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PrefixPin(_message.Message):
+    __slots__ = ("ttl_s", "num_tokens")
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ttl_s: float
+    num_tokens: int
+    def __init__(self, ttl_s: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class PrefillReceipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s", "num_encodings_received", "num_encodings_lost", "encodings_wait_s", "num_images_encoded", "num_encodings_cached", "encoder_s", "lost_images", "num_fetched_tokens", "num_fetches_lost", "fetch_wait_s")
+    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s", "num_encodings_received", "num_encodings_lost", "encodings_wait_s", "num_images_encoded", "num_encodings_cached", "encoder_s", "lost_images", "num_fetched_tokens", "num_fetches_lost", "fetch_wait_s", "num_pinned_tokens")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +162,7 @@ class PrefillReceipt(_message.Message):
     NUM_FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FETCHES_LOST_FIELD_NUMBER: _ClassVar[int]
     FETCH_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     num_chunks: int
@@ -170,7 +179,8 @@ class PrefillReceipt(_message.Message):
     num_fetched_tokens: int
     num_fetches_lost: int
     fetch_wait_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ..., num_encodings_received: _Optional[int] = ..., num_encodings_lost: _Optional[int] = ..., encodings_wait_s: _Optional[float] = ..., num_images_encoded: _Optional[int] = ..., num_encodings_cached: _Optional[int] = ..., encoder_s: _Optional[float] = ..., lost_images: _Optional[_Iterable[int]] = ..., num_fetched_tokens: _Optional[int] = ..., num_fetches_lost: _Optional[int] = ..., fetch_wait_s: _Optional[float] = ...) -> None: ...
+    num_pinned_tokens: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ..., num_encodings_received: _Optional[int] = ..., num_encodings_lost: _Optional[int] = ..., encodings_wait_s: _Optional[float] = ..., num_images_encoded: _Optional[int] = ..., num_encodings_cached: _Optional[int] = ..., encoder_s: _Optional[float] = ..., lost_images: _Optional[_Iterable[int]] = ..., num_fetched_tokens: _Optional[int] = ..., num_fetches_lost: _Optional[int] = ..., fetch_wait_s: _Optional[float] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
 
 class PushReceipt(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s", "num_descriptors", "posting_s")
@@ -189,7 +199,7 @@ class PushReceipt(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., exposed_transfer_s: _Optional[float] = ..., num_descriptors: _Optional[int] = ..., posting_s: _Optional[float] = ...) -> None: ...
 
 class DecodeReceipt(_message.Message):
-    __slots__ = ("parked_s", "first_step_s", "steps_until_first", "num_prompt_tokens_computed", "num_forwards", "num_preemptions", "push", "num_cached_tokens", "num_drafts", "num_accepted_drafts", "why_drafts")
+    __slots__ = ("parked_s", "first_step_s", "steps_until_first", "num_prompt_tokens_computed", "num_forwards", "num_preemptions", "push", "num_cached_tokens", "num_drafts", "num_accepted_drafts", "why_drafts", "num_pinned_tokens")
     PARKED_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_UNTIL_FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +211,7 @@ class DecodeReceipt(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     WHY_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     parked_s: float
     first_step_s: float
     steps_until_first: int
@@ -212,7 +223,8 @@ class DecodeReceipt(_message.Message):
     num_drafts: int
     num_accepted_drafts: int
     why_drafts: str
-    def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., why_drafts: _Optional[str] = ...) -> None: ...
+    num_pinned_tokens: int
+    def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., why_drafts: _Optional[str] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "total_s", "prefill_node", "decode_node", "prefill", "decode", "num_attempts", "router_queue_s", "accept_s", "delivery_s", "model", "adapter", "num_images", "num_image_tokens", "weights")

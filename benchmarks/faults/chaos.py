@@ -6,7 +6,8 @@ adapters. An operator also loads a third adapter, which needs the slot of one of
 drill, every request must have ended, no token may be wrong, every block of every node must be free,
 and only killed processes may have ended. Drills kill processes at arrows of the diagram in
 docs/protocol/README.md, which numbers the arrows.
-Drills of encode nodes have a model and a load with images (`chaos_images.py`).
+Drills of encode nodes have a model and a load with images (`chaos_images.py`), and drills of
+fetched prefixes have a load of conversations (`chaos_fetches.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,12 @@ from baton import AsyncClient
 from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
+from benchmarks.faults.chaos_fetches import (
+    FETCH_ARROWS,
+    count_fetches,
+    fetch_config,
+    make_conversations,
+)
 from benchmarks.faults.chaos_images import (
     ENCODING_ARROWS,
     count_encodings,
@@ -86,8 +93,8 @@ ARROWS = {
 }
 KILL_AT_COUNT = 5
 DEATH_S = 20.0  # limit until a process reaches the point at which it dies
-# After a lost encoding, the router gives the encode node no images for 5 s.
-ENCODING_DEATH_S = 60.0
+# After a lost encoding or prefix, the router does not use its sender for 5 s.
+SUPPLY_DEATH_S = 60.0
 RANK_DETECTION_S = 1.0  # limit of the seconds from the signal until the router notices
 # Seconds between flushes of the prefix caches: drills need hand-offs of whole prompts
 FLUSH_INTERVAL_S = 1.0
@@ -100,7 +107,7 @@ class Result:
     name: str
     counts: dict[str, int] = field(default_factory=dict)
     retried: int = 0
-    encodings: dict[str, int] = field(default_factory=dict)
+    supplies: dict[str, int] = field(default_factory=dict)
     drafts: int = 0
     accepted_drafts: int = 0
     detection_s: float | None = None
@@ -120,6 +127,7 @@ class Drill:
         num_leavers: number of lanes in which every client leaves early (`Load`).
         of_ranks: whether each node has two ranks.
         with_images: whether there is an encode node, and requests have images.
+        with_fetches: whether prefill nodes fetch prefixes, and requests are conversations.
     """
 
     name: str
@@ -129,11 +137,12 @@ class Drill:
     in_short: bool = False
     of_ranks: bool = False
     with_images: bool = False
+    with_fetches: bool = False
 
     @property
-    def site_kind(self) -> tuple[bool, bool]:
+    def site_kind(self) -> tuple[bool, bool, bool]:
         """The kind of deployment that the drill needs."""
-        return self.of_ranks, self.with_images
+        return self.of_ranks, self.with_images, self.with_fetches
 
 
 # ---------------------------------------------------------------------- what happens
@@ -335,25 +344,47 @@ def drills() -> list[Drill]:
             with_images=True,
         ),
     ]
-    if can_inject_faults():
-        for arrows, what in ((ARROWS, "arrow"), (ENCODING_ARROWS, "encoding's arrow")):
-            for arrow, points in arrows.items():
-                for name, point in points:
-                    found.append(
-                        Drill(
-                            f"{what} {arrow}: {name} dies at {point}",
-                            partial(
-                                wait_for_death,
-                                name=name,
-                                point=point,
-                                within_s=DEATH_S if arrows is ARROWS else ENCODING_DEATH_S,
-                            ),
-                            prepare=partial(arm, name=name, point=point),
-                            num_leavers=4 if arrow in (9, 10) else 0,
-                            with_images=arrows is ENCODING_ARROWS,
-                        )
-                    )
-    return found
+    found += [
+        Drill(
+            f"{verb} of a {role} node beside fetches",
+            partial(action, name=name),
+            with_fetches=True,
+        )
+        for name, role in (("p0", "prefill"), ("d0", "decode"))
+        for verb, action in (("kill -9", kill_and_restart), (f"SIGSTOP, {STOP_S:g} s,", stop_one))
+    ]
+    found.append(
+        Drill(
+            "kill -9 of the router beside fetches",
+            partial(kill_and_restart, name="router"),
+            with_fetches=True,
+        )
+    )
+    return found + (drills_at_arrows() if can_inject_faults() else [])
+
+
+def drills_at_arrows() -> list[Drill]:
+    """Return a drill for each process and arrow of the diagrams."""
+    kinds = {"arrow": ARROWS, "encoding's arrow": ENCODING_ARROWS, "fetch's arrow": FETCH_ARROWS}
+    return [
+        Drill(
+            f"{what} {arrow}: {name} dies at {point}",
+            partial(
+                wait_for_death,
+                name=name,
+                point=point,
+                within_s=DEATH_S if arrows is ARROWS else SUPPLY_DEATH_S,
+            ),
+            prepare=partial(arm, name=name, point=point),
+            # Fetches are also cancelled when two prompts need the same prefix.
+            num_leavers=4 if arrow in (9, 10) and arrows is not FETCH_ARROWS else 0,
+            with_images=arrows is ENCODING_ARROWS,
+            with_fetches=arrows is FETCH_ARROWS,
+        )
+        for what, arrows in kinds.items()
+        for arrow, points in arrows.items()
+        for name, point in points
+    ]
 
 
 def can_inject_faults() -> bool:
@@ -397,9 +428,13 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     result.drafts = sum(decode.num_drafts for decode in decodes)
     result.accepted_drafts = sum(decode.num_accepted_drafts for decode in decodes)
     if drill.with_images:
-        result.encodings = count_encodings(load.answers)
-        if not result.encodings["received"]:
+        result.supplies = count_encodings(load.answers)
+        if not result.supplies["received"]:
             result.broken.append("no encoding was received")
+    if drill.with_fetches:
+        result.supplies = count_fetches(load.answers)
+        if not result.supplies["fetched"]:
+            result.broken.append("no prefix was fetched")
     result.detection_s = site.detection_s
     complete = [answer for answer in load.answers if answer.outcome == "complete"]
     result.recovery_s = max((answer.longest_gap_s for answer in complete), default=0.0)
@@ -435,6 +470,7 @@ async def run_all(
     method: str = "none",
     adapters: Mapping[str, Path] = NO_ADAPTERS,
     vision: tuple[Path, list[Case]] | None = None,
+    conversations: Sequence[Case] = (),
 ) -> list[Result]:
     """Run each drill on a site with all nodes; replace a site that cannot be repaired.
 
@@ -442,13 +478,14 @@ async def run_all(
 
     Args:
         vision: model and cases of the drills with images.
+        conversations: cases of the drills with fetches.
     """
     draft_args = drafting_args(method)
     results: list[Result] = []
     root = ["--adapter-root", str(next(iter(adapters.values())).parent)] if adapters else []
     names = [f"{name}={folder.name}" for name, folder in adapters.items() if name != SPARE]
     while len(results) < len(chosen):
-        kind = of_ranks, with_images = chosen[len(results)].site_kind
+        kind = of_ranks, with_images, with_fetches = chosen[len(results)].site_kind
         named = [] if of_ranks else [word for name in names for word in ("--adapter", name)]
         config = LocalDeploymentConfig(
             model=str(DEMO_MODEL),
@@ -468,6 +505,8 @@ async def run_all(
         if with_images:
             assert vision is not None
             config, asked = image_config(vision[0], kv_connector), vision[1]
+        if with_fetches:
+            config, asked = fetch_config(kv_connector), list(conversations)
         with LocalDeployment(config) as deployment:
             site = Site(deployment, asked, seed + len(results), adapters)
             await site.wait_ready()
@@ -475,11 +514,12 @@ async def run_all(
             while len(results) < len(chosen) and chosen[len(results)].site_kind == kind:
                 drill = chosen[len(results)]
                 result = await run_drill(site, drill, concurrency, seed + len(results))
-                if draft_args and not with_images and not result.accepted_drafts:
+                drafts = draft_args and not (with_images or with_fetches)
+                if drafts and not result.accepted_drafts:
                     result.broken.append(f"{result.drafts} drafts, and none was right")
                 results.append(result)
                 mark = "; ".join(result.broken) or "holds"
-                counts = result.counts | result.encodings
+                counts = result.counts | result.supplies
                 console.print(f"{drill.name}: {counts} {mark}", highlight=False)
                 if len(results) == len(chosen) or chosen[len(results)].site_kind != kind:
                     break
@@ -534,13 +574,16 @@ def run(
         adapters = write_adapters(Path(folder))
         asked = {name: one for name, one in adapters.items() if name != SPARE}
         cases = list[Case]()
-        if not all(drill.with_images for drill in chosen):
+        if not all(drill.with_images or drill.with_fetches for drill in chosen):
             cases = make_cases(str(DEMO_MODEL), 12 if short else 32, seed, asked)
         vision = None
         if any(drill.with_images for drill in chosen):
             model, marker = vision_checkpoint(Path(folder) / "vision")
             vision = model, make_image_cases(str(model), marker, 24, seed)
-        given = (concurrency, seed, run.console, kv_connector, method, adapters, vision)
+        talks = list[Case]()
+        if any(drill.with_fetches for drill in chosen):
+            talks = make_conversations(8, seed)
+        given = (concurrency, seed, run.console, kv_connector, method, adapters, vision, talks)
         results = asyncio.run(run_all(chosen, cases, *given))
     run.problems += [f"{r.name}: {'; '.join(r.broken)}" for r in results if r.broken]
     drills_by_name = {r.name: asdict(r) for r in results}

@@ -77,6 +77,26 @@ FAIR_SHARE = Source("fair_share_virtual", (
     Row("TTFT p99 of other tenants, while one sends ten times its share / without that one",
         value("ratio", "{:.2f}"), "<= 1.2"),
 ), options="--parts virtual")  # fmt: skip
+PINNED_SESSIONS = Source(
+    "pinned_sessions",
+    (
+        Row(
+            "TTFT p50 of pinned agents after a pause, in which others fill the memory 3 times /"
+            " without others",
+            value("ratios > pinned_ttft_p50_to_alone", "{:.2f}"),
+            "<= 1.2",
+        ),
+        Row(
+            "the same without pins",
+            value("ratios > unpinned_ttft_p50_to_alone", "{:.2f}"),
+        ),
+        Row(
+            "TTFT p99 of the others, with pins / without pins",
+            value("ratios > others_ttft_p99_to_no_pins", "{:.2f}"),
+            "<= 1.1",
+        ),
+    ),
+)
 SUBJECT = Subject(
     "Placement and policies",
     (
@@ -84,6 +104,7 @@ SUBJECT = Subject(
         Measurement("fleet.policies", "router/policies router/fleet sim_node", (POLICIES,)),
         Measurement("fleet.simulator", "sim_node", (SIMULATOR,)),
         Measurement("fleet.fair_share", "router/gate", (FAIR_SHARE,)),
+        Measurement("fleet.pinned_sessions", "engine/core/pins", (PINNED_SESSIONS,)),
     ),
     log=(
         "2026-11-21: policies over simulated fleets on virtual time, and two flaws of cost",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -70,11 +70,16 @@ class ReplayTimer:
 
 def measure_decode(device: str, report: Report) -> bool:
     """Measure milliseconds per decode step with a context of 1k tokens, and the floors."""
+    return measure_shapes(device, report, BATCHES)
+
+
+def measure_shapes(device: str, report: Report, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Measure decode steps of these shapes and batches; on a CPU, of a tiny shape."""
     on_gpu = device != "cpu"
     bandwidth = copy_gb_per_s(device, 2**30 if on_gpu else 2**16)
     report["copy, GB/s"] = bandwidth
     right = True
-    for shape, batches in BATCHES.items() if on_gpu else (("tiny", (1, 3)),):
+    for shape, batches in shapes.items() if on_gpu else (("tiny", (1, 3)),):
         context = CONTEXT if on_gpu else 20
         engine = _engine(shape, device, batches, context)
         timer = ReplayTimer(engine)

@@ -126,7 +126,7 @@ def _load(
     images: bool = False,
 ) -> CausalLM:
     """Make a model with random weights for a single rank, in place of `load_model`."""
-    if ranks is not ALONE or ops is not None or images:
+    if ranks.everyone.size > 1 or ops is not None or images:
         raise ValueError("ranks, ops, images: shapes of this suite are one process's text models")
     config = ModelConfig.from_folder(Path(folder), max_model_len=max_model_len)
     with torch.device("meta"):

@@ -10,6 +10,10 @@ import json
 from pathlib import Path
 
 
+class CannotRunError(Exception):
+    """A part cannot run on this machine; the message says what the part needs."""
+
+
 class Report:
     """Figures by name, in the order in which they were added; written to the file at once."""
 

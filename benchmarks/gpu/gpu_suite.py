@@ -36,13 +36,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from benchmarks.gpu.gpu_report import Report
+from benchmarks.gpu.gpu_report import CannotRunError, Report
 from benchmarks.runner.own_process import call_words, end_group, own_environment
 from benchmarks.runner.run import Run
 
@@ -82,38 +83,42 @@ PARTS = {
 }
 BUDGET_S = 570.0
 LEAST_S = 5.0  # a part is not started with less time left
+STATE = ("ok", "log", "traceback", "seconds", "failed", "not run")  # what is no figure of a part
 
 
 def run_parts(
-    names: Sequence[str], device: str, budget_s: float
+    parts: Mapping[str, Part], device: str, budget_s: float
 ) -> Iterator[tuple[str, dict[str, object]]]:
     """Run the parts; yield each part's name and result, even if no time was left for it."""
     deadline = time.monotonic() + budget_s
-    for index, name in enumerate(names):
-        limit_s = limit_of(names[index:], deadline - time.monotonic())
+    shares = [part.share_s for part in parts.values()]
+    for index, (name, part) in enumerate(parts.items()):
+        limit_s = limit_of(shares[index:], deadline - time.monotonic())
         if limit_s < LEAST_S:
             yield name, {"ok": False, "not run": "no time was left"}
         else:
             print(f"{name} ...", flush=True)
-            yield name, run_part(name, device, limit_s)
+            yield name, run_part(part, device, limit_s)
 
 
-def limit_of(names: Sequence[str], left_s: float) -> float:
+def limit_of(shares: Sequence[float], left_s: float) -> float:
     """Return the time limit of the first of these parts, given the time left for all.
 
     The first part gets all time that exceeds the shares of the other parts. If less time is left
     than all shares together, each share is reduced by the same factor.
     """
-    share, others = PARTS[names[0]].share_s, sum(PARTS[name].share_s for name in names[1:])
+    share, others = shares[0], sum(shares[1:])
     return max(left_s - others, left_s * share / (share + others))
 
 
-def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
+def run_part(part: Part, device: str, limit_s: float) -> dict[str, object]:
     """Run one part in a new process; return its figures, and how the process ended."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.json", Path(folder) / "log"
-        command = call_words("benchmarks.gpu.gpu_suite:run_child", name, device, report)
+        command = call_words(
+            "benchmarks.gpu.gpu_suite:run_child", part.module, part.function, device, report
+        )
         with log.open("wb") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=own_environment(),
@@ -140,15 +145,16 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, object]:
     return result
 
 
-def run_child(name: str, device: str, path: str) -> None:
+def run_child(module: str, function: str, device: str, path: str) -> None:
     """Run a part in this process, and write its figures to the file ``path``."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     report = Report(Path(path))
     report["ok"] = False
-    part = PARTS[name]
     try:
-        function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function)
-        report["ok"] = bool(function(device, report))
+        run = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
+        report["ok"] = bool(run(device, report))
+    except CannotRunError as error:
+        report["not run"] = str(error)
     except Exception as error:
         missing = error.__cause__ or error  # a wrapped error names the missing module
         if isinstance(missing, ModuleNotFoundError):
@@ -164,7 +170,7 @@ def print_table(results: dict[str, dict[str, object]]) -> None:
     print(f"\n{'part':<10} {'':<8} {'figure':<{KEY_WIDTH}} value")
     for name, result in results.items():
         state = "ok" if result["ok"] else "not run" if "not run" in result else "FAILED"
-        shown = {k: v for k, v in result.items() if k not in ("ok", "log", "traceback")}
+        shown = {k: v for k, v in result.items() if k not in ("ok", "log", "traceback", "before")}
         for index, (key, value) in enumerate(shown.items()):
             first = (name, state) if index == 0 else ("", "")
             print(f"{first[0]:<10} {first[1]:<8} {key:<{KEY_WIDTH}} {str(value)[:VALUE_WIDTH]}")
@@ -185,8 +191,31 @@ def run(
         budget: seconds for all parts together.
         out: a file to which a second copy of the JSON is written.
     """
-    if unknown := set(only) - set(PARTS):
-        raise SystemExit(f"only: must be of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    run_and_save(run, PARTS, device, only, budget, out)
+
+
+def run_and_save(
+    run: Run,
+    parts: Mapping[str, Part],
+    device: str,
+    only: Sequence[str],
+    budget_s: float,
+    out: Path | None,
+    before: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+) -> None:
+    """Run the named parts, and save the results of all finished parts after each part.
+
+    Args:
+        run: the measurement that saves the results.
+        parts: all parts, by name.
+        device: device to measure; cpu: nothing is saved, except to ``out``.
+        only: names of the parts to run.
+        budget_s: seconds for all parts together.
+        out: a file to which a second copy of the JSON is written.
+        before: earlier figures by part, which are written beside the new figures.
+    """
+    if unknown := set(only) - set(parts):
+        raise SystemExit(f"only: must be of {', '.join(parts)}, got {', '.join(unknown)}")
     if device != "cpu" and not torch.cuda.is_available():
         raise SystemExit("device: there is no CUDA device here; --device cpu tries the suite")
     if device != "cpu":
@@ -195,8 +224,10 @@ def run(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results: dict[str, dict[str, object]] = {}
     try:
-        for name, result in run_parts(only, device, budget):
-            results[name] = result
+        for name, result in run_parts({name: parts[name] for name in only}, device, budget_s):
+            known = before.get(name, {})
+            earlier = {key: known[key] for key in result if key in known and key not in STATE}
+            results[name] = {**result, "before": earlier} if earlier else result
             document = {"device": device, "parts": results}
             if out is not None:
                 text = json.dumps({"environment": run.environment, **document}, indent=2)

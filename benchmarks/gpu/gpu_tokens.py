@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -43,11 +43,15 @@ OP_TESTS = ["tests/kernels", "tests/contract/test_attention_backends.py"]
 
 def check_ops(device: str, report: Report) -> bool:
     """Test attention backends and, on a GPU, all Triton ops against the reference."""
+    # fewer tests on a CPU, where Triton's interpreter takes minutes
+    return run_tests(OP_TESTS if device != "cpu" else OP_TESTS[1:], report)
+
+
+def run_tests(tests: Sequence[str], report: Report) -> bool:
+    """Run tests by pytest, and report how many passed, failed and were skipped."""
     for module in ("pytest", "pytest_timeout"):
         if find_spec(module) is None:
             raise ModuleNotFoundError(name=module)
-    # fewer tests on a CPU, where Triton's interpreter takes minutes
-    tests = OP_TESTS if device != "cpu" else OP_TESTS[1:]
     command = [
         sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
         "--timeout=60", "-o", "addopts=--import-mode=importlib", "-W", "ignore",
@@ -86,7 +90,9 @@ def check_engine(device: str, report: Report) -> bool:
     tokens = {}
     for where in dict.fromkeys(("cpu", device)):
         llm = LLM(MODEL, dtype="float32", device=where, kv_cache_bytes=KV_BYTES)
-        tokens[where] = [c.token_ids for params in _params() for c in llm.generate(TEXTS, params)]
+        tokens[where] = [
+            c.token_ids for params in drawn_params() for c in llm.generate(TEXTS, params)
+        ]
     equal = sum(a == b for a, b in zip(tokens["cpu"], tokens[device], strict=True))
     report["equal"] = f"{equal} of {len(tokens['cpu'])}"
     return equal == len(tokens["cpu"])
@@ -106,10 +112,10 @@ def check_graphs(device: str, report: Report) -> bool:
     for dtype in ("float32", "bfloat16"):
         options = {"dtype": dtype, "device": device, "kv_cache_bytes": KV_BYTES}
         llm = LLM(MODEL, cuda_graphs=False, async_scheduling=False, **options)
-        expected = [llm.generate(prompts, params) for params in _params()]
+        expected = [llm.generate(prompts, params) for params in drawn_params()]
         for name, (graphs, ahead) in ways.items():
             llm = LLM(MODEL, cuda_graphs=graphs, async_scheduling=ahead, **options)
-            found = [llm.generate(prompts, params) for params in _params()]
+            found = [llm.generate(prompts, params) for params in drawn_params()]
             pairs = list(zip(chain(*expected), chain(*found), strict=True))
             equal = sum(a.token_ids == b.token_ids for a, b in pairs)
             sizes = worker_of(llm.engine.executor).runner.decode_graphs.sizes
@@ -124,7 +130,7 @@ def check_split(device: str, report: Report) -> bool:
     from engine import LLM
 
     options = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
-    expected = LLM(MODEL, **options).generate(TEXTS, _params()[0])
+    expected = LLM(MODEL, **options).generate(TEXTS, drawn_params()[0])
     found = _split_completions(device, [])
     equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
     pushes = [c.receipt.decode.push for c in found if c.receipt and c.receipt.decode]
@@ -148,14 +154,14 @@ def _split_completions(
         deployed(MODEL, node_args=node_args) as deployment,
         Client(deployment.config.listen) as client,
     ):
-        return [client.generate(text, _params()[0]) for text in TEXTS]
+        return [client.generate(text, drawn_params()[0]) for text in TEXTS]
 
 
 def measure_kernels(device: str, report: Report) -> bool:
     """Run `kernels_gpu.py`, and report its rows; return False if a kernel's result is wrong."""
     from benchmarks.kernels.kernels_gpu import measure
 
-    return _all_right(measure(device), report)
+    return all_right(measure(device), report)
 
 
 def measure_attention(device: str, report: Report) -> bool:
@@ -166,16 +172,16 @@ def measure_attention(device: str, report: Report) -> bool:
     report["libraries beside torch"] = ", ".join(here) or "none"
     report["libraries that are not here"] = ", ".join(missing) or "none"
     rows = list[Row]()
-    is_right = _all_right(measure(device), report, rows)
+    is_right = all_right(measure(device), report, rows)
     report["decode, library / ours"] = geometric_mean(rows)
-    return _all_right(measure_steps(device), report) and is_right
+    return all_right(measure_steps(device), report) and is_right
 
 
 def measure_products(device: str, report: Report) -> bool:
     """Run `quantized_gpu.py`, and report its rows; return False if a product is wrong."""
     from benchmarks.kernels.quantized_gpu import measure
 
-    return _all_right(measure(device), report)
+    return all_right(measure(device), report)
 
 
 def check_quantized(device: str, report: Report) -> bool:
@@ -192,7 +198,7 @@ def check_quantized(device: str, report: Report) -> bool:
     options: dict[str, Any] = {"dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES}
     ops, right = ops_for(torch.empty(0, device=device)), True
     of_int4: list[tuple[int, ...]] = []
-    params = replace(_params()[0], prompt_logprobs=0)
+    params = replace(drawn_params()[0], prompt_logprobs=0)
     for weights in WEIGHTS if device != "cpu" else WEIGHTS[:1]:
         with mock.patch.object(ops, "quantized_linear", reference.quantized_linear):
             llm = LLM(MODEL, weights=weights, cuda_graphs=False, **options)
@@ -226,7 +232,7 @@ def check_company(device: str, report: Report) -> bool:
     # step use different code.
     lengths = [3 + 231 * row for row in range(9)]
     prompts = [[(31 * row + 7 * i) % 4000 for i in range(n)] for row, n in enumerate(lengths)]
-    greedy, drawn = _params()
+    greedy, drawn = drawn_params()
     params = [
         replace(
             (greedy, drawn)[row % 2],
@@ -243,7 +249,7 @@ def check_company(device: str, report: Report) -> bool:
         equal = sum((a.token_ids, a.logprobs) == (b.token_ids, b.logprobs) for a, b in pairs)
         report[f"{name}: equal"] = f"{equal} of {len(pairs)}"
         right = right and equal == len(pairs)
-    expected = llm.generate(TEXTS, _params()[0])
+    expected = llm.generate(TEXTS, drawn_params()[0])
     split = _split_completions(device, ["--batch-invariant"], dtype)
     equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, split, strict=True))
     report["split: equal"] = f"{equal} of {len(TEXTS)}"
@@ -256,7 +262,7 @@ def _mean_difference(one: Completion, other: Completion) -> float:
     return statistics.mean(abs(a.logprob - b.logprob) for a, b in pairs if a and b)
 
 
-def _all_right(rows: Iterable[Row], report: Report, kept: list[Row] | None = None) -> bool:
+def all_right(rows: Iterable[Row], report: Report, kept: list[Row] | None = None) -> bool:
     """Report each row when it arrives; return whether there are rows and none has failed."""
     kept = [] if kept is None else kept
     for row in rows:
@@ -267,7 +273,8 @@ def _all_right(rows: Iterable[Row], report: Report, kept: list[Row] | None = Non
     return bool(kept) and not any("failed" in row for row in kept)
 
 
-def _params() -> tuple[SamplingParams, ...]:
+def drawn_params() -> tuple[SamplingParams, ...]:
+    """Return the parameters of the suite's requests: greedy, and drawn by a seed."""
     return (
         SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
         SamplingParams(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, seed=1),

@@ -111,11 +111,28 @@ SUITE = Source("gpu_suite", (
         )
     ),
 ), absent="no GPU was at hand")  # fmt: skip
+
+
+def _first(document: Json) -> Found:
+    parts = at(document, "parts")
+    right = [name for name, part in parts.items() if part["ok"]]
+    others = ", ".join(name for name in parts if name not in right)
+    return Found(f"{len(right)} of {len(parts)}" + f", not {others}" * bool(others), not others)
+
+
+FIRST = Source(
+    "gpu_first",
+    (Row("parts that no GPU had run before are right", _first, "all"),),
+    absent="no GPU was at hand",
+)
 SUBJECT = Subject(
     "On a GPU",
     (
         Measurement(
             "gpu.gpu_suite", "kernels/baton_kernels/triton engine/worker kvconnector", (SUITE,)
+        ),
+        Measurement(
+            "gpu.gpu_first", "kernels/baton_kernels/triton engine/worker kvconnector", (FIRST,)
         ),
     ),
 )

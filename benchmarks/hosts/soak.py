@@ -50,6 +50,9 @@ READY_TIMEOUT_S = 60.0
 # Limits of the growth from the third to the fourth quarter. The numbers of descriptors and threads
 # depend on which connections are open at the moment.
 MAX_GROWTH = {"resident_mib": 4.0, "descriptors": 2.0, "threads": 1.0}
+# Limit of the descriptors of any program above its median. A restarted program loses what it had
+# leaked, so its quarters may be equal.
+MAX_PEAK_DESCRIPTORS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,17 @@ def growth(samples: list[Sample]) -> list[str]:
     return found
 
 
+def peaks(samples: list[Sample]) -> list[str]:
+    """List the programs that had many more descriptors at some time than at most times."""
+    found = []
+    for name in sorted({name for one in samples for name in one.usage}):
+        counts = [one.usage[name].descriptors for one in samples if name in one.usage]
+        median, most = statistics.median(counts), max(counts)
+        if most > median + MAX_PEAK_DESCRIPTORS:
+            found.append(f"{name}: {median:g} descriptors at most times, {most} at some")
+    return found
+
+
 async def wait_until_whole(site: Site) -> str:
     """Wait until all pairs are connected and all blocks are free; return what is not, or ""."""
     give_up_at = time.monotonic() + RECOVERY_TIMEOUT_S + FREE_TIMEOUT_S
@@ -204,7 +218,8 @@ def run(
         name: {figure: quarter_medians(samples, name, figure) for figure in MAX_GROWTH}
         for name in names
     }
-    run.problems += broken + growth(samples)
+    grown = growth(samples) + peaks(samples)
+    run.problems += broken + grown
     draw_soak(Path(plot), [(s.at_s, s.usage) for s in samples], faults.done)
     run.console.print(f"wrote {plot}")
     return {
@@ -214,7 +229,7 @@ def run(
         "num_retried": sum(answer.attempts > 1 for answer in load.answers),
         "longest_pause_s": max((answer.longest_gap_s for answer in load.answers), default=0.0),
         "quarter_medians": figures,
-        "grown": growth(samples),
+        "grown": grown,
         "broken": broken,
         "events": faults.done,
         "samples": [

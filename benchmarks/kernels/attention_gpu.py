@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -302,8 +302,14 @@ def measure(device: str) -> Iterator[Row]:
 
     If a cell fails, its row has the key "failed", and the other cells still run.
     """
+    yield from measure_cells(device, (*prefill_cells(device), *decode_cells(device)))
+
+
+@torch.inference_mode()
+def measure_cells(device: str, cells: Iterable[Cell]) -> Iterator[Row]:
+    """Yield a row per cell as it is measured; if a cell fails, its row has the key "failed"."""
     copied = copy_gb_per_s(device, 2**20 if torch.device(device).type == "cpu" else 2**29)
-    for cell in (*prefill_cells(device), *decode_cells(device)):
+    for cell in cells:
         heads = f"{cell.num_heads}/{cell.num_kv_heads}"
         what = f"decode {heads}, batch {cell.batch}, context {cell.seq_len}"
         if cell.query_len > 1:

@@ -3,7 +3,7 @@
 Sessions chat at the same time with SmolLM2, through `baton up`'s processes and policy `cost`. Each
 turn sends the whole conversation, as text, through the chat template. A shape is written as in
 `baton loadtest compare`: "1:1+local" lets the decode node compute prompts, "colocated:2" has two
-decode nodes and no prefill node.
+decode nodes and no prefill node. In a shape with "+fetch", nodes have the option --fetch-prefixes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from benchmarks.runner.run import Document, Run
 from examples.demo import fetch_model
 from loadtest.load.shapes import Deployment
 
-SHAPES = ("1:1+local", "colocated:1")
+SHAPES = ("1:1+local", "colocated:1", "2:2", "2:2+fetch")
 OPENING = "Tell me a long story. These words must be in it: "
 WORDS = (
     *("river", "lantern", "winter", "garden", "bridge", "letter", "silver"),
     *("window", "harbour", "music", "village", "candle", "ocean"),
 )
+FETCH = "+fetch"  # ending of a shape
 LATER = 4  # the first turn that counts as a later turn
 
 
@@ -69,6 +70,7 @@ class Turn:
     Attributes:
         place: nodes that the policy chose.
         num_cached: prompt tokens that the node that computed the prompt had in its cache.
+        num_fetched: those of these tokens that another node sent.
         num_computed: prompt tokens that the nodes computed.
         num_reusable: prompt tokens that a decode node with the whole chat so far would have.
         expected_ms: the forecast of the time to the first token, without the transfer.
@@ -80,6 +82,7 @@ class Turn:
     place: str
     num_prompt: int
     num_cached: int
+    num_fetched: int
     num_computed: int
     num_reusable: int
     ttft_ms: float
@@ -157,6 +160,7 @@ def turn_of(
         num_cached=receipt.num_prompt_tokens - num_alone
         if prefill is None
         else prefill.num_cached_tokens,
+        num_fetched=0 if prefill is None else prefill.num_fetched_tokens,
         num_computed=num_alone if prefill is None else prefill.num_computed_tokens,
         num_reusable=num_before,
         ttft_ms=1e3 * (times[1] - times[0]),
@@ -178,7 +182,7 @@ def turn_of(
 
 def measure(gguf: str, shape: str, options: Options, seed: int) -> list[Turn]:
     """Run all chats over a new deployment of this shape."""
-    wanted = Deployment.parse(shape)
+    wanted = Deployment.parse(shape.removesuffix(FETCH))
     local = () if wanted.is_local_allowed else ("--no-local-prefill",)
 
     async def play(address: str, admin: Any) -> list[Turn]:
@@ -195,6 +199,7 @@ def measure(gguf: str, shape: str, options: Options, seed: int) -> list[Turn]:
             router_args=("--policy", "cost", *local),
             num_prefill=wanted.num_prefill,
             num_decode=wanted.num_decode,
+            node_args=("--fetch-prefixes",) if shape.endswith(FETCH) else (),
             lend_cores=options.lend,
         ) as deployment,
         admin_of(deployment.config.listen) as admin,
@@ -217,6 +222,7 @@ def summarize(rows: Sequence[Turn], num_turns: int) -> dict[str, Any]:
         "later_turns": len(later),
         "later_turns_alone": len(alone),
         "computed_per_later_turn": round(statistics.fmean(row.num_computed for row in later), 1),
+        "fetched_per_later_turn": round(statistics.fmean(row.num_fetched for row in later), 1),
         "new_per_later_turn": round(
             statistics.fmean(row.num_prompt - row.num_reusable for row in later), 1
         ),
@@ -231,8 +237,9 @@ def show(run: Run, shape: str, rows: Sequence[Turn]) -> None:
     for row in sorted(rows, key=lambda row: (row.turn, row.session)):
         run.console.print(
             f"turn {row.turn} of {row.session}: {row.place}; prompt {row.num_prompt}, cached "
-            f"{row.num_cached}, computed {row.num_computed}, chat so far {row.num_reusable}; TTFT "
-            f"{row.ttft_ms:.0f} ms, expected {row.expected_ms:.0f}, measured {row.measured_ms:.0f}"
+            f"{row.num_cached} ({row.num_fetched} fetched), computed {row.num_computed}, chat so "
+            f"far {row.num_reusable}; TTFT {row.ttft_ms:.0f} ms, expected {row.expected_ms:.0f}, "
+            f"measured {row.measured_ms:.0f}"
         )
         for place, terms in row.places.items():
             parts = ", ".join(

@@ -96,6 +96,7 @@ PREFIX_INDEX = Source("prefix_index", (
         ratio(_STEP.format("sent every 10 ms"), _STEP.format("nobody listens"), ".0f", " us")),
 ))  # fmt: skip
 _SPLIT, _BOTH = ("results > 1:1+local > {}", "results > colocated:1 > {}")
+_FETCHED, _PLAIN = ("results > 2:2+fetch > {}", "results > 2:2 > {}")
 
 CHAT_PLACES = Source("chat_places", (
     Row("chats of 8 turns, 6 at a time: TTFT p50 of turn 4, split / one node that does both",
@@ -106,6 +107,13 @@ CHAT_PLACES = Source("chat_places", (
               ".0f", "")),
     Row("turns from turn 4 on that the decode node served alone, of all such turns",
         ratio(_SPLIT.format("later_turns_alone"), _SPLIT.format("later_turns"), ".0f", "")),
+    Row("2 prefill and 2 decode nodes: TTFT p50 from turn 4 on, prefixes fetched / not",
+        ratio(_FETCHED.format("ttft_p50_later_ms"), _PLAIN.format("ttft_p50_later_ms"), ".0f",
+              " ms")),
+    Row("2 prefill and 2 decode nodes: prompt tokens computed per turn from turn 4 on, prefixes "
+        "fetched / not",
+        ratio(_FETCHED.format("computed_per_later_turn"), _PLAIN.format("computed_per_later_turn"),
+              ".0f", "")),
 ))  # fmt: skip
 _COST = "results > server={}, num_streams={} > cpu_us_per_token > median"
 HTTP = Source("http_servers", tuple(

@@ -1,16 +1,16 @@
 """BlockPool: tracks free KV blocks, reference counts, and the prefix cache's contents.
 
-A block is free or referenced, never both. Free blocks form a doubly linked list between two
+A block is free or referenced, never both. Free blocks form a doubly linked list between
 sentinels, so that any free block can be unlinked in O(1):
 
-    head <-> newest blank <-> ... <-> oldest cached <-> ... <-> newest cached <-> tail
+    head <-> newest blank <-> ... <-> oldest cached <-> ... <-> fence <-> pinned <-> ... <-> tail
 
 Blocks are allocated from the head on. Blank blocks have no cached content. The newest blank block
 goes first, because the CPU's caches most likely still hold its memory. Never-used blocks join the
-list only when too few are blank, because new memory must be cleared first.
+list only when too few are blank, because new memory must be cleared first. Pinned blocks, which
+`keeps` chose as they became free, go last.
 
-A free block keeps its content and its hash until it is allocated again, so that a later request
-with the same prefix can take it back (`touch`).
+Until it is allocated again, a free block keeps its content, which requests can reuse (`touch`).
 
 For a hand-off, blocks are taken in extents: runs of blocks that are adjacent in memory, so that a
 transfer copies few, long ranges.
@@ -73,8 +73,7 @@ class KVCacheBlock:
         block_hash: hash of its content, once the block is full and committed; None: blank.
         silent: whether events leave out this block's content.
         cache_class: cache class of its content (see top of file).
-        cached_at, freed_at: when its content was cached, and when its last holder released it, by
-            the pool's clock.
+        cached_at, freed_at: when its content was cached, and last released, by the pool's clock.
         previous, next: neighbours in the free list; meaningless while the block is in use.
     """
 
@@ -100,6 +99,7 @@ class BlockPool:
     Attributes:
         num_evicted: cached blocks evicted from the prefix cache since the start.
         least_free: fewest free blocks since the start.
+        keeps: returns whether to allocate a block with this content only if no other is free.
         residency: how long blocks kept their cached contents.
     """
 
@@ -113,13 +113,14 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = self.least_free = num_blocks
         self.num_evicted = 0
+        self.keeps: Callable[[KVCacheBlock], bool] = lambda block: False
         self.residency = BlockResidency()
         self._clock = clock
         self._blocks: list[KVCacheBlock] = []  # by id; other blocks were never allocated
         self._num_blank = 0  # number of blank blocks, at the front of the free list
-        self._head = KVCacheBlock(-1)
-        self._tail = KVCacheBlock(-1)
-        self._head.next, self._tail.previous = self._tail, self._head
+        self._head, self._fence, self._tail = (KVCacheBlock(-1) for _ in range(3))
+        self._head.next, self._tail.previous = self._fence, self._fence
+        self._fence.previous, self._fence.next = self._head, self._tail
         # By hash: one block, or a dict by block id if several blocks hold the content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
@@ -186,7 +187,8 @@ class BlockPool:
                 continue
             block.freed_at = now
             is_blank = block.block_hash is None
-            previous = self._head if is_blank else self._tail.previous
+            end = self._tail if not is_blank and self.keeps(block) else self._fence
+            previous = self._head if is_blank else end.previous
             block.previous, block.next = previous, previous.next
             previous.next = block.next.previous = block
             self._num_blank += is_blank
@@ -247,6 +249,8 @@ class BlockPool:
         """Drop all contents from the prefix cache; blocks in use stay in use."""
         for block in self._blocks:
             block.block_hash, block.silent = None, False
+        while self._fence.next is not self._tail:
+            self._unpin_first()
         self._num_blank = sum(block.ref_count == 0 for block in self._blocks)
         self._cached.clear()
         if self._events is not None:
@@ -295,23 +299,19 @@ class BlockPool:
                 in_index = known if isinstance(known, KVCacheBlock) else known[block.block_id]
                 assert isinstance(known, dict) or in_index is block
         sizes = [1 if isinstance(k, KVCacheBlock) else len(k) for k in self._cached.values()]
-        assert sum(sizes) == num_hashed
-        assert all(sizes)
+        assert (sum(sizes), all(sizes)) == (num_hashed, True)
 
     def ref_counts(self) -> dict[int, int]:
         """Return the reference count of each block in use, by block id, to check invariants."""
         return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
 
-    def num_references(self) -> int:
-        """Return the sum of all reference counts, to compare with all owners' references."""
-        return sum(self.ref_counts().values())
-
     def _free_blocks(self) -> Iterator[KVCacheBlock]:
         block = self._head.next
         while block is not self._tail:
-            assert block.ref_count == 0
             assert block.next.previous is block
-            yield block
+            if block is not self._fence:
+                assert block.ref_count == 0
+                yield block
             block = block.next
 
     # ------------------------------------------------------------------ inside
@@ -330,13 +330,14 @@ class BlockPool:
     def _take_first(self, num_blocks: int) -> list[int]:
         """Unlink the first ``num_blocks`` blocks of the free list, and return their ids."""
         block_ids = []
-        block, now = self._head.next, self._clock()
+        block, now = self._head, self._clock()
         for _ in range(num_blocks):
+            if block.next is self._fence:
+                self._unpin_first()
+            block = block.next
             self._give(block, now)
             block_ids.append(block.block_id)
-            block = block.next
-        # Here `block` is the first block that stays in the free list, or the tail.
-        self._head.next, block.previous = block, self._head
+        self._head.next, block.next.previous = block.next, self._head
         return block_ids
 
     def _take_extents(self, num_blocks: int) -> list[int] | None:
@@ -346,18 +347,24 @@ class BlockPool:
         never-used blocks are better, because blank ones are too few or too scattered.
         """
         # Look into the second half of the window only if the first half has too few blocks.
-        window = max(num_blocks, min(window_size(num_blocks), self.num_free // 2))
+        wide = min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
+        window = max(num_blocks, min(wide, self.num_free // 2))
         have_all = len(self._blocks) == self.num_blocks
         if not have_all:
             window = min(window, self._num_blank)
             if window < num_blocks:
                 return None
-        candidates, block = [], self._head
+        candidates, block = list[int](), self._head
         for _ in range(window):
+            if block.next is self._fence:
+                if len(candidates) >= num_blocks:
+                    break
+                self._unpin_first()
             block = block.next
             candidates.append(block.block_id)
         block_ids = choose_extents(candidates, num_blocks)
-        if not have_all and (count_extents(block_ids) - FEW_EXTENTS) * SHORT_EXTENT > num_blocks:
+        num_extents = 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
+        if not have_all and (num_extents - FEW_EXTENTS) * SHORT_EXTENT > num_blocks:
             return None
         now = self._clock()
         for block_id in block_ids:
@@ -365,6 +372,13 @@ class BlockPool:
             block.previous.next, block.next.previous = block.next, block.previous
             self._give(block, now)
         return block_ids
+
+    def _unpin_first(self) -> None:
+        """Move the fence behind the pinned block that was released first, to allocate it next."""
+        fence, block = self._fence, self._fence.next
+        fence.previous.next, block.previous = block, fence.previous
+        block.next.previous, fence.next = fence, block.next
+        block.next, fence.previous = fence, block
 
     def _give(self, block: KVCacheBlock, now: float) -> None:
         if block.block_hash is None:
@@ -411,11 +425,6 @@ class BlockPool:
             self._events.append(BlocksRemoved((block_hash,)))
 
 
-def window_size(num_blocks: int) -> int:
-    """Return how many blocks at the head of the free list are searched for so many in extents."""
-    return min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
-
-
 def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
     """Choose ``num_blocks`` of the candidates, in the fewest possible runs of consecutive ids.
 
@@ -438,8 +447,3 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
         start = starts[longest_first[run]]
         chosen += ordered[start : start + length].tolist()
     return chosen
-
-
-def count_extents(block_ids: Sequence[int]) -> int:
-    """Return the number of runs of consecutive ids, at least one."""
-    return 1 + int(np.count_nonzero(np.diff(block_ids) != 1))

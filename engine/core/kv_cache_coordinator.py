@@ -35,7 +35,7 @@ class KVCacheCoordinator:
     def __init__(
         self, sliding_windows: Sequence[int | None], block_size: int, block_pool: BlockPool
     ) -> None:
-        self.num_groups = len(sliding_windows)
+        self.num_groups, self._block_size = len(sliding_windows), block_size
         self.null_block: int | None = None
         self._pool = block_pool
         if any(window is not None for window in sliding_windows):
@@ -80,6 +80,16 @@ class KVCacheCoordinator:
         if self.num_groups == 1:
             return hits[0]
         return [block_id for logical in zip(*hits, strict=True) for block_id in logical]
+
+    def names_needed(self, hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        """Return the names, in the pool, of the cached blocks that a hit of a whole prefix needs.
+
+        Args:
+            hashes: hashes of the prefix's logical blocks.
+        """
+        stride = self.num_groups
+        places = self.kept_indices(len(hashes) * self._block_size, len(hashes))
+        return tuple(hashes[place // stride] + _suffix(place % stride) for place in places)
 
     def cache(
         self,

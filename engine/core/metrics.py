@@ -24,6 +24,29 @@ PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+@dataclass(slots=True)
+class PinCounts:
+    """Counts of pinned prefixes; see `engine/core/pins`.
+
+    Attributes:
+        open: pins now.
+        blocks: pinned blocks that are cached now.
+        made: pins made since the start; a pin of a prefix that is pinned already is not counted.
+        expired: pins whose time ended.
+        displaced: pins that newer pins of their owner took the place of.
+        dropped: pins that a client or an operator ended.
+        refused: pins that were not made, because not one block of them may be pinned.
+    """
+
+    open: int = 0
+    blocks: int = 0
+    made: int = 0
+    expired: int = 0
+    displaced: int = 0
+    dropped: int = 0
+    refused: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
     """A snapshot of an engine's metrics; totals count from the engine's start.
@@ -56,6 +79,7 @@ class EngineMetrics:
         kv_slots_held: tokens that the blocks of open requests have room for.
         kv_slots_unfilled: those of ``kv_slots_held`` that hold no known token.
         residency: how long blocks kept their cached contents.
+        pins: counts of pinned prefixes.
         received_prompt_tokens_total: prompt tokens whose KV a remote node wrote.
         step_tokens_total: tokens that steps computed, of prompts and outputs.
         steps_by_tokens: steps by their number of computed tokens, in buckets of `STEP_TOKENS`.
@@ -118,6 +142,7 @@ class EngineMetrics:
     kv_slots_held: int = 0
     kv_slots_unfilled: int = 0
     residency: BlockResidency = field(default_factory=BlockResidency)
+    pins: PinCounts = field(default_factory=PinCounts)
     requests_started_by_priority: Mapping[str, int] = field(default_factory=dict)
     preemptions_by_priority: Mapping[str, int] = field(default_factory=dict)
     images_encoded_total: int = 0
@@ -172,6 +197,7 @@ class EngineCounters:
     finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
+    pins: PinCounts = field(default_factory=PinCounts)
     started: dict[int, int] = field(default_factory=lambda: dict.fromkeys(PRIORITY_SIGNS, 0))
     preempted: dict[int, int] = field(default_factory=lambda: dict.fromkeys(PRIORITY_SIGNS, 0))
     draft_steps: int = 0

@@ -34,6 +34,7 @@ from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
+from baton.kv.pins import PinTerms, PrefixPin, check_pins
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -46,6 +47,7 @@ from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import (
     Conversation,
     Prompt,
+    ReadPrompt,
     adapter_per_prompt,
     as_list,
     params_per_prompt,
@@ -124,6 +126,7 @@ class LLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt, and wait until all are complete.
@@ -134,6 +137,8 @@ class LLM:
             adapter: name of a loaded adapter, for all prompts or one per prompt; empty: none.
             priority: priority of all prompts, or one per prompt: requests with smaller values run
                 first. Needs ``scheduling_policy="priority"``. Priorities do not change any token.
+            pin_s: seconds for which prompts and answers stay in the prefix cache, as far as
+                ``pin_share`` allows; 0: as long as there is room.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -156,11 +161,17 @@ class LLM:
                 prompt_list, params_list, names, priorities, strict=True
             )
         ]
+        if pin_s:
+            self._pin([requests[0] for requests in choices], pin_s)
+        return [one.completion() for one in self._run(choices, progress=progress)]
+
+    def _run(self, choices: Sequence[list[Request]], *, progress: bool = False) -> list[Answer]:
+        """Run the requests of prompts until all have ended; return their answers in order."""
         answers = [answer for requests in choices for answer in self._begin(requests)]
         with progress_bar(len(answers), shown=progress) as advance:
             while self.engine.has_work or self.engine.features.is_awaited:
                 advance(self._step())
-        return [answer.completion() for answer in answers]
+        return answers
 
     def chat(
         self,
@@ -169,6 +180,7 @@ class LLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, using the checkpoint's chat template; otherwise like
@@ -180,7 +192,12 @@ class LLM:
         """
         prompts = self.encode_chats(conversations)
         return self.generate(
-            prompts, sampling_params, adapter=adapter, priority=priority, progress=progress
+            prompts,
+            sampling_params,
+            adapter=adapter,
+            priority=priority,
+            pin_s=pin_s,
+            progress=progress,
         )
 
     def encode_chats(self, conversations: Conversation | Sequence[Conversation]) -> list[Prompt]:
@@ -300,7 +317,8 @@ class LLM:
         cache, each step recomputes the beams, with the same result.
 
         Raises:
-            InvalidRequestError: a prompt or a parameter is outside its limit; nothing was run.
+            InvalidRequestError: a prompt or a parameter is outside its limit, and nothing was run;
+                or an image cannot be decoded.
         """
         params = BeamSearchParams(
             beam_width=beam_width,
@@ -309,15 +327,22 @@ class LLM:
             early_stopping=early_stopping,
             end_token_ids=self.engine.eos_token_ids,
         )
-        token_ids = [self._maker.read_text(prompt) for prompt in as_list(prompts)]
-        for prompt in token_ids:
-            self._maker.check_prompt(prompt)
+        read = [self._maker.read(prompt) for prompt in as_list(prompts)]
 
-        def next_tokens(prefixes: Sequence[list[int]], num: int) -> list[TopTokens]:
+        def next_tokens(prefixes: Sequence[tuple[int, list[int]]], num: int) -> list[TopTokens]:
+            self._check_awake()
+            self.named_adapters.load_again({adapter})
             one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
-            completions = self.generate(prefixes, one, adapter=adapter)
-            return [completion.logprobs[0].top for completion in completions]
+            choices = [
+                self._make_choices(ReadPrompt(token_ids, read[index].images), one, adapter)
+                for index, token_ids in prefixes
+            ]
+            answers = self._run(choices)
+            for error in (answer.error for answer in answers if answer.error is not None):
+                raise error  # such as an image that cannot be decoded
+            return [answer.completion().logprobs[0].top for answer in answers]
 
+        token_ids = [prompt.token_ids for prompt in read]
         found = search_beams(token_ids, params, self.engine.max_model_len, next_tokens)
         return [[self._beam_completion(beam) for beam in beams] for beams in found]
 
@@ -496,6 +521,13 @@ class LLM:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
 
+    def _pin(self, requests: list[Request], pin_s: float) -> None:
+        """Pin the prompts of requests, and their answers once they end."""
+        terms = PinTerms(prefixes=(PrefixPin(pin_s),))
+        check_pins(terms.prefixes)
+        for request in requests:
+            self.engine.features.pins.begin(request, terms)
+
     def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
         """Submit the requests of one prompt to the engine; return their answers, still empty."""
         answers = []
@@ -575,7 +607,7 @@ class LLM:
 
     def _make_choices(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ReadPrompt,
         params: SamplingParams,
         adapter: str = "",
         priority: int = 0,

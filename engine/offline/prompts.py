@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from baton.api.errors import InvalidRequestError
+from baton.api.images import PromptImage
 from baton.api.sampling_params import SamplingParams
 from engine.offline.images import ImagePrompt
 
 Prompt = str | Sequence[int] | ImagePrompt
 Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """The token ids of a prompt, in which tokens of images have replaced the image markers.
+
+    Attributes:
+        images: the images of the prompt with their files, in order.
+    """
+
+    token_ids: list[int]
+    images: tuple[PromptImage, ...] = ()
 
 
 def is_conversation(value: object) -> bool:

@@ -31,7 +31,7 @@ from baton.text.tokenizer import Tokenizer
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.offline.images import take_images, with_images
-from engine.offline.prompts import Conversation, Prompt, is_conversation
+from engine.offline.prompts import Conversation, Prompt, ReadPrompt, is_conversation
 
 
 class RequestMaker:
@@ -49,7 +49,7 @@ class RequestMaker:
 
     def make_choices(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ReadPrompt,
         params: SamplingParams,
         adapter: AdapterDigest,
         priority: int,
@@ -65,15 +65,9 @@ class RequestMaker:
         """
         engine = self._engine
         check_generates(self._setup)
-        images: Sequence[Any] = ()
-        if isinstance(prompt, Mapping):
-            images, prompt = prompt.get("images", ()), prompt["prompt"]
-        layout = engine.features.images.layout if images else None
-        if layout is not None and isinstance(prompt, str):
-            prompt = as_written(prompt, layout)
-        token_ids, placed = with_images(self._tokenize(prompt), images, layout)
-        self.check_prompt(token_ids)
-        prompt_images = engine.features.images.of_prompt(placed, token_ids)
+        read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
+        token_ids = read.token_ids
+        prompt_images = engine.features.images.of_prompt(read.images, token_ids)
         params = self._with_marks(params, token_ids)
         check_sampling_params(params, vocab_size=engine.model_config.vocab_size)
         self._check_priority(priority)
@@ -116,19 +110,22 @@ class RequestMaker:
         token_ids = self._tokenizer.encode_chat(plain, replaced=replaced)
         return {"prompt": token_ids, "images": images} if images else token_ids
 
-    def check_prompt(self, token_ids: list[int]) -> None:
-        """Raise InvalidRequestError for token ids or a length that the model does not take."""
+    def read(self, prompt: Prompt) -> ReadPrompt:
+        """Tokenize a prompt, replace its image markers by tokens, and check the result."""
+        engine = self._engine
+        images: Sequence[Any] = ()
+        if isinstance(prompt, Mapping):
+            images, prompt = prompt.get("images", ()), prompt["prompt"]
+        layout = engine.features.images.layout if images else None
+        if layout is not None and isinstance(prompt, str):
+            prompt = as_written(prompt, layout)
+        token_ids, placed = with_images(self._tokenize(prompt), images, layout)
         check_prompt(
             token_ids,
-            vocab_size=self._engine.model_config.vocab_size,
-            max_model_len=self._engine.max_model_len,
+            vocab_size=engine.model_config.vocab_size,
+            max_model_len=engine.max_model_len,
         )
-
-    def read_text(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt for a beam search, which takes no images."""
-        if isinstance(prompt, Mapping):
-            raise InvalidRequestError("prompt", "beam search takes no images")
-        return self._tokenize(prompt)
+        return ReadPrompt(token_ids, placed)
 
     def _with_marks(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
         """Fill in the marks that delimit the checkpoint's thoughts; raises InvalidRequestError."""

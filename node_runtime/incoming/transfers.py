@@ -154,9 +154,14 @@ class IncomingTransfers(Generic[Sent]):
         self._ended.setdefault(key, self._clock())
 
     def grant(
-        self, key: TransferKey, transfer: Sent, block_ids: Iterable[int], first_block: int = 0
+        self,
+        key: TransferKey,
+        transfer: Sent,
+        block_ids: Iterable[int],
+        first_block: int = 0,
+        groups: tuple[int, ...] = (),
     ) -> None:
-        """Let a sender write blocks; see `KVReservation` for ``first_block``."""
+        """Let a sender write blocks; see `KVReservation` for the arguments."""
         transfer.block_ids = tuple(block_ids)
         self._receiver.grant(
             KVReservation(
@@ -165,6 +170,7 @@ class IncomingTransfers(Generic[Sent]):
                 engine_id=transfer.engine_id,
                 block_ids=transfer.block_ids,
                 first_block=first_block,
+                groups=groups,
             )
         )
 

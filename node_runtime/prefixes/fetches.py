@@ -12,19 +12,21 @@ brings waits for that fetch. Refuses to know: steps, the router.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.kv.block_hash import BlockHash
-from baton.kv.prefixes import fetch_end, transfer_name
+from baton.kv.prefixes import share_end, transfer_name
 from baton.link.words import PrefillCommand
 from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import HandoffRecord, TransferEvent, TransferKey
 from kvconnector.ends import Receiver
 from node_runtime.incoming.transfers import IncomingTransfer, IncomingTransfers, TransferWords
+from node_runtime.prefixes.held_prefix import groups_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +65,16 @@ class _Fetch(IncomingTransfer):
 
     Attributes:
         hashes: hashes of the blocks that this node lacked when the fetch was expected.
-        parent: hash of the block before ``block_ids``; None: there is none.
-        granted_hashes: hashes of ``block_ids``.
+        num_cached, num_blocks: logical blocks of the prefix that were cached here at the grant, and
+            all of them; a logical block is one block in each KV group.
         waiters: the prompt of the fetch, unless it was cancelled, and others that need its blocks.
     """
 
     request: Request
     hashes: list[BlockHash]
     waiters: list[_Waiter]
-    parent: BlockHash | None = None
-    granted_hashes: tuple[BlockHash, ...] = ()
+    num_cached: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -139,7 +141,7 @@ class Fetches:
         brings = (
             self.incoming.open.get(self._coming[lacking[0]]) if self._is_coming(lacking) else None
         )
-        engine_id = fetch_end(command.fetch_engine_id)
+        engine_id = share_end(command.fetch_engine_id)
         if brings is not None:
             brings.waiters.append(waiter)
             request.awaits_prefix = True
@@ -198,25 +200,24 @@ class Fetches:
         if not num_tokens:  # the holder's `Quiet` follows
             self.lose(key, fetch, "its holder has nothing of it", quiet=True)
             return
-        request, size = fetch.request, self._block_size
-        num_blocks = num_tokens // size
-        cached = self._manager.find_cached_blocks(request)[:num_blocks]
-        most = (request.num_initial_tokens - 1) // size
-        if num_tokens % size or num_blocks > most or num_blocks <= len(cached):
+        manager, size = self._manager, self._block_size
+        hit, num_blocks = manager.find_cached_blocks(fetch.request), num_tokens // size
+        num_cached = len(hit) // manager.num_groups
+        most = (fetch.request.num_initial_tokens - 1) // size
+        if num_tokens % size or not num_cached < num_blocks <= most:
             self.lose(key, fetch, f"its holder has {num_tokens} tokens, useless here")
             return
-        self._pool.touch(cached)
-        num_new = num_blocks - len(cached)
+        places = manager.handoff_indices(num_tokens)
+        first = bisect.bisect_left(places, len(hit))
+        held, num_new = [hit[place] for place in places[:first]], len(places) - first
+        self._pool.touch(held)
         blocks = self._pool.allocate(num_new, extents=True) if self._has_room(num_new) else None
         if blocks is None:
-            self._pool.release(reversed(cached))
+            self._pool.release(reversed(held))
             self.lose(key, fetch, "too few blocks are free")
             return
-        fetch.held_ids = tuple(cached)
-        hashes, first = request.block_hashes, len(cached)
-        fetch.parent = hashes[first - 1] if first else None
-        fetch.granted_hashes = tuple(hashes[first:num_blocks])
-        self.incoming.grant(key, fetch, blocks, first)
+        fetch.held_ids, fetch.num_cached, fetch.num_blocks = tuple(held), num_cached, num_blocks
+        self.incoming.grant(key, fetch, blocks, first, groups_of(manager, places))
 
     def _has_room(self, num_blocks: int) -> bool:
         """Return whether fetches may hold more blocks, without taking those that run need."""
@@ -226,15 +227,15 @@ class Fetches:
 
     def receive(self, key: TransferKey, fetch: _Fetch, event: TransferEvent) -> None:
         """Enter a prefix whose bytes are complete into the cache."""
-        record = event.record
-        num_blocks = len(fetch.held_ids) + len(fetch.block_ids)
-        wanted = num_blocks * self._block_size, fetch.granted_hashes[-1:]
-        found = None if record is None else (record.num_tokens, (_hash_of(record),))
+        record, hashes = event.record, fetch.request.block_hashes[: fetch.num_blocks]
+        num_tokens = fetch.num_blocks * self._block_size
+        wanted = num_tokens, hashes[-1:]
+        found = None if record is None else (record.num_tokens, [_hash_of(record)])
         if not fetch.block_ids or found != wanted:
             self.lose(key, fetch, "its record does not fit", quiet=True)
             return
-        self._pool.cache(fetch.block_ids, fetch.granted_hashes, fetch.parent)
-        num_tokens = len(fetch.block_ids) * self._block_size
+        self._cache(fetch, hashes)
+        num_tokens -= fetch.num_cached * self._block_size
         self.counts.received += 1
         self.counts.tokens += num_tokens
         self.counts.num_bytes += event.receipt.num_bytes if event.receipt else 0
@@ -242,6 +243,16 @@ class Fetches:
             if waiter.request is fetch.request:
                 waiter.wait.num_tokens = num_tokens
         self._end(key, fetch, quiet=True)
+
+    def _cache(self, fetch: _Fetch, hashes: Sequence[BlockHash]) -> None:
+        """Enter the fetched blocks of all groups into the prefix cache."""
+        coordinator, num_groups = self._manager.coordinator, self._manager.num_groups
+        # Blocks that slid out of a window were not sent; the null block stands for them.
+        blocks = [coordinator.null_block or 0] * (fetch.num_blocks * num_groups)
+        places = self._manager.handoff_indices(fetch.num_blocks * self._block_size)
+        for place, block_id in zip(places, (*fetch.held_ids, *fetch.block_ids), strict=True):
+            blocks[place] = block_id
+        coordinator.cache(blocks, hashes, fetch.num_cached, fetch.num_blocks)
 
     def lose(self, key: TransferKey, fetch: _Fetch, why: str, *, quiet: bool = False) -> None:
         """Give a prefix up, so that its prompts are computed."""

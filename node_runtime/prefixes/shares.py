@@ -44,12 +44,14 @@ class _Share:
     """A prefix that is being sent.
 
     Attributes:
-        block_ids: this node's blocks with the prefix; empty: nothing is cached.
+        num_tokens: tokens of the prefix; 0: nothing is cached.
+        block_ids: this node's blocks with the prefix.
         is_ending: whether this node has asked its sender to end the transfer.
     """
 
     command: ShareCommand
     received_at: float
+    num_tokens: int
     block_ids: tuple[int, ...]
     is_ending: bool = False
 
@@ -71,7 +73,6 @@ class Shares(SideWork):
         self, engine: Engine, sender: Sender, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engine, self._sender, self._clock = engine, sender, clock
-        self._block_size = engine.kv_memory.spec.block_size
         self._open: dict[TransferKey, _Share] = {}
         self.num_tokens_total = 0
         self.ended: Counter[TransferOutcome] = Counter()
@@ -94,32 +95,34 @@ class Shares(SideWork):
         key = transfer_name(command.request_id), command.epoch
         if key in self._open:
             return
-        block_ids, last_hash = find_prefix(
+        found = find_prefix(
             self._engine.kv_cache_manager,
             command.prompt_token_ids,
             extra_keys_of(command.cache_salt, command.adapter),
             [image.span for image in command.images],
         )
-        self._engine.block_pool.touch(block_ids)
-        self._open[key] = _Share(command, received_at, tuple(block_ids))
-        num_tokens = len(block_ids) * self._block_size
+        self._engine.block_pool.touch(found.block_ids)
+        self._open[key] = _Share(command, received_at, found.num_tokens, found.block_ids)
         self._sender.start(
             *key,
             fetch_end(command.prefill_engine_id),
-            num_tokens=num_tokens,
-            num_blocks=len(block_ids),
+            num_tokens=found.num_tokens,
+            num_blocks=len(found.block_ids),
+            groups=found.groups,
         )
-        if not block_ids:
+        if not found.num_tokens:
             self._end(key, "nothing is cached")
             return
-        record = HandoffRecord(num_tokens=num_tokens, token_id=0, prefix=last_hash.hex())
+        record = HandoffRecord(
+            num_tokens=found.num_tokens, token_id=0, prefix=found.last_hash.hex()
+        )
         self._sender.push(
             BlockPush(
                 request_id=key[0],
                 epoch=key[1],
                 first_block=0,
-                block_ids=tuple(block_ids),
-                num_tokens=num_tokens,
+                block_ids=found.block_ids,
+                num_tokens=found.num_tokens,
                 record=record,
             )
         )
@@ -151,7 +154,7 @@ class Shares(SideWork):
         self._engine.block_pool.release(reversed(share.block_ids))
         self.ended[event.outcome] += 1
         if event.kind is TransferEventKind.COMMITTED:
-            self.num_tokens_total += len(share.block_ids) * self._block_size
+            self.num_tokens_total += share.num_tokens
         elif event.reason:
             logger.debug("a prefix was not sent to %s: %s", event.engine_id, event.reason)
 

@@ -332,6 +332,19 @@ class NodeCollector(TransferCollector):
             "Blocks that were allocated while they cached something.",
             engine.blocks_evicted_total,
         )
+        pins = engine.pins
+        yield gauge("blocks_pinned", "Cached blocks that pins keep.", pins.blocks)
+        yield gauge("pins", "Pinned prefixes.", pins.open)
+        yield self._counter("pins_made", "Prefixes that were pinned.", pins.made)
+        ends = {
+            "expired": pins.expired,
+            "displaced": pins.displaced,
+            "dropped": pins.dropped,
+            "refused": pins.refused,
+        }
+        yield self._family(
+            CounterMetricFamily, "pins_ended", "Ended and refused pins.", _by("reason", ends)
+        )
         yield gauge("blocks_used_peak", "Most blocks in use at a time.", engine.blocks_used_peak)
         yield gauge("kv_slots_held", "Tokens that requests' blocks hold.", engine.kv_slots_held)
         yield gauge("kv_slots_unfilled", "Slots without a token.", engine.kv_slots_unfilled)

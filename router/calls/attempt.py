@@ -99,6 +99,7 @@ class Attempt:
             "pins_adapter": terms.adapter_source.is_pinned,
             "priority": call.terms.priority,
             "trace": terms.trace,
+            "pins": call.terms.pins,
         }
         arrives_s = 0.0
         if self.prefill is not None:

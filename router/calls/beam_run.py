@@ -32,6 +32,9 @@ from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
+# Most bytes of image files that one step of a search, and a whole search, send to nodes.
+MAX_STEP_IMAGE_BYTES = 64 * 2**20
+MAX_SEARCH_IMAGE_BYTES = 2**30
 Run = Callable[[Call], AsyncGenerator[TextDelta, None]]
 
 
@@ -65,9 +68,8 @@ def begin_search(
     """
     params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
     assert beams is not None
-    if call.images:  # refused, because each step would send the image files once per beam
-        raise InvalidRequestError("images", "cannot be together with a beam search")
     check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
+    _check_images(call, beams.beam_width)
     ends = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         ends |= limits.end_token_ids
@@ -81,6 +83,23 @@ def begin_search(
     dispatcher.admission.charge(principal)
     room = limits.max_model_len - len(call.prompt_token_ids)
     return BeamRun(call, beams, room, dispatcher.run)
+
+
+def _check_images(call: Call, beam_width: int) -> None:
+    """Raise InvalidRequestError if a search would send too many bytes of image files to nodes.
+
+    The call of each beam and token has all files, because its node may not have the image in its
+    caches any more.
+    """
+    num_bytes = sum(len(image.data) for image in call.images)
+    if num_bytes * beam_width > MAX_STEP_IMAGE_BYTES:
+        most = f"must be at most {MAX_STEP_IMAGE_BYTES // num_bytes} with images of"
+        raise InvalidRequestError("beam_width", f"{most} {num_bytes} bytes, got {beam_width}")
+    num_tokens = call.sampling_params.max_tokens
+    if num_bytes * beam_width * num_tokens > MAX_SEARCH_IMAGE_BYTES:
+        most = f"must be at most {MAX_SEARCH_IMAGE_BYTES // (num_bytes * beam_width)} with"
+        problem = f"{most} {beam_width} beams and images of {num_bytes} bytes, got {num_tokens}"
+        raise InvalidRequestError("max_tokens", problem)
 
 
 class BeamRun:

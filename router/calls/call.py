@@ -11,6 +11,7 @@ from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
+from baton.kv.pins import PinTerms
 from baton.link.words import scoped_id
 from baton.telemetry.spans import TraceContext
 from baton.text.stop_strings import DEFAULT_TEXT, DetokenizeOptions
@@ -38,6 +39,7 @@ class Terms:
         adapter: digest of the adapter that the request's name stands for; empty: the base model.
         text_options: options for turning tokens into text.
         trace: the client's trace context; None: not traced.
+        pins: prefixes that nodes keep in their prefix caches; None: none.
     """
 
     received_at: float
@@ -51,6 +53,7 @@ class Terms:
     adapter: str = ""
     text_options: DetokenizeOptions = DEFAULT_TEXT
     trace: TraceContext | None = None
+    pins: PinTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

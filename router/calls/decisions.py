@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.fleet.load.forecast import PrefillForecast
+from router.fleet.prefix_sources import SourceTerms
 from router.policies.base import Candidate, Placement, RouteQuery
 
 # Maximum number of placements kept per request; few requests have as many attempts
@@ -23,6 +24,7 @@ class _Noted:
     max_tokens: int
     placement: Placement
     forecast: PrefillForecast | None = None
+    sources: Sequence[SourceTerms] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Decision:
         is_probe: whether the node was chosen in order to measure it; see `Placement`.
         forecast: expected times of computing the prompt; after token 1, also the measured times.
             None: no attempt began.
+        sources: nodes that could send a cached prefix to the prefill node, that saving most time
+            first; the first one sends if this saves any time.
     """
 
     request_id: str
@@ -49,6 +53,7 @@ class Decision:
     candidates: Sequence[Candidate]
     is_probe: bool = False
     forecast: PrefillForecast | None = None
+    sources: Sequence[SourceTerms] = ()
 
 
 class DecisionLog:
@@ -88,6 +93,11 @@ class DecisionLog:
         if noted := self._noted.get(request_id):
             noted[-1].forecast = forecast
 
+    def note_sources(self, request_id: str, sources: Sequence[SourceTerms]) -> None:
+        """Attach the sources of a cached prefix to the request's last placement."""
+        if sources and (noted := self._noted.get(request_id)):
+            noted[-1].sources = sources
+
     def get(self, request_id: str) -> list[Decision]:
         """Return a request's decisions, one per attempt; empty if the request is not kept."""
         return [_decision(request_id, noted) for noted in self._noted.get(request_id, ())]
@@ -107,4 +117,5 @@ def _decision(request_id: str, noted: _Noted) -> Decision:
         candidates=placement.explain(),
         is_probe=placement.is_probe,
         forecast=noted.forecast,
+        sources=noted.sources,
     )

@@ -131,10 +131,12 @@ class Placer:
         if prefill is None or is_whole:
             return PromptSupply(encodings)
         token_ids, hashes = _tokens_and_hashes(call, output_token_ids)
-        source = pool.choose_prefix_source(prefill, hashes, len(token_ids))
-        if source is None:
+        sources = pool.list_prefix_sources(prefill, hashes, len(token_ids))
+        self.decisions.note_sources(request_id, [source.terms for source in sources])
+        if not sources or sources[0].terms.saved_s <= 0:
             return PromptSupply(encodings)
-        num_tokens, images = source.num_tokens, without_files(call.images)
+        source, images = sources[0], without_files(call.images)
+        num_tokens = source.num_tokens
         command = ShareCommand(
             request_id=request_id,
             epoch=epoch,

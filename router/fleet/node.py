@@ -85,6 +85,7 @@ def num_bytes_of(registration: NodeRegistration) -> int:
         registration.peer_info,
         registration.encodings_peer_info,
         registration.fetch_peer_info,
+        registration.share_peer_info,
     )
     return sum(map(len, infos)) + texts
 

@@ -80,7 +80,7 @@ def registration_problem(registration: NodeRegistration) -> str:
     revision = registration.revision
     if len(revision) > MAX_REVISION_CHARS or not revision.isprintable():
         return f"revision: must have at most {MAX_REVISION_CHARS} printable characters"
-    for field in ("peer_info", "encodings_peer_info", "fetch_peer_info"):
+    for field in ("peer_info", "encodings_peer_info", "fetch_peer_info", "share_peer_info"):
         num_bytes = len(getattr(registration, field))
         if num_bytes > MAX_PEER_INFO_BYTES:
             return f"{field}: must have at most {MAX_PEER_INFO_BYTES} bytes, got {num_bytes}"

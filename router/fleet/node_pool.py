@@ -21,7 +21,7 @@ from baton.api.images import PromptImage
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.kv.block_hash import HASH_ALGORITHMS, cache_namespace
-from baton.kv.prefixes import is_fetch_end, node_of
+from baton.kv.prefixes import is_prefix_end, node_of
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.link.words import (
     PAIR_ROLES,
@@ -56,6 +56,7 @@ from router.fleet.pairing import (
     Reach,
     are_peers,
     introduce,
+    may_fetch,
     may_meet,
     receives_from,
     why_no_pair,
@@ -235,27 +236,27 @@ class NodePool:
             plan = self.encode_places.plan(images, prefill, nodes, num_cached_tokens, epoch)
         return EncodeWork(request_id, images, plan, self.encode_places)
 
-    def choose_prefix_source(
+    def list_prefix_sources(
         self, prefill: Node, hashes: PromptHashes, num_prompt_tokens: int
-    ) -> PrefixSource | None:
-        """Choose a node that sends a cached prefix of a prompt to its prefill node; None: none.
+    ) -> list[PrefixSource]:
+        """Return the nodes that can send a cached prefix of a prompt, that saving most time first.
 
         Args:
             hashes: block hashes of the prompt.
         """
         if not prefill.registration.fetch_peer_info:
-            return None
+            return []
         holders = [
             node
-            for node in self._of(NodeRole.DECODE)
-            if node.registration.fetch_peer_info
+            for node in self._nodes.values()
+            if node.registration.share_peer_info
             and not node.is_silent
             and self.is_eligible(node)
             # For other holders, the index expects this prompt itself, whose KV is not there yet.
             and self.prefix_index.is_exact(node.engine_id)
         ]
         cached = self.prefix_index.match_tokens(hashes)
-        return self.prefix_sources.choose(prefill, holders, cached, num_prompt_tokens)
+        return self.prefix_sources.compare(prefill, holders, cached, num_prompt_tokens)
 
     def find_cached_tokens(self, hashes: PromptHashes) -> Mapping[str, int]:
         """Return how many leading tokens of a prompt each node need not compute, by engine id.
@@ -533,9 +534,9 @@ class NodePool:
             self._take_report(node, event)
 
     def _take_report(self, node: Node, report: PeerReport) -> None:
-        is_of_prefixes = is_fetch_end(report.engine_id)
+        by_prefixes = is_prefix_end(report.engine_id)
         peer = self._nodes.get(node_of(report.engine_id))
-        if peer is None or not are_peers(node, peer):
+        if peer is None or not are_peers(node, peer, by_prefixes=by_prefixes):
             return
         # The problem is cut, because one is kept per pair of nodes, and characters that could
         # control a terminal are escaped.
@@ -543,7 +544,7 @@ class NodePool:
         report = dataclasses.replace(report, problem=problem)
         if problem:
             logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
-        if is_of_prefixes:
+        if by_prefixes:
             self.prefix_sources.note_report(node, peer, report)
             return
         node.reports[report.engine_id] = report
@@ -697,5 +698,6 @@ class NodePool:
         return [
             other
             for other in self._nodes.values()
-            if may_meet(other.registration, node.registration)
+            if other is not node
+            and any(may(other.registration, node.registration) for may in (may_meet, may_fetch))
         ]

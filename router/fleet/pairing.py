@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.link.words import (
-    PAIR_ROLES,
     REVISION,
     NodeRegistration,
     NodeRole,
@@ -30,6 +29,14 @@ def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
     if NodeRole.ENCODE in roles:
         return roles in _PAIRED and bool(one.encodings_peer_info or other.encodings_peer_info)
     return roles in _PAIRED
+
+
+def may_fetch(one: NodeRegistration, other: NodeRegistration) -> bool:
+    """Return whether two nodes may send cached prefixes to each other, by their ends for these."""
+    return bool(
+        (one.fetch_peer_info and other.share_peer_info)
+        or (one.share_peer_info and other.fetch_peer_info)
+    )
 
 
 def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
@@ -65,6 +72,8 @@ def introduce(node: Node, peers: Iterable[Node]) -> None:
     """Tell a node that joined about its compatible peers, and these peers about the node."""
     for other in peers:
         problem = incompatibility(node.registration, other.registration)
+        if problem and not may_meet(node.registration, other.registration):
+            continue  # the two would only have sent cached prefixes to each other
         if problem:
             report = PeerReport("", False, problem=problem)
             node.reports[other.engine_id] = other.reports[node.engine_id] = report
@@ -79,21 +88,26 @@ def introduce(node: Node, peers: Iterable[Node]) -> None:
 
 def _update_about(node: Node, reader: Node) -> PeerUpdate:
     """Return the message that tells ``reader`` how to connect to ``node``."""
-    told, info = node.registration, node.registration.peer_info
-    if reader.registration.role is NodeRole.ENCODE:
+    told, its, info = node.registration, reader.registration, node.registration.peer_info
+    if its.role is NodeRole.ENCODE:
         info = told.encodings_peer_info
-    are_pair = {told.role, reader.registration.role} == set(PAIR_ROLES)
-    fetches = are_pair and bool(reader.registration.fetch_peer_info)
     return PeerUpdate(
-        node.engine_id, info, fetch_peer_info=told.fetch_peer_info if fetches else b""
+        node.engine_id,
+        info if may_meet(told, its) else b"",
+        fetch_peer_info=told.fetch_peer_info if its.share_peer_info else b"",
+        share_peer_info=told.share_peer_info if its.fetch_peer_info else b"",
     )
 
 
-def are_peers(one: Node, other: Node) -> bool:
-    """Return whether two nodes were introduced to each other."""
-    return may_meet(one.registration, other.registration) and not incompatibility(
-        one.registration, other.registration
-    )
+def are_peers(one: Node, other: Node, *, by_prefixes: bool = False) -> bool:
+    """Return whether two nodes were introduced to each other.
+
+    Args:
+        by_prefixes: whether to send cached prefixes, rather than hand-offs or encodings.
+    """
+    may = may_fetch if by_prefixes else may_meet
+    pair = one.registration, other.registration
+    return may(*pair) and not incompatibility(*pair)
 
 
 def receives_from(prefill: Node, encode: Node) -> bool:

@@ -9,11 +9,14 @@ node computes what does not come, which costs only time. Refuses to know: links,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from baton.api.outputs import PrefillReceipt
-from baton.link.words import NodeRole, PeerReport
+from baton.kv.prefixes import is_fetch_end
+from baton.link.words import PeerReport
 from router.fleet.load.measured_line import MeasuredLine
 from router.fleet.node import Node
 from router.fleet.pairing import Reach
@@ -27,6 +30,25 @@ BARRED_S = 5.0
 _LONG_PREFIX = 4096
 
 
+class SourceTerms(NamedTuple):
+    """The expected times to fetch a cached prefix from a node and to compute it, for operators.
+
+    Attributes:
+        node: name of the node that holds the prefix.
+        num_tokens: tokens of the prefix that the prefill node lacks.
+    """
+
+    node: str
+    num_tokens: int
+    fetch_s: float
+    compute_s: float
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds that the fetch saves; less than 0: computing is faster."""
+        return self.compute_s - self.fetch_s
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
     """A node that sends a cached prefix to the prefill node of an attempt.
@@ -36,12 +58,14 @@ class PrefixSource:
         prefill_engine_id: the attempt's prefill node.
         num_tokens: tokens of the prefix.
         sources: measures what becomes of the fetch.
+        terms: the expected times.
     """
 
     node: Node
     prefill_engine_id: str
     num_tokens: int
     sources: PrefixSources = field(repr=False)
+    terms: SourceTerms
 
     def note_receipt(self, receipt: PrefillReceipt) -> None:
         """Measure the fetch by the prefill node's receipt."""
@@ -58,35 +82,40 @@ class PrefixSources:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._reach = Reach()
-        self._reports: dict[tuple[str, str], PeerReport] = {}  # by reporting node and peer
+        # By holder and prefill node, and whether the holder reports.
+        self._reports: dict[tuple[str, str, bool], PeerReport] = {}
         self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and prefill node
         # By holder and prefill node: until when the holder sends nothing to the prefill node.
         self._barred: dict[tuple[str, str], float] = {}
 
     def note_report(self, node: Node, peer: Node, report: PeerReport) -> None:
         """Note a node's report on the connection to a peer's end for prefixes."""
-        is_holder = node.registration.role is NodeRole.DECODE
-        holder, reader = (node, peer) if is_holder else (peer, node)
-        self._reports[node.engine_id, peer.engine_id] = report
-        there = self._reports.get((holder.engine_id, reader.engine_id))
-        back = self._reports.get((reader.engine_id, holder.engine_id))
-        self._reach.note(holder.engine_id, reader.engine_id, there, back)
+        by_holder = is_fetch_end(report.engine_id)
+        holder, reader = (node, peer) if by_holder else (peer, node)
+        pair = holder.engine_id, reader.engine_id
+        self._reports[*pair, by_holder] = report
+        there, back = (self._reports.get((*pair, which)) for which in (True, False))
+        # A reader gives up a prefix of a holder to which it is not connected yet.
+        self._reach.note(*pair, there if back is not None and back.connected else None, back)
 
     def forget(self, engine_id: str) -> None:
         """Forget a node that left."""
         self._reach.forget(engine_id)
-        for table in (self._reports, self._lines, self._barred):
+        tables: tuple[dict[Any, Any], ...] = (self._reports, self._lines, self._barred)
+        for table in tables:
             for pair in [pair for pair in table if engine_id in pair]:
                 del table[pair]
 
-    def choose(
+    def compare(
         self,
         prefill: Node,
         holders: Iterable[Node],
         cached: Mapping[str, int],
         num_prompt_tokens: int,
-    ) -> PrefixSource | None:
-        """Return the source that saves most time; None: computing everything is faster.
+    ) -> list[PrefixSource]:
+        """Return the sources of a prompt's prefix; the source that saves most time comes first.
+
+        Sources that save no time are included.
 
         Args:
             holders: nodes that may send prefixes now.
@@ -95,20 +124,14 @@ class PrefixSources:
         block_size = prefill.registration.block_size
         # The prefill node computes at least the last token.
         most = (num_prompt_tokens - 1) // block_size * block_size
-        own, now = cached.get(prefill.engine_id, 0), self._clock()
-        best: PrefixSource | None = None
-        best_s = 0.0
+        own, found = cached.get(prefill.engine_id, 0), []
         for node in holders:
             num_tokens = min(cached.get(node.engine_id, 0), most)
-            is_reached = prefill.engine_id in self._reach.bandwidths.get(node.engine_id, {})
-            is_barred = self._barred.get((node.engine_id, prefill.engine_id), now) > now
-            if is_barred or not is_reached:
-                continue
-            saved_s = self._saved_s(node.engine_id, prefill, num_tokens - own)
-            if saved_s > best_s:
-                best_s = saved_s
-                best = PrefixSource(node, prefill.engine_id, num_tokens, self)
-        return best
+            if num_tokens - own >= MIN_TOKENS and self._may_send(node.engine_id, prefill.engine_id):
+                terms = self._terms(node.engine_id, node.name, prefill, num_tokens - own)
+                source = PrefixSource(node, prefill.engine_id, num_tokens, self, terms)
+                found.append(source)
+        return sorted(found, key=lambda source: -source.terms.saved_s)
 
     def add_fetchable(
         self, cached: Mapping[str, int], nodes: Mapping[str, Node]
@@ -122,16 +145,14 @@ class PrefixSources:
             cached: leading prompt tokens that each node has in its cache, by engine id.
             nodes: all nodes by engine id.
         """
-        now, counts = self._clock(), dict(cached)
+        counts = dict(cached)
         for holder_id, reached in self._reach.bandwidths.items():
-            num_tokens = cached.get(holder_id, 0)
-            if num_tokens < MIN_TOKENS:
-                continue
             for prefill in filter(None, map(nodes.get, reached)):
-                if self._barred.get((holder_id, prefill.engine_id), now) > now:
-                    continue
                 own = cached.get(prefill.engine_id, 0)
-                saved_s = self._saved_s(holder_id, prefill, num_tokens - own)
+                num_lacking = cached.get(holder_id, 0) - own
+                if num_lacking < MIN_TOKENS or not self._may_send(holder_id, prefill.engine_id):
+                    continue
+                saved_s = self._terms(holder_id, "", prefill, num_lacking).saved_s
                 if saved_s > 0:
                     num_saved = own + int(saved_s / prefill.load.prefill.per_unit)
                     counts[prefill.engine_id] = max(counts.get(prefill.engine_id, 0), num_saved)
@@ -151,12 +172,16 @@ class PrefixSources:
         """Return whether any node can send prefixes."""
         return bool(self._reach.bandwidths)
 
-    def _saved_s(self, holder_id: str, prefill: Node, num_tokens: int) -> float:
-        """Return how many seconds fetching tokens saves; 0 for too few tokens."""
-        if num_tokens < MIN_TOKENS:
-            return 0.0
+    def _may_send(self, holder_id: str, prefill_id: str) -> bool:
+        """Return whether two nodes are connected, and no prefix between them was lost lately."""
+        barred_until = self._barred.get((holder_id, prefill_id), -math.inf)
+        is_reached = prefill_id in self._reach.bandwidths.get(holder_id, {})
+        return is_reached and barred_until <= self._clock()
+
+    def _terms(self, holder_id: str, name: str, prefill: Node, num_tokens: int) -> SourceTerms:
         compute_s = prefill.load.prefill.per_unit * num_tokens
-        return compute_s - self._line(holder_id, prefill).seconds(num_tokens)
+        fetch_s = self._line(holder_id, prefill).seconds(num_tokens)
+        return SourceTerms(name, num_tokens, fetch_s, compute_s)
 
     def _line(self, holder_id: str, prefill: Node) -> MeasuredLine:
         """Return the seconds of a fetch between two nodes, by its number of tokens."""

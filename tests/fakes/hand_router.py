@@ -1,7 +1,7 @@
 """A router by hand: real node processes join it, and a test gives each of them its commands.
 
-It pairs every prefill node with every decode node, beats, and collects what nodes say. Refuses to
-know: names, policies, retries.
+It pairs every prefill node with every decode node, beats, and collects what nodes say. It sends a
+request again only if one node was silent. Refuses to know: names, policies, other retries.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from baton.link.words import (
     BEAT_INTERVAL_S,
     AdminCall,
     AdminReply,
+    CancelCommand,
     DecodeCommand,
     NodeBeat,
     NodeRegistration,
@@ -37,6 +38,7 @@ from baton.link.words import (
 from baton.v1 import admin_pb2, node_pb2, node_pb2_grpc
 
 _TIMEOUT_S = 60.0
+_MAX_SILENCES = 3
 
 
 @dataclass(slots=True)
@@ -112,10 +114,28 @@ class HandRouter:
     ) -> Answer:
         """Have a prompt computed by both nodes; return what they said.
 
+        On a busy machine a node may get no processor for a second, and the other node then rightly
+        fails the request. Like a real router, this one sends such a request again.
+
         Args:
             source: the adapter's folder, from which nodes may load it.
             of_prefill: another adapter, or none, for the prefill node alone.
         """
+        for _ in range(_MAX_SILENCES):
+            answer = await self._ask_once(prompt, params, adapter, source, of_prefill)
+            if not any("no beat of " in error.message for error in answer.errors):
+                return answer
+            await self.wait_for_pair()
+        return await self._ask_once(prompt, params, adapter, source, of_prefill)
+
+    async def _ask_once(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        adapter: str,
+        source: str,
+        of_prefill: str | None,
+    ) -> Answer:
         epoch, prefill, decode = next(self._epochs), *self._pair()
         answer = self.answers[epoch] = Answer()
         shared: dict[str, Any] = {
@@ -133,6 +153,9 @@ class HandRouter:
         decode.commands.put_nowait(on_decode)
         prefill.commands.put_nowait(on_prefill)
         await until(lambda: answer.has_ended or answer.errors)
+        if answer.errors:
+            for node in (prefill, decode):
+                node.commands.put_nowait(CancelCommand(f"request-{epoch}", epoch))
         return answer
 
     async def admin(
@@ -184,6 +207,8 @@ class HandRouter:
                     node.beat = event
                 case PeerReport(connected=True):
                     node.reached.add(event.engine_id)
+                case PeerReport():
+                    node.reached.discard(event.engine_id)
                 case AdminReply():
                     node.replies[event.call_id] = event.error or event.part
                 case StepDeltas():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -24,6 +28,33 @@ def count(programs: HostPrograms, text: str) -> int:
 
 def has_more(programs: HostPrograms, text: str, before: int) -> bool:
     return count(programs, text) > before
+
+
+def test_connecting_neither_blocks_nor_leaves_sockets_open() -> None:
+    environment = {**os.environ, "UCX_NET_DEVICES": "eth0"}
+
+    def command(host: str, *words: str) -> list[str]:
+        return network.command(host, sys.executable, "-m", "tests.hosts.dial", *words)
+
+    def dial() -> dict[str, list[int]]:
+        words = command("a", "dial", metadata)
+        told = subprocess.run(words, env=environment, capture_output=True, check=True, timeout=60)
+        found: dict[str, list[int]] = json.loads(told.stdout.splitlines()[-1])
+        return found
+
+    with Network(["a", "b"], ["ipv4"]) as network:
+        listener = subprocess.Popen(
+            command("b", "listen"), env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert listener.stdout is not None
+        metadata = listener.stdout.readline().strip()
+        with network.cutting("a", "b"):
+            # A call that waited for the connection would fail, because the network is cut.
+            assert dial()["accepted"][0]
+        listener.communicate()
+        sockets = dial()["sockets"]
+        assert max(sockets) <= sockets[0] + 1  # at most the one of the present try
 
 
 @pytest.mark.parametrize("connector", ["nixl", "tls"])

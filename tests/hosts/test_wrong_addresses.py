@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
 ]
 
-NODE_WORDS = ("--dtype", "float32", "--num-blocks", "100")
+# Nodes on loopback use no digests by default, and would not be paired with the others.
+NODE_WORDS = ("--dtype", "float32", "--num-blocks", "100", "--kv-digests")
 WRONG_PORT = 50999
 
 

@@ -1,4 +1,4 @@
-"""Conversations over real processes: a prefill node fetches what a decode node wrote before."""
+"""Real processes: prefill nodes fetch what decode nodes wrote, or other prefill nodes computed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from baton import LLM, Client, SamplingParams
 from baton.api.outputs import Completion
 from baton.deployment.local_deployment import LocalDeployment
 from baton.processes.free_address import free_address
+from baton.v1 import admin_pb2
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import (
     described_nodes,
     held_by,
+    open_admin,
     run_deployment,
     wait_for_beats,
 )
@@ -50,17 +52,33 @@ def deployment() -> Iterator[LocalDeployment]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def two_prefills() -> Iterator[LocalDeployment]:
+    """Run two prefill nodes, which get prompts in turn, and a decode node."""
+    with run_deployment(
+        *("--fetch-prefixes", "--num-blocks", "600", "--kv-digests"),
+        *("--long-prefill-token-threshold", "4"),
+        num_prefill=2,
+        router_args=("--policy", "round_robin"),
+    ) as running:
+        yield running
+
+
 def new_part(seed: int, turn: int) -> list[int]:
     return [5 + (7 * seed + 11 * turn + 3 * place) % 200 for place in range(NUM_NEW)]
 
 
-def say(deployment: LocalDeployment, prompt: list[int]) -> Completion:
+def say(
+    deployment: LocalDeployment, prompt: list[int], params: SamplingParams = PARAMS
+) -> Completion:
     with Client(deployment.config.listen) as client:
-        return client.generate(prompt, PARAMS, timeout_s=60)
+        return client.generate(prompt, params, timeout_s=60)
 
 
-def assert_right(llm: LLM, prompt: list[int], completion: Completion) -> None:
-    assert completion.token_ids == llm.generate([prompt], PARAMS)[0].token_ids
+def assert_right(
+    llm: LLM, prompt: list[int], completion: Completion, params: SamplingParams = PARAMS
+) -> None:
+    assert completion.token_ids == llm.generate([prompt], params)[0].token_ids
 
 
 def assert_nothing_is_left(deployment: LocalDeployment) -> None:
@@ -70,7 +88,7 @@ def assert_nothing_is_left(deployment: LocalDeployment) -> None:
         try:
             nodes = described_nodes(deployment)
             names = [name for name, node in nodes.items() if not node.lost]
-            return figure(METRICS, "baton_fetches_open") == 0 and not any(
+            return not any(node.beat.num_transfers for node in nodes.values()) and not any(
                 held_by(deployment, name).requests for name in names
             )
         except grpc.RpcError:  # a node of a busy machine joins again
@@ -153,3 +171,66 @@ def test_prompts_go_on_without_their_holder(
             deployment.restart(holder)
         deployment.wait_ready(60)
         assert_nothing_is_left(deployment)
+
+
+FIRST = SamplingParams(max_tokens=1, temperature=0.0)  # so no decode node gets the prompt's KV
+SECOND = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def explained(deployment: LocalDeployment, request_id: str) -> admin_pb2.DecisionDescription:
+    with open_admin(deployment) as admin:
+        request = admin_pb2.ExplainRequest(request_id=request_id)
+        found: admin_pb2.DecisionDescription = admin.Explain(request, timeout=20).decisions[-1]
+    return found
+
+
+def test_a_prefill_node_fetches_from_another(two_prefills: LocalDeployment, llm: LLM) -> None:
+    num_exact = 0
+    for seed in range(20, 32):  # the ends for prefixes may not be connected at first
+        prompt = [token for turn in range(4) for token in new_part(seed, turn)]
+        first = say(two_prefills, prompt, FIRST)
+        assert first.receipt is not None
+        time.sleep(0.3)  # the router learns what the prefill node has cached
+        longer = [*prompt, *new_part(seed, 4)]
+        second = say(two_prefills, longer, SECOND)
+        assert_right(llm, longer, second, SECOND)
+        assert second.receipt is not None
+        prefill = second.receipt.prefill
+        assert prefill is not None
+        assert prefill.num_computed_tokens + prefill.num_cached_tokens == len(longer)
+        known = len(prompt) // BLOCK * BLOCK
+        if second.receipt.prefill_node == first.receipt.prefill_node:
+            continue  # an attempt was repeated, as the machine stood still
+        if prefill.num_fetched_tokens == prefill.num_cached_tokens == known:
+            num_exact += 1
+            (source,) = explained(two_prefills, second.request_id).prefix_sources
+            assert (source.node, source.num_tokens) == (first.receipt.prefill_node, known)
+            assert 0 < source.fetch_ms < source.compute_ms
+        if num_exact == 2:
+            break
+    assert num_exact == 2
+    assert_nothing_is_left(two_prefills)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_prompts_go_on_without_the_other_prefill_node(
+    two_prefills: LocalDeployment, llm: LLM, number: signal.Signals
+) -> None:
+    for seed in range(4):
+        prompt = [one for turn in range(4) for one in new_part(40 + 10 * int(number) + seed, turn)]
+        first = say(two_prefills, prompt, FIRST)
+        assert first.receipt is not None
+        holder = two_prefills.child(first.receipt.prefill_node)
+        time.sleep(0.3)
+        longer = [*prompt, *new_part(90 + seed, 4)]
+        timer = threading.Timer(0.006 * (seed + 1), holder.process.send_signal, (number,))
+        timer.start()
+        second = say(two_prefills, longer, SECOND)
+        assert_right(llm, longer, second, SECOND)
+        timer.join()
+        if number is signal.SIGSTOP:
+            holder.process.send_signal(signal.SIGCONT)
+        else:
+            two_prefills.restart(holder.name)
+        two_prefills.wait_ready(60)
+        assert_nothing_is_left(two_prefills)

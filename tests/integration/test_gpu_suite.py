@@ -19,9 +19,11 @@ pytestmark = [pytest.mark.large, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, name: str = "gpu_suite", **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "gpu_suite", "--device", "cpu", *arguments],
+        [sys.executable, "-m", "benchmarks", name, "--device", "cpu", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -76,6 +78,18 @@ def test_tokens_can_be_compared_in_one_process_and_in_two(tmp_path: Path) -> Non
         assert parts[name]["ok"], parts[name]
     assert parts["engine"]["equal"] == "6 of 6"
     assert parts["company"]["in chunks: equal"] == "9 of 9"
+
+
+def test_what_a_gpu_runs_first_is_tried_here_and_told_beside_earlier_figures(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "first.json"
+    done = run("--only", "adapters", "two ranks", "--out", str(out), name="gpu_first")
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
+    assert list(parts) == ["adapters", "two ranks"]
+    assert parts["adapters"]["adapter c: equal"] == "3 of 3"
+    assert parts["two ranks"]["equal"] == "3 of 3"
 
 
 NO_NIXL = "raise ModuleNotFoundError(\"No module named 'nixl'\", name='nixl')"

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from baton_kernels.triton.attention_tile import PagedShape
 from baton_kernels.triton.tile_sizes import shared_kib, varlen_tile
-from tools.compile_kernels import cases_of, code_of, modules, pending_groups
+from tools.compile_kernels import cases_of, code_of, innermost_loops, modules, pending_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "compile_kernels.py"
@@ -149,6 +149,8 @@ def test_pending_groups_are_those_of_loops_with_products() -> None:
     assert pending_groups(copying + hopper.replace("BB0_3", "BB0_4")) == 2
     old = LOOP.format(waits=1, product=product)
     assert pending_groups(hopper + old.replace("BB0_3", "BB0_5")) == 1
+    outer = "$L__BB0_2:\n" + hopper + "    @%p2 bra $L__BB0_2;\n"
+    assert pending_groups(outer) == 2, "between two loops all copies have to arrive"
 
 
 PRINT_PTX = """
@@ -158,6 +160,20 @@ from tools.compile_kernels import compile_case
 module = import_module("baton_kernels.triton." + sys.argv[1])
 print(compile_case(module.AOT_CASES[0], 90).asm["ptx"])
 """
+
+
+def ptx_of(code: str, *words: str) -> str:
+    """Return what a program prints that compiles kernels."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    folders = (environment.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "kernels"))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 @pytest.mark.parametrize("release", recorded_releases())
@@ -176,16 +192,7 @@ def test_kernels_whose_results_have_no_company_add_in_one_order(release: str) ->
 @pytest.mark.parametrize("module", ["decode_attention", "invariant.attention", "invariant.linear"])
 def test_parts_are_written_before_they_are_counted_and_read_after(module: str) -> None:
     """By all threads of a program, of which one counts."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folders = (environment.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "kernels"))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    ptx = subprocess.run(
-        [sys.executable, "-c", PRINT_PTX, module],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    ptx = ptx_of(PRINT_PTX, module)
     of_memory = re.compile(
         r"st\.global|bar\.sync|atom\.global\.gpu\.acq_rel\.add|ld\.global\.cg|\batom|\bred\."
     )
@@ -196,6 +203,50 @@ def test_parts_are_written_before_they_are_counted_and_read_after(module: str) -
     assert "ld.global.cg" not in found[:count]
     assert "ld.global.cg" in found[count:]
     assert len([key for key in found if key.startswith(("atom", "red"))]) == 1
+
+
+PRINT_MERGING = """
+from baton_kernels.triton.decode_attention import AOT_CASES
+from tools.compile_kernels import compile_case
+(case,) = (case for case in AOT_CASES if case.name == "decode_attention d128 h16/8 bf16")
+print(compile_case(case, 90).asm["ptx"])
+"""
+
+
+@pytest.mark.large
+def test_threads_that_merge_parts_wait_for_no_other_thread() -> None:
+    """Regression: threads exchanged each part's numbers, and a merge took 80 us on an H200."""
+    loops = [loop for loop in innermost_loops(ptx_of(PRINT_MERGING)) if "ld.global.cg" in loop]
+    merging = max(loops, key=lambda loop: loop.count("ld.global.cg"))
+    assert merging.count("ld.global.cg") >= 16, "weights and numbers of eight parts"
+    assert "bar.sync" not in merging
+
+
+PRINT_DEPENDENT = """
+from tools.compile_kernels import cases_of, compile_case, modules
+for module in modules():
+    for case in cases_of(module):
+        if case.name.endswith(" dependent"):
+            print("====", case.name)
+            print(compile_case(case, 90).asm["ptx"])
+"""
+
+
+@pytest.mark.large
+def test_dependent_kernels_wait_before_they_touch_memory() -> None:
+    """Only the wait orders a dependent launch after the kernel before it."""
+    of_memory = re.compile(
+        r"griddepcontrol\.\w+|ld\.global|st\.global|cp\.async\.c|\batom\b|\bred\b|\bbra\b"
+    )
+    printed = ptx_of(PRINT_DEPENDENT)
+    names, found = zip(
+        *((text.split("\n")[0], of_memory.findall(text)) for text in printed.split("==== ")[1:]),
+        strict=True,
+    )
+    assert len(names) == 4, names
+    for name, order in zip(names, found, strict=True):
+        assert order[:2] == ["griddepcontrol.launch_dependents", "griddepcontrol.wait"], name
+        assert len(order) > 3, f"{name}: no memory is touched"
 
 
 def test_check_finds_a_kernel_that_got_worse(tmp_path: Path) -> None:

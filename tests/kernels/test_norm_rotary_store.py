@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import reference
+from baton_kernels.triton import norm_rotary_store as kernels
 from baton_kernels.triton.norm_rotary_store import norm_rotary_store, rotary, store_kv
 from tests.kernels.poison import poisoned_memory as poisoned_memory
 from tests.kernels.poison import strided
@@ -84,6 +85,27 @@ def test_norm_rotary_store(
     )
     assert_close(query, expected)
     assert_same_cache(ours, meant)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "heads"), [(37, 2, 64, 32), (8, 1, 80, 16)]
+)
+def test_programs_process_more_heads_of_many_tokens(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reference is computed for few tokens, which are called many."""
+    monkeypatch.setattr(kernels, "MANY_TOKENS", len(SLOTS))
+    kernels._bind.cache_clear()
+    assert kernels.heads_of_program(len(SLOTS), head_dim) == heads
+    sizes = (num_heads, num_kv_heads, head_dim, head_dim)
+    test_norm_rotary_store(*sizes, "both", dtype, device)
+    kernels._bind.cache_clear()
 
 
 @pytest.mark.parametrize("of_all_heads", [False, True])

@@ -30,6 +30,7 @@ from tests.numerics.paged import make_cache, make_metadata, make_tables
 pytestmark = pytest.mark.large
 
 SCALE = 0.2
+TILE = 64  # keys that a program computes at once, for heads of 128
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MIXED = ([1, 9, 0, 35, 1], [150, 9, 0, 56, 1])
 
@@ -187,9 +188,10 @@ def plan_of(
         query_lens=query_lens,
         seq_lens_host=seq_lens,
     )
-    buffers = DecodeBuffers.allocate(len(lens), shape, metadata.seq_lens.device)
-    buffers.work.fill_(-7)
-    launch_plan(buffers, metadata, shape, 2, window)
+    buffers = DecodeBuffers.allocate(len(lens), shape, torch.empty(0, dtype=torch.float16))
+    for table in (buffers.work, buffers.first_slot, buffers.program_slot):
+        table.fill_(-7)
+    launch_plan(buffers, metadata, window)
     return buffers, metadata
 
 
@@ -221,14 +223,47 @@ def test_every_key_of_every_decode_is_in_one_slot(
         assert bounds[1:-1] == [start for _, start, _, _ in slots[1:]]
         assert bounds[0] == max(0, seq_len - (window or seq_len))
         assert bounds[-1] == seq_len
-    assert all(start == end for _, start, end, _ in work[first_slot[-1] :])
+    programs = buffers.program_slot.tolist()
+    assert (programs[0], programs[-1]) == (0, first_slot[-1])
+    tiles = [
+        sum(-(-(end - start) // TILE) for _, start, end, _ in work[first:last])
+        for first, last in pairwise(programs)
+    ]
+    share = max(2, -(-sum(tiles) // len(tiles)))
+    busy = [num for num in tiles if num]
+    assert tiles[: len(busy)] == busy, "a program between others has nothing to do"
+    assert set(busy[:-1]) <= {share}, "programs do not share evenly"
+    assert not busy or busy[-1] <= share
 
 
-def test_a_long_decode_among_short_ones_is_split_finely() -> None:
-    lens = [(1, 10)] * 15 + [(1, 8192)]
-    buffers, _ = plan_of(lens, None, PagedShape(2, 2, 128, 16))
-    sizes = (buffers.work[:, 2] - buffers.work[:, 1]).tolist()
-    assert max(sizes) <= 2 * sum(sizes) / 4  # of 4 spare slots, whole tiles
+@pytest.mark.parametrize(
+    ("lens", "parts"),
+    [
+        ([8192], [6]),  # one long request fills all programs
+        ([10] * 15 + [8192], [1] * 15 + [6]),
+        ([384] * 6, [1] * 6),  # no request is split where every program gets a whole one
+        ([384] * 7, [1, 2, 2, 2, 2, 2, 1]),
+        ([128], [1]),  # merging would cost more than it saves
+    ],
+)
+def test_six_programs_per_kv_head_share_all_tiles(lens: list[int], parts: list[int]) -> None:
+    buffers, _ = plan_of([(1, length) for length in lens], None, PagedShape(2, 2, 128, 16))
+    assert buffers.num_programs == 4 * 3 // 2, "4 multiprocessors, 3 programs each, 2 KV heads"
+    first_slot = buffers.first_slot.tolist()
+    assert [last - first for first, last in pairwise(first_slot)] == parts
+
+
+def test_programs_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200, three programs run on a multiprocessor, on an L4 only one."""
+    for multiprocessors, kib, num_kv_heads, expected in (
+        (132, 227, 4, 99), (132, 227, 8, 49), (108, 163, 8, 27), (58, 99, 8, 7), (58, 99, 100, 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(
+            decode_attention, "num_multiprocessors", lambda device, number=multiprocessors: number
+        )
+        monkeypatch.setattr(decode_attention, "shared_kib", lambda device, size=kib: size)
+        found = decode_attention.programs_per_kv_head(num_kv_heads, 32, torch.device("cuda"))
+        assert found == expected
 
 
 @given(
@@ -316,13 +351,13 @@ def test_merging_many_parts(
     layer.check(out)
 
 
-def shuffle_programs(monkeypatch: pytest.MonkeyPatch, num_slots: int) -> None:
-    """The interpreter runs programs in order; a GPU finishes them in any."""
-    order = torch.randperm(num_slots, device="cpu").tolist()
+def shuffle_programs(monkeypatch: pytest.MonkeyPatch, num_programs: int) -> None:
+    """Run programs in another order than the interpreter does; a GPU finishes them in any."""
+    order = torch.randperm(num_programs, device="cpu").tolist()
     set_grid_idx = interpreter_builder.set_grid_idx
 
     def shuffled(x: int, y: int, z: int) -> None:
-        is_planning = interpreter_builder.grid_dim[1] != num_slots
+        is_planning = interpreter_builder.grid_dim[1] != num_programs
         set_grid_idx(x, y if is_planning else order[y], z)
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", shuffled)
@@ -350,7 +385,9 @@ def test_the_last_part_to_arrive_merges(
     for _ in range(2):
         assert not buffers.arrived.any(), "the next launch would merge too early"
         if device.type == "cpu":
-            shuffle_programs(monkeypatch, len(buffers.work))
+            # With float8, each part has a program of its own.
+            is_fp8 = cache == reference.FP8
+            shuffle_programs(monkeypatch, len(buffers.work) if is_fp8 else buffers.num_programs)
         again = layer.run(backend)
         torch.testing.assert_close(again, first, rtol=0, atol=0)
         monkeypatch.undo()

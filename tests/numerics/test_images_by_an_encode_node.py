@@ -133,7 +133,7 @@ def test_encodings_of_another_node_give_the_same_tokens(
     assert cluster.e.counts.images_encoded == 10
     # The encode node stands still: the prefill node encodes.
     cluster.p.engine.block_pool.reset_prefix_cache()
-    cluster.p.engine.features.forget_encodings()
+    cluster.p.engine.features.forget_cached()
     cluster.d.engine.block_pool.reset_prefix_cache()
     cluster.e_stands_still = True
     cluster.place_with_encodings("again", prompts[3])

@@ -137,7 +137,7 @@ def make_cluster(
 
 def num_references(engine: Engine) -> int:
     """Return the references that requests, pushes and quarantine hold; not the null block's own."""
-    return engine.block_pool.num_references() - engine.kv_memory.spec.num_null_blocks
+    return sum(engine.block_pool.ref_counts().values()) - engine.kv_memory.spec.num_null_blocks
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:

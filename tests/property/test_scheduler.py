@@ -399,7 +399,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert EOS not in self.outputs[request_id][:-1]
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.num_free == self.num_blocks - self.num_null_blocks
-        assert pool.num_references() == self.num_null_blocks
+        assert sum(pool.ref_counts().values()) == self.num_null_blocks
         self.check_events()
 
     def drained(self) -> bool:

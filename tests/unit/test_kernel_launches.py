@@ -34,7 +34,7 @@ def last():
 
 memory = torch.zeros(4096, dtype=torch.float32)
 out = torch.zeros(512)
-launch = Launcher(silu_mul_kernel, BLOCK=BLOCK, ACTIVATION="silu", num_warps=4)
+launch = Launcher(silu_mul_kernel, BLOCK=BLOCK, ACTIVATION="silu", PDL=False, num_warps=4)
 found = {}
 
 def compare(name, x, numbers):
@@ -44,7 +44,9 @@ def compare(name, x, numbers):
     first = driver.num_pointer_queries - asked
     launch((2, 1), (x, out), numbers)
     again, ours = driver.num_pointer_queries - asked - first, last()
-    silu_mul_kernel[2, 1](x, out, *numbers, BLOCK=BLOCK, ACTIVATION="silu", num_warps=4)
+    silu_mul_kernel[2, 1](
+        x, out, *numbers, BLOCK=BLOCK, ACTIVATION="silu", PDL=False, num_warps=4
+    )
     assert ours[2][:4] == [x.data_ptr(), out.data_ptr(), *numbers], ours
     found[name] = [first, again, ours == last(), ours[0]]
 

@@ -95,6 +95,8 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
         console.print("[dim]a probe: this node was not asked for long[/]")
     if decision.HasField("forecast"):
         console.print(_forecast(decision.forecast), style="dim")
+    for number, source in enumerate(decision.prefix_sources):
+        console.print(_source(source, is_first=not number), style="dim")
     if not decision.candidates:
         console.print("this policy compares no costs", style="dim")
         return
@@ -112,6 +114,16 @@ def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
         return f"{text}, not measured"
     measured = (forecast.measured_wait_ms, forecast.measured_compute_ms)
     return f"{text}, measured {' and '.join(map(format_number, measured))}"
+
+
+def _source(source: admin_pb2.PrefixSourceDescription, *, is_first: bool) -> str:
+    """Return a line that compares the expected times to fetch and to compute a cached prefix."""
+    fetch_ms, compute_ms = format_number(source.fetch_ms), format_number(source.compute_ms)
+    what = "fetched" if is_first and source.fetch_ms < source.compute_ms else "not fetched"
+    return (
+        f"{source.num_tokens} tokens cached on {escape(source.node)}: {fetch_ms} ms to fetch and "
+        f"{compute_ms} ms to compute, {what}"
+    )
 
 
 def _columns(decision: admin_pb2.DecisionDescription) -> Table:

@@ -172,10 +172,10 @@ class TritonAttention:
         if buffers is None:
             # Not inference tensors, because a later caller may be outside of inference_mode.
             with torch.inference_mode(mode=False):
-                buffers = DecodeBuffers.allocate(capacity, shape, query.device)
+                buffers = DecodeBuffers.allocate(capacity, shape, query)
             self._buffers[capacity, sliding_window] = buffers
         if sliding_window not in self._planned:
-            launch_plan(buffers, metadata, shape, query.element_size(), sliding_window)
+            launch_plan(buffers, metadata, sliding_window)
             self._planned.add(sliding_window)
         return buffers
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from baton_kernels.attention.base import AttentionMetadata, AttentionOptions
-from baton_kernels.triton.decode_attention import DecodeBuffers
+from baton_kernels.triton.decode_attention import DecodeBuffers, launch_plan
 from baton_kernels.triton.latents.attention import (
     LatentShape,
     allocate,
     launch_decodes,
-    launch_plan,
     launch_prompts,
     list_tiles,
 )
@@ -90,6 +89,6 @@ class TritonLatentAttention:
             with torch.inference_mode(mode=False):
                 buffers = self._buffers[capacity] = allocate(capacity, shape, device)
         if not self._is_planned:
-            launch_plan(buffers, metadata, shape)
+            launch_plan(buffers, metadata, None)
             self._is_planned = True
         return buffers

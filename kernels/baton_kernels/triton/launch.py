@@ -10,8 +10,15 @@ is loaded:
 
 A `Launcher` looks up the variant by numbers and tensors; if there is none yet, Triton compiles it.
 All layers of a step have equal shapes, so an op binds numbers and grid to a `Launch`, whose calls
-check only addresses. The op keeps the `Launch` for all tensors of these shapes. Refuses to know:
-what a kernel computes.
+check only addresses. The op keeps the `Launch` for all tensors of these shapes.
+
+In a step, each kernel needs the results of the kernel before. With a usual launch, a kernel's
+programs start when the kernel before has ended and its results are in memory. With a dependent
+launch (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; compute
+capability 9.0), programs start earlier, and `wait_for_kernel_before` blocks them before their first
+load or store. No GPU has run a dependent launch of Baton's kernels yet, so none is used
+(`DEPENDENT_LAUNCHES`); `python -m benchmarks gpu_first` measures them. Refuses to know: what a
+kernel computes.
 """
 
 from __future__ import annotations
@@ -22,6 +29,9 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
@@ -33,6 +43,9 @@ _runtime = knobs.runtime
 # What a launch needs: function, grid, arguments before the addresses, arguments after them, and
 # whether the addresses are passed as one tuple.
 _Ready = tuple[Callable[..., None], tuple[int, ...], tuple[object, ...], tuple[object, ...], bool]
+
+DEPENDENT_LAUNCHES = False
+_DEPENDENT_CAPABILITY = (9, 0)
 
 # Maximum number of launches that an op keeps, one per shape; every prompt has other shapes.
 NUM_KEPT = 512
@@ -187,6 +200,23 @@ def bind(
 
 def _launch_nothing(*tensors: Tensor | None) -> None:
     """Do nothing, because the grid is empty."""
+
+
+@triton.jit
+def wait_for_kernel_before(PDL: tl.constexpr):
+    """Let the next kernel start its programs, and wait until the kernel before has ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def dependent_options() -> dict[str, bool]:
+    """Return a launcher's options for a kernel with the constant ``PDL``."""
+    is_possible = (
+        torch.cuda.is_available() and torch.cuda.get_device_capability() >= _DEPENDENT_CAPABILITY
+    )
+    is_used = DEPENDENT_LAUNCHES and is_possible
+    return {"PDL": True, "launch_pdl": True} if is_used else {"PDL": False}
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:

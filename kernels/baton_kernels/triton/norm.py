@@ -16,7 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.triton.aot import AotCase
-from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind, row_stride
+from baton_kernels.triton.launch import (
+    NUM_KEPT,
+    Launcher,
+    bind,
+    dependent_options,
+    row_stride,
+    wait_for_kernel_before,
+)
 
 # Number of elements that a program holds; if a row is longer, it gets more threads.
 TILE_ELEMENTS = 2048
@@ -89,6 +96,7 @@ def _launcher(size: int, adds: bool, scales: bool) -> tuple[int, Launcher]:
     return num_tile_rows, Launcher(
         rms_norm_kernel,
         ROWS=num_tile_rows, BLOCK=block, ADDS=adds, SCALES=scales, num_warps=_num_warps(block),
+        **dependent_options(),
     )  # fmt: skip
 
 
@@ -101,9 +109,10 @@ def _num_warps(block: int) -> int:
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,
     eps, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize ROWS rows per program, and round each intermediate result as the reference."""
+    wait_for_kernel_before(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -125,11 +134,13 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * size + column, (normed * weight).to(dtype), mask=exists)
 
 
-def _case(name: str, size: int, adds: bool, weight: str = "") -> AotCase:
+def _case(
+    name: str, size: int, adds: bool, weight: str = "", is_dependent: bool = False
+) -> AotCase:
     block = triton.next_power_of_2(size)
     pointers = ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr")
     return AotCase(
-        f"{name} {size} bf16" + f", {weight} weight" * bool(weight),
+        f"{name} {size} bf16" + f", {weight} weight" * bool(weight) + " dependent" * is_dependent,
         rms_norm_kernel,
         {
             **dict.fromkeys(pointers, "*bf16"),
@@ -137,10 +148,17 @@ def _case(name: str, size: int, adds: bool, weight: str = "") -> AotCase:
             **dict.fromkeys(("x_stride", "residual_stride", "size"), "i32:16"),
             "num_rows": "i32",
             **dict.fromkeys(("eps", "factor"), "fp32"),
-            **dict.fromkeys(("ROWS", "BLOCK", "ADDS", "SCALES"), "constexpr"),
+            **dict.fromkeys(("ROWS", "BLOCK", "ADDS", "SCALES", "PDL"), "constexpr"),
         },
-        {"ROWS": max(1, TILE_ELEMENTS // block), "BLOCK": block, "ADDS": adds, "SCALES": False},
+        {
+            "ROWS": max(1, TILE_ELEMENTS // block),
+            "BLOCK": block,
+            "ADDS": adds,
+            "SCALES": False,
+            "PDL": is_dependent,
+        },
         num_warps=_num_warps(block),
+        capabilities=(90,) if is_dependent else (80, 90),
     )
 
 
@@ -149,4 +167,5 @@ AOT_CASES = (
     _case("add_rms_norm", 4096, True),
     _case("add_rms_norm", 4096, True, "fp32"),
     _case("add_rms_norm", 8192, True),
+    _case("add_rms_norm", 1024, True, is_dependent=True),
 )

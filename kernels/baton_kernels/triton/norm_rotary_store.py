@@ -17,10 +17,19 @@ from torch import Tensor
 from baton_kernels import reference
 from baton_kernels.triton.aot import FP8, AotCase, fp8_suffix
 from baton_kernels.triton.fp8 import has_fp8, to_stored
-from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind
+from baton_kernels.triton.launch import (
+    NUM_KEPT,
+    Launcher,
+    bind,
+    dependent_options,
+    wait_for_kernel_before,
+)
 from baton_kernels.triton.norm import rms_norm
 
-HEADS = 8  # heads that a program processes
+HEADS = 8  # heads that a program processes, if there are few tokens
+# With many tokens, a program processes more heads, which share its loads of angles and weights.
+MANY_TOKENS = 1024
+MANY_DIMS = 2048  # dims that a program then processes: 32 per thread
 
 
 def norm_rotary_store(
@@ -95,8 +104,9 @@ def _bind(
     num_tokens = qkv_shape[0]
     if not stores:  # the rows have only query heads
         num_kv_heads = 0
-    launcher = _launcher(num_heads, num_kv_heads, head_dim, block_size, angles_shape[-1])
-    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS))
+    heads = heads_of_program(num_tokens, head_dim)
+    launcher = _launcher(num_heads, num_kv_heads, head_dim, block_size, angles_shape[-1], heads)
+    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // heads))
     numbers = (qkv_stride[0], *cache_stride[:4], eps, 1 / key_scale, 1 / value_scale)
     return (num_tokens, num_heads, head_dim), bind(launcher, grid, numbers)
 
@@ -114,14 +124,22 @@ def _norm_all_heads(
     )
 
 
+def heads_of_program(num_tokens: int, head_dim: int) -> int:
+    """Return how many heads of a token a program processes."""
+    if num_tokens < MANY_TOKENS:
+        return HEADS
+    return max(MANY_DIMS // (1 << (head_dim - 1).bit_length()), 1)
+
+
 @functools.cache
 def _launcher(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, rotary_dim: int
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, rotary_dim: int, heads: int
 ) -> Launcher:
     return Launcher(
         norm_rotary_store_kernel,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        HALF=rotary_dim // 2, HEADS=HEADS, num_warps=2, **_blocks(head_dim, rotary_dim),
+        HALF=rotary_dim // 2, HEADS=heads, num_warps=2, **_blocks(head_dim, rotary_dim),
+        **dependent_options(),
     )  # fmt: skip
 
 
@@ -230,12 +248,13 @@ def norm_rotary_store_kernel(
     key_factor, value_factor,  # reciprocals of the scales of keys and values, for a float8 cache
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    TAIL_BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate and store HEADS heads of one token; all dims are in registers.
 
     | x1 (HALF) | x2 (HALF) | tail (HEAD_DIM - 2 * HALF) |
     """
+    wait_for_kernel_before(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     stored_dtype: tl.constexpr = cache_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -359,12 +378,15 @@ def _case(
     with_norm: bool,
     cache: str = "bf16",
     weight: str = "bf16",
+    num_tokens: int = 1,
+    is_dependent: bool = False,
 ) -> AotCase:
     weights = ("query_weight_ptr", "key_weight_ptr", "value_weight_ptr")
     constants: dict[str, int | float | bool | None] = {
         "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": 16, "HALF": rotary_dim // 2, "HEADS": HEADS, **_blocks(head_dim, rotary_dim),
-        **dict.fromkeys(weights[2:] if with_norm else weights),
+        "BLOCK_SIZE": 16, "HALF": rotary_dim // 2,
+        "HEADS": heads_of_program(num_tokens, head_dim), **_blocks(head_dim, rotary_dim),
+        "PDL": is_dependent, **dict.fromkeys(weights[2:] if with_norm else weights),
     }  # fmt: skip
     pointers = ("qkv_ptr", "cos_ptr", "sin_ptr", *weights, "out_ptr", "cache_ptr")
     strides = ("qkv_stride", "block_stride", "plane_stride", "head_stride", "token_stride")
@@ -376,12 +398,15 @@ def _case(
         **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     return AotCase(
-        f"norm_rotary_store {name} bf16{fp8_suffix(cache)}" + " fp32 norms" * (weight == "fp32"),
+        f"norm_rotary_store {name} bf16{fp8_suffix(cache)}"
+        + " fp32 norms" * (weight == "fp32")
+        + " many tokens" * (num_tokens >= MANY_TOKENS)
+        + " dependent" * is_dependent,
         norm_rotary_store_kernel,
         signature,
         constants,
         num_warps=2,
-        capabilities=(90,) if cache == FP8 else (80, 90),
+        capabilities=(90,) if cache == FP8 or is_dependent else (80, 90),
     )
 
 
@@ -393,4 +418,8 @@ AOT_CASES = (
     _case("d256 with norms", 16, 8, 256, 256, True, weight="fp32"),
     _case("d128 with norms", 32, 8, 128, 128, True, FP8),
     _case("d96 of which 48", 32, 8, 96, 48, False, FP8),
+    _case("d128 with norms", 32, 8, 128, 128, True, num_tokens=MANY_TOKENS),
+    _case("d96 of which 48", 32, 8, 96, 48, False, num_tokens=MANY_TOKENS),
+    _case("d128 with norms", 32, 8, 128, 128, True, FP8, num_tokens=MANY_TOKENS),
+    _case("d128 with norms", 16, 8, 128, 128, True, is_dependent=True),
 )

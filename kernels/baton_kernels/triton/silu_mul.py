@@ -15,7 +15,14 @@ from torch import Tensor
 
 from baton_kernels import reference
 from baton_kernels.triton.aot import AotCase
-from baton_kernels.triton.launch import NUM_KEPT, Launcher, bind, row_stride
+from baton_kernels.triton.launch import (
+    NUM_KEPT,
+    Launcher,
+    bind,
+    dependent_options,
+    row_stride,
+    wait_for_kernel_before,
+)
 
 SWIGLU_LIMIT = tl.constexpr(reference.SWIGLU_LIMIT)
 SWIGLU_ALPHA = tl.constexpr(reference.SWIGLU_ALPHA)
@@ -71,7 +78,9 @@ def _bind(
 
 @functools.cache
 def _launcher(activation: str) -> Launcher:
-    return Launcher(silu_mul_kernel, BLOCK=BLOCK, ACTIVATION=activation, num_warps=4)
+    return Launcher(
+        silu_mul_kernel, BLOCK=BLOCK, ACTIVATION=activation, num_warps=4, **dependent_options()
+    )
 
 
 @functools.cache
@@ -115,9 +124,11 @@ def gated_half(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
-):
+    gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Multiply some columns of a row's two halves; round the activated gate first."""
+    wait_for_kernel_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < size
@@ -145,9 +156,9 @@ def gate_mul_kernel(
     tl.store(out_ptr + row * size + column, (gate * x).to(dtype), mask=exists)
 
 
-def _case(activation: str) -> AotCase:
+def _case(activation: str, is_dependent: bool = False) -> AotCase:
     return AotCase(
-        f"{activation}_mul bf16",
+        f"{activation}_mul bf16" + " dependent" * is_dependent,
         silu_mul_kernel,
         {
             "gate_up_ptr": "*bf16",
@@ -156,8 +167,10 @@ def _case(activation: str) -> AotCase:
             "size": "i32:16",
             "BLOCK": "constexpr",
             "ACTIVATION": "constexpr",
+            "PDL": "constexpr",
         },
-        {"BLOCK": BLOCK, "ACTIVATION": activation},
+        {"BLOCK": BLOCK, "ACTIVATION": activation, "PDL": is_dependent},
+        capabilities=(90,) if is_dependent else (80, 90),
     )
 
 
@@ -181,7 +194,10 @@ def _gate_case(activation: str) -> AotCase:
 
 # Activations whose gates may be in a separate tensor; other gates are half of a joined tensor.
 _ALONE = ("sigmoid", "relu")
-AOT_CASES = tuple(
-    _gate_case(activation) if activation in _ALONE else _case(activation)
-    for activation in reference.ACTIVATIONS
+AOT_CASES = (
+    *(
+        _gate_case(activation) if activation in _ALONE else _case(activation)
+        for activation in reference.ACTIVATIONS
+    ),
+    _case("silu", is_dependent=True),
 )

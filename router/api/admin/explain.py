@@ -39,12 +39,10 @@ def explain_now(
     """
     pool = dispatcher.pool
 
+    hashes = None if token_ids is None else PromptHashes(token_ids, cache_salt, adapter)
+
     def find_cached_tokens() -> Mapping[str, int]:
-        return (
-            {}
-            if token_ids is None
-            else pool.prefix_index.match_tokens(PromptHashes(token_ids, cache_salt, adapter))
-        )
+        return {} if hashes is None else pool.find_cached_tokens(hashes)
 
     query = RouteQuery(
         num_prompt_tokens=num_prompt_tokens,
@@ -65,6 +63,12 @@ def explain_now(
         every = cast("_ListsAll", dispatcher.placer.policy).explain(query, fleet)
         # Put the chosen nodes first; the other candidates stay sorted by cost.
         candidates = sorted(every, key=lambda one: (one.prefill, one.decode) != (prefill, decode))
+    node = pool.node(placement.prefill.engine_id) if placement.prefill else None
+    sources = (
+        [source.terms for source in pool.list_prefix_sources(node, hashes, num_prompt_tokens)]
+        if node is not None and hashes is not None
+        else []
+    )
     return Decision(
         request_id="",
         placed_at=time.time(),
@@ -75,4 +79,5 @@ def explain_now(
         decode_node=decode,
         candidates=candidates,
         is_probe=placement.is_probe,
+        sources=sources,
     )

@@ -218,6 +218,15 @@ def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
             for candidate in decision.candidates
         ],
         forecast=_describe_forecast(decision.forecast) if decision.forecast else None,
+        prefix_sources=[
+            admin_pb2.PrefixSourceDescription(
+                node=source.node,
+                num_tokens=source.num_tokens,
+                fetch_ms=1e3 * source.fetch_s,
+                compute_ms=1e3 * source.compute_s,
+            )
+            for source in decision.sources
+        ],
     )
 
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from baton.api.errors import BatonError
 from baton.api.outputs import TextDelta
+from router.api.anthropic_messages.cache_control import pinned_prefixes
 from router.api.anthropic_messages.request import (
     FIELD_NAMES,
     CountTokensRequest,
@@ -22,7 +23,7 @@ from router.api.http.chat import note_effort
 from router.api.http.conversation import read_chat_prompt
 from router.api.http.errors import ApiError, MessageError, message_error
 from router.api.http.event_exchange import AnswerEvent, answer_in_events, as_fields
-from router.api.http.exchange import ENTRY, PRINCIPAL, SERVED, HttpOptions, read_body
+from router.api.http.exchange import ENTRY, PINNED, PRINCIPAL, SERVED, HttpOptions, read_body
 from router.api.http.ignored_fields import note_ignored
 from router.api.http.responses import MessageDelta, ToolCallDelta
 from router.api.http.schema import ChatRequest
@@ -62,9 +63,11 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts of an answer; ``input_tokens`` does not include cached prompt tokens.
+    """Token counts of an answer; ``input_tokens`` includes no tokens of the two other counts.
 
     Attributes:
+        cache_creation_input_tokens: number of computed prompt tokens that the request pinned.
+        cache_read_input_tokens: number of prompt tokens that were found in a cache.
         output_tokens_details: number of tokens of the steps that produced only reasoning.
     """
 
@@ -146,11 +149,13 @@ class MessageEvents:
         yield from self._close()
         assert delta.receipt is not None
         num_cached = delta.receipt.num_cached_tokens
+        num_pinned = max(delta.receipt.num_pinned_tokens - num_cached, 0)
         num_output_tokens = delta.receipt.num_output_tokens
         message.usage = MessageUsage(
-            input_tokens=delta.receipt.num_prompt_tokens - num_cached,
+            input_tokens=delta.receipt.num_prompt_tokens - num_cached - num_pinned,
             output_tokens=num_output_tokens,
             output_tokens_details=OutputTokensDetails(self._num_thinking_tokens),
+            cache_creation_input_tokens=num_pinned,
             cache_read_input_tokens=num_cached,
         )
         message.stop_sequence = delta.stop_string
@@ -236,6 +241,8 @@ async def messages(request: web.Request, options: HttpOptions) -> web.StreamResp
     body = chat_request(given)
     note_ignored(request, dropped_tools(given))
     _note_thinking(request, given, body)
+    request[SERVED].intake.admission.check_key(request[PRINCIPAL])
+    request[PINNED] = await pinned_prefixes(request, given, body)
     return await answer_in_events(
         request,
         body,

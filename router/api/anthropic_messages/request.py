@@ -6,6 +6,7 @@ hold results of tool calls, and an assistant's message may hold reasoning, text 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ _ELSEWHERE = {
     "mcp_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
     "text_editor_code_execution_tool_result", "tool_search_tool_result", "container_upload",
 }  # fmt: skip
-# Other fields of blocks, such as cache_control, signature and is_error, are ignored.
+# Other fields of blocks, such as signature and is_error, are ignored.
 
 
 class ImageSource(msgspec.Struct):
@@ -66,6 +67,23 @@ class ImageSource(msgspec.Struct):
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
+
+
+class CacheControl(msgspec.Struct):
+    """Marks the end of a prefix of the prompt that the client will send again.
+
+    Attributes:
+        ttl: how long to keep the prefix: ``5m`` (also for any other value) or ``1h``.
+    """
+
+    type: str = "ephemeral"
+    ttl: str | None = None
+
+
+class SystemBlock(ContentPart):
+    """A text of the system prompt."""
+
+    cache_control: CacheControl | None = None
 
 
 class Block(msgspec.Struct):
@@ -85,6 +103,7 @@ class Block(msgspec.Struct):
     tool_use_id: str | None = None
     content: str | list[ContentPart] | None = None
     source: ImageSource | None = None
+    cache_control: CacheControl | None = None
 
 
 class Turn(msgspec.Struct):
@@ -102,6 +121,7 @@ class MessagesTool(msgspec.Struct):
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -132,7 +152,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
     model: str
     messages: list[Turn]
-    system: str | list[ContentPart] | None = None
+    system: str | list[SystemBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSwitch | None = None
@@ -146,6 +166,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     Attributes:
         metadata, service_tier: accepted without effect.
+        cache_control: marks the end of the whole prompt; see `cache_control.py`.
         seed: like all fields below, a field of Baton and vLLM that works as in chat completions.
     """
 
@@ -157,6 +178,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    cache_control: CacheControl | None = None
     seed: int | None = None
     session_id: str | None = None
     priority: int | None = None
@@ -293,7 +315,7 @@ def _needed(value: str | None, where: str) -> str:
 
 
 def _texts(
-    content: str | list[ContentPart], where: str, *, of_a_tool: bool = False
+    content: str | Sequence[ContentPart], where: str, *, of_a_tool: bool = False
 ) -> str | list[ContentPart]:
     """Return a content, unchanged, after a check that it consists of texts only.
 
@@ -313,7 +335,7 @@ def _texts(
                 raise InvalidRequestError(
                     f"{where}[{index}]", f"must be of type text with a text, got {shown!r}"
                 )
-    return content
+    return content if isinstance(content, str) else list(content)
 
 
 def dropped_tools(request: CountTokensRequest) -> list[str]:

@@ -15,7 +15,9 @@ import structlog
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.kv.pins import PrefixPin, check_pins
 from baton.link import wire
+from baton.link.words import DropPins, NodeRole
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -23,6 +25,7 @@ from baton.wire import types as wire_types
 from router.api.grpc import pooled
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
+from router.intake.cache_hints import make_pins, owner_name, session_name
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake.images.image_reader import ImageFile
 from router.intake.intake import MAX_REQUEST_ID_CHARS
@@ -41,6 +44,7 @@ NamingRequest = (
     | inference_pb2.GenerateBatchRequest
     | inference_pb2.TokenizeRequest
     | inference_pb2.CountTokensRequest
+    | inference_pb2.DropPinsRequest
     | inference_pb2.PooledTerms
 )
 
@@ -135,6 +139,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         prompt = _prompt_from_proto(request.prompt, served)
         token_ids = await served.intake.reader.tokenize_only(prompt, context.principal)
         return inference_pb2.CountTokensResponse(num_tokens=len(token_ids))
+
+    async def DropPins(  # gRPC prescribes this name
+        self, request: inference_pb2.DropPinsRequest, context: Context
+    ) -> inference_pb2.DropPinsResponse:
+        """Tell all nodes of a model to end the pins of one session of the caller's tenant."""
+        served = self._find_name(request, context)
+        if not request.session_id:
+            raise InvalidRequestError("session_id", "is needed")
+        served.intake.admission.charge(context.principal)
+        principal = context.principal
+        command = DropPins(owner_name(principal), session_name(principal, request.session_id))
+        for node in served.base.pool.nodes:
+            if node.registration.role is not NodeRole.ENCODE:
+                node.send(command)
+        return inference_pb2.DropPinsResponse()
 
     async def ListModels(  # gRPC prescribes this name
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -238,6 +257,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = context.time_remaining()
         if timeout_s is not None:
             timeout_s = min(timeout_s, self._max_timeout_s)
+        prefixes: tuple[PrefixPin, ...] = ()
+        if not isinstance(request, inference_pb2.PooledTerms):
+            prefixes = wire.prefixes_from_proto(request.pins)
+            check_pins(prefixes)
         return Terms(
             received_at=context.entry.began_at,
             timeout_s=timeout_s,
@@ -247,6 +270,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             trace=context.entry.trace,
             model=served.name,
             adapter=served.adapter,
+            pins=make_pins(context.principal, request.session_id, prefixes),
         )
 
 

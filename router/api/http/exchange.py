@@ -17,6 +17,7 @@ from aiohttp import hdrs, web
 from baton.access.identity import Principal
 from baton.api.errors import BatonError, InvalidRequestError, NotFoundError
 from baton.api.outputs import FinishReason, Receipt, TextDelta, count_logprobs, join_deltas
+from baton.kv.pins import PrefixPin
 from baton.serving.access_log import AccessEntry
 from baton.serving.held_calls import HeldCalls
 from baton.serving.rpc import MAX_CLIENT_MESSAGE_BYTES
@@ -30,6 +31,7 @@ from router.api.http.sampling import as_client_wrote, beams_of
 from router.api.http.schema import ChatRequest, SamplingRequest
 from router.api.http.sse import EventStream
 from router.calls.call import Call, Terms
+from router.intake.cache_hints import make_pins, retention_s, session_of_key
 from router.intake.choices import merge_streams
 from router.intake.intake import Intake
 from router.intake.parsers.base import OutputParser
@@ -63,6 +65,8 @@ Fields = TypeVar("Fields")
 ENTRY = web.RequestKey("entry", AccessEntry)
 SERVED = web.RequestKey("served", ServedName)
 PRINCIPAL = web.RequestKey("principal", Principal)
+# Prefixes that the client marks in its messages, as Anthropic's API allows
+PINNED = web.RequestKey("pinned", tuple[PrefixPin, ...])
 BODIES = web.AppKey("bodies", HeldCalls)
 # Shorter bodies are read at once; a caller's longer bodies are read in turn
 SHORT_BODY_BYTES = 2**16
@@ -289,12 +293,18 @@ async def respond_in_events(
 
 def terms_of(request: web.Request, body: SamplingRequest, received_at: float) -> Terms:
     """Return the terms of a request from its body, headers and key; raises InvalidRequestError."""
+    principal = request[PRINCIPAL]
+    session_id = (
+        body.session_id
+        or request.headers.get(SESSION_ID_HEADER)
+        or session_of_key(principal, body.prompt_cache_key or "")
+    )
     return Terms(
         received_at=received_at,
-        session_id=body.session_id or request.headers.get(SESSION_ID_HEADER) or "",
+        session_id=session_id,
         priority=body.priority or 0,
         beams=beams_of(body),
-        principal=request[PRINCIPAL],
+        principal=principal,
         cache_word=body.cache_salt or "",
         model=request[SERVED].name,
         adapter=request[SERVED].adapter,
@@ -303,7 +313,24 @@ def terms_of(request: web.Request, body: SamplingRequest, received_at: float) ->
             skip_special_tokens=body.skip_special_tokens is not False,
             include_stop=bool(body.include_stop_str_in_output),
         ),
+        pins=make_pins(principal, session_id, _pinned_prefixes(request, body)),
     )
+
+
+def _pinned_prefixes(request: web.Request, body: SamplingRequest) -> Sequence[PrefixPin]:
+    """Return the prefixes that a request pins; note a time that has no effect."""
+    options = body.prompt_cache_options
+    field, text = "prompt_cache_retention", body.prompt_cache_retention
+    if options is not None and options.ttl is not None:
+        field, text = "prompt_cache_options.ttl", options.ttl
+    if text is None:
+        marked: Sequence[PrefixPin] = request.get(PINNED, ())
+        return marked
+    ttl_s = retention_s(text)
+    if ttl_s is None:
+        note_ignored(request, [field])
+        return ()
+    return (PrefixPin(ttl_s),)
 
 
 def check_num_returned(num_token_ids: int) -> None:

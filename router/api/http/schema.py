@@ -110,6 +110,18 @@ class TypedGrammar(Constraint):
     value: dict[str, Any] | str
 
 
+class PromptCacheOptions(msgspec.Struct):
+    """OpenAI's options of its prompt cache.
+
+    Attributes:
+        mode: accepted without effect: prompts are always cached.
+        ttl: how long nodes keep the prompt and its answer in their prefix caches, such as ``30m``.
+    """
+
+    mode: str | None = None
+    ttl: str | None = None
+
+
 class SharedFields(msgspec.Struct, kw_only=True):
     """Fields with the same meaning in completions, chat and responses. None: a field is absent.
 
@@ -118,6 +130,10 @@ class SharedFields(msgspec.Struct, kw_only=True):
         session_id: Baton's field: requests with the same session id share a prefix, so some
             routing policies send them to the same nodes.
         priority: vLLM's field: among waiting requests, smaller values go first.
+        prompt_cache_key: OpenAI's field: acts as a ``session_id`` if the request has none.
+        prompt_cache_retention: OpenAI's field: how long nodes keep the prompt and its answer in
+            their prefix caches: ``in_memory`` (10 minutes) or ``24h``.
+        prompt_cache_options: OpenAI's newer field, whose ``ttl`` has the same meaning.
     """
 
     model: str
@@ -139,6 +155,9 @@ class SharedFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     priority: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
 
 class SamplingRequest(SharedFields, kw_only=True):
@@ -196,8 +215,6 @@ class SamplingRequest(SharedFields, kw_only=True):
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):

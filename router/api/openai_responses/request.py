@@ -119,7 +119,7 @@ class ResponsesRequest(SharedFields, kw_only=True):
         previous_response_id, conversation, prompt: refused, because they refer to stored data.
         background: True is refused, since an answer cannot be fetched later.
         store: always treated as False.
-        user: accepted without effect, as are all fields from here to ``prompt_cache_retention``.
+        user: accepted without effect, as are all fields from here to ``safety_identifier``.
         chat_template_kwargs: works as in chat completions.
     """
 
@@ -140,8 +140,6 @@ class ResponsesRequest(SharedFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from baton.api.sampling_params import SamplingParams
-from baton.kv.prefixes import fetch_end
+from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import AbortAll, CancelCommand, PeerUpdate, PrefillCommand, ShareCommand
+from baton.telemetry.ledger import BlockOwner
 from kvconnector.block_digests import BlockDigests
 from kvconnector.ends import Receiver, Sender
 from node_runtime.prefixes.fetches import Fetches
@@ -16,6 +17,7 @@ from tests.fakes.handoff.handoff_cluster import Cluster, Key
 from tests.fakes.handoff.scripted_network import ScriptedTransport
 
 TIMEOUT_S = 5.0
+END_NAMES = {"p": fetch_end("p"), "d": share_end("d")}
 
 
 class FetchCluster(Cluster):
@@ -25,16 +27,15 @@ class FetchCluster(Cluster):
         self.ends: dict[str, Receiver | Sender] = {}
         super().__init__(*arguments, **options)
         p, d = self.p.engine, self.d.engine
-        self.fetches = self.p.side_work.fetches = Fetches(
-            p, self._end(Receiver, "p", p), TIMEOUT_S, self.clock
-        )
+        receiver = self._end(Receiver, "p", p)
+        self.fetches = self.p.side_work.fetches = Fetches(p, receiver, TIMEOUT_S, self.clock)
         self.shares = self.d.side_work = Shares(d, self._end(Sender, "d", d), self.clock)
         self.rejoin_ends()
         self.settle()
 
     def _end(self, kind: type[Any], engine_id: str, engine: Any) -> Any:
         memory = engine.kv_memory
-        transport = ScriptedTransport(fetch_end(engine_id), memory, self.network)
+        transport = ScriptedTransport(END_NAMES[engine_id], memory, self.network)
         digests = BlockDigests(memory) if self._kv_digests else None
         end = kind(transport, lambda: None, _never, self.clock, digests)
         transport.channels = end.loop.channels
@@ -43,9 +44,9 @@ class FetchCluster(Cluster):
 
     def rejoin_ends(self) -> None:
         """Introduce the nodes and their ends for prefixes."""
-        for node, peer_id, peer in ((self.p, "d", self.receiver), (self.d, "p", self.sender)):
-            told = self.ends[peer_id].describe()
-            node.submit(PeerUpdate(peer_id, peer.describe(), fetch_peer_info=told))
+        told = {engine_id: end.describe() for engine_id, end in self.ends.items()}
+        self.p.submit(PeerUpdate("d", self.receiver.describe(), share_peer_info=told["d"]))
+        self.d.submit(PeerUpdate("p", self.sender.describe(), fetch_peer_info=told["p"]))
 
     def ask(
         self, key: Key, prompt: list[int], max_tokens: int, num_fetched: int, *, shares: bool = True
@@ -83,7 +84,7 @@ class FetchCluster(Cluster):
 
     def kill(self, engine_id: str, *, told: bool = True) -> None:
         super().kill(engine_id, told=told)
-        self.network.kill(fetch_end(engine_id))
+        self.network.kill(END_NAMES[engine_id])
 
     def run(self, seconds: float) -> None:
         """Let time pass; all messages arrive, and all writes land."""
@@ -116,12 +117,13 @@ class FetchCluster(Cluster):
         self.attempts[key].is_open = False
 
     def assert_at_rest(self) -> None:
-        """Assert that no block has a reference, and that no transfer is open."""
+        """Assert that no block but the null block has a reference, and no transfer is open."""
         for engine_id, node in (("p", self.p), ("d", self.d)):
             if engine_id not in self.dead:
                 ledger = node.ledger()
                 assert (ledger.orphans, ledger.overdrawn) == ((), ())
-                assert ledger.num_references == 0, ledger.holdings
+                owners = {holding.owner for holding in ledger.holdings}
+                assert owners <= {BlockOwner.NULL_BLOCK}, ledger.holdings
                 assert node.beat().num_transfers == 0
                 node.engine.check()
 

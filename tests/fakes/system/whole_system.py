@@ -190,6 +190,7 @@ class System:
             block_size=BLOCK_SIZE,
             prefix_hash=config.prefix_hash,
             computes_prompts=setup.sometimes_alone and not is_prefill,
+            encodes_images=engine.features.images.are_taken,
         )
         process.begin(node, registration, chunk_s=setup.chunk_s if is_prefill else 0.0)
         self.processes[name] = self.by_id[engine_id] = process

@@ -33,3 +33,5 @@ def test_a_peers_end_for_prefixes_costs_nothing_unless_there_is_one() -> None:
     told = dataclasses.replace(update, fetch_peer_info=b"more")
     assert command_from_proto(command_to_proto(told)) == told
     assert command_to_proto(told).ByteSize() == sent.ByteSize() + 2 + len(b"more")
+    both = dataclasses.replace(told, share_peer_info=b"other")
+    assert command_from_proto(command_to_proto(both)) == both

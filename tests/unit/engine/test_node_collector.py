@@ -23,7 +23,7 @@ from baton.kv.residency import RESIDENCY_S, BlockResidency, SecondsHistogram
 from baton.link.words import NodeRole
 from baton.serving.metrics_page import MetricsPage
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
-from engine.core.metrics import STEP_TOKENS, EngineMetrics
+from engine.core.metrics import STEP_TOKENS, EngineMetrics, PinCounts
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from node_runtime.reports.collector import NodeCollector
 
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.medium
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 BY_PLACE = (700, 400)
+PINS = PinCounts(*range(81_001, 81_008))
 STEPS = tuple(1000 + i for i in range(len(STEP_TOKENS) + 1))
 STARTED = {"negative": 801, "zero": 802, "positive": 803}
 PREEMPTED = {"negative": 811, "zero": 812, "positive": 813}
@@ -57,7 +58,7 @@ class Source:
         return EngineMetrics(**values | {
             "accepted_drafts_by_place": BY_PLACE, "steps_by_tokens": STEPS,
             "requests_started_by_priority": STARTED, "preemptions_by_priority": PREEMPTED,
-            "residency": RESIDENCY, "kv_files": FILES,
+            "residency": RESIDENCY, "kv_files": FILES, "pins": PINS,
         })  # fmt: skip
 
     def handoff_metrics(self) -> HandoffMetrics:
@@ -162,11 +163,17 @@ def test_every_number_of_the_engine_is_on_the_page(source: Source) -> None:
     for name in (
         "accepted_drafts_total", "accepted_drafts_by_place", "steps_by_tokens",
         "requests_started_by_priority", "preemptions_by_priority", "residency", "kv_files",
+        "pins",
     ):  # fmt: skip
         del fields[name]
     parts = dataclasses.astuple(FILES)
     of_files = [n for one in parts for n in (one.values() if isinstance(one, dict) else [one])]
-    numbers = [*BY_PLACE, *of_files, *(getattr(engine, name) for name in fields)]
+    numbers = [
+        *BY_PLACE,
+        *of_files,
+        *dataclasses.astuple(PINS),
+        *(getattr(engine, name) for name in fields),
+    ]
     assert values(families, "baton_requests_started", "priority") == STARTED
     assert values(families, "baton_preemptions_by_priority", "priority") == PREEMPTED
     for name, expected in (

@@ -146,7 +146,7 @@ def test_requests_share_a_read(written: Path, expected: list[int]) -> None:
     assert [request.output_token_ids for request in requests] == [expected] * 2
     counts = tier_of(engine).counts()
     assert (counts.hits, counts.tokens_read) == (2, 8 * 16)
-    assert engine.block_pool.num_references() == 0
+    assert sum(engine.block_pool.ref_counts().values()) == 0
     engine.close()
 
 
@@ -170,12 +170,12 @@ def test_a_slow_read_costs_no_more_than_its_deadline(written: Path, expected: li
     assert (late.output_token_ids, late.num_cached_tokens) == (expected, 0)
     assert tier.counts().misses["late"] == 1
     # The thread may still write to the blocks, so nobody else gets them.
-    assert engine.block_pool.num_references() == 8
+    assert sum(engine.block_pool.ref_counts().values()) == 8
     assert answer(engine, b"other")[0] == expected
     files.gate.set()
     wait_until(lambda: all(read.job.has_ended for read in tier._reads), "the read ends")
     engine.schedule()
-    assert engine.block_pool.num_references() == 0
+    assert sum(engine.block_pool.ref_counts().values()) == 0
     engine.block_pool.check()
     engine.close()
 
@@ -242,12 +242,12 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
     assert files.stands.wait(60)
     engine.abort(request.request_id)
     engine.block_pool.reset_prefix_cache()
-    engine.features.forget_encodings()
+    engine.features.forget_cached()
     files.gate.set()
     wait_until(lambda: all(read.job.has_ended for read in tier_of(engine)._reads), "it ends")
     engine.schedule()
     assert engine.block_pool.num_cached == 0
-    assert engine.block_pool.num_references() == 0
+    assert sum(engine.block_pool.ref_counts().values()) == 0
     assert answer(engine)[0] == expected
     engine.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,24 +29,28 @@ PROMPT = [*range(5, 22)]
 NUM_OUT = 9
 
 
+FULL = "Qwen3ForCausalLM"  # full attention in all layers
+WINDOWS = "Gemma3ForCausalLM"  # one layer with full attention, and one with a sliding window
+
+
 @functools.cache
-def reference() -> LLM:
+def reference(architecture: str = FULL) -> LLM:
     """Load the checkpoint in one process, with memory to spare."""
     folder = tempfile.TemporaryDirectory(prefix="baton-test-")
-    model = make_hugging_face_model("Qwen3ForCausalLM", max_position_embeddings=128)
+    model = make_hugging_face_model(architecture, max_position_embeddings=128)
     llm = LLM(str(save(model, Path(folder.name))), block_size=BLOCK_SIZE, num_blocks=192)
     llm.folder = folder  # type: ignore[attr-defined]  # lives as long as the model does
     return llm
 
 
 @functools.cache
-def tokens_of(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+def tokens_of(prompt: tuple[int, ...], max_tokens: int, architecture: str = FULL) -> list[int]:
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    return list(reference().generate([list(prompt)], params)[0].token_ids)
+    return list(reference(architecture).generate([list(prompt)], params)[0].token_ids)
 
 
-def kv_of_prompt(prompt: list[int]) -> torch.Tensor:
-    llm = reference()
+def kv_of_prompt(prompt: list[int], architecture: str = FULL) -> torch.Tensor:
+    llm = reference(architecture)
     request = llm._make_choices(list(prompt), SamplingParams(max_tokens=5, ignore_eos=True))[0]
     llm.engine.add_request(request)
     while request.num_computed_tokens < len(prompt):
@@ -55,9 +60,15 @@ def kv_of_prompt(prompt: list[int]) -> torch.Tensor:
     return kv
 
 
-def make(num_blocks: int = 60, *, digests: bool = True) -> FetchCluster:
-    folder = Path(reference().folder.name)  # type: ignore[attr-defined]  # see above
-    return FetchCluster(folder, kv_of_prompt, num_blocks, kv_digests=digests)
+def make(num_blocks: int = 60, *, digests: bool = True, architecture: str = FULL) -> FetchCluster:
+    llm = reference(architecture)
+    return FetchCluster(
+        Path(llm.folder.name),  # type: ignore[attr-defined]  # see above
+        functools.partial(kv_of_prompt, architecture=architecture),
+        num_blocks,
+        llm.engine.kv_memory.spec.num_groups,
+        kv_digests=digests,
+    )
 
 
 @pytest.fixture
@@ -123,8 +134,10 @@ def test_only_new_tokens_are_computed(digests: bool, share_first: bool) -> None:
     cluster.assert_at_rest()
 
 
-def test_a_conversation_of_four_turns_is_computed_once() -> None:
-    cluster = make()
+@pytest.mark.parametrize("architecture", [FULL, WINDOWS])
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_conversation_of_four_turns_is_computed_once(architecture: str, digests: bool) -> None:
+    cluster = make(digests=digests, architecture=architecture)
     prompt = list(PROMPT)
     total = 0
     for turn in range(4):
@@ -134,10 +147,30 @@ def test_a_conversation_of_four_turns_is_computed_once() -> None:
         cluster.run(1.5)
         total += computed_by_p(cluster) - before
         assert computed_by_p(cluster) - before == len(prompt) - cached
-        assert cluster.output(key) == tokens_of(tuple(prompt), NUM_OUT)
+        assert cluster.output(key) == tokens_of(tuple(prompt), NUM_OUT, architecture)
         prompt += [*cluster.output(key), 40 + turn, 45 + turn, 50 + turn]
     assert cluster.fetches.counts.received == 3
     assert total < len(prompt)
+    cluster.assert_at_rest()
+
+
+def test_only_the_last_window_of_a_window_group_travels() -> None:
+    cluster = make(architecture=WINDOWS)
+    cluster.place("first", 1, PROMPT, SamplingParams(max_tokens=NUM_OUT, temperature=0, seed=0))
+    cluster.settle()
+    prompt = [*PROMPT, *tokens_of(tuple(PROMPT), NUM_OUT, WINDOWS), 30, 31, 32]
+    cluster.p.engine.block_pool.reset_prefix_cache()
+    landed = len(cluster.network.written)
+    cluster.ask(("second", 7), prompt, 1, CACHED)
+    run_until(cluster, lambda: bool(cluster.fetches.incoming.held()))
+    (granted,) = cluster.fetches.incoming.held()
+    num_blocks = CACHED // BLOCK_SIZE
+    in_window = num_blocks - (CACHED - 6 + 1) // BLOCK_SIZE
+    assert len(granted.block_ids) == num_blocks + in_window < 2 * num_blocks
+    cluster.run(2.0)
+    assert cluster.output(("second", 7)) == tokens_of(tuple(prompt), 1, WINDOWS)
+    assert cluster.fetches.counts.tokens == CACHED
+    assert len(cluster.network.written) > landed
     cluster.assert_at_rest()
 
 
@@ -342,7 +375,7 @@ def test_the_prefix_of_another_prompt_is_refused(
     """A holder with another idea of hashes, or a liar, puts nothing into the cache."""
     monkeypatch.setattr(
         "node_runtime.prefixes.shares.find_prefix",
-        lambda *args: (find_prefix(*args)[0], b"\1" * 16),
+        lambda *args: dataclasses.replace(find_prefix(*args), last_hash=b"\1" * 16),
     )
     prompt = second_prompt()
     cluster.ask(("second", 2), prompt, 3, CACHED)
@@ -354,8 +387,8 @@ def test_the_prefix_of_another_prompt_is_refused(
 
 def test_other_salts_share_nothing(cluster: FetchCluster) -> None:
     manager = cluster.d.engine.kv_cache_manager
-    found, _ = find_prefix(manager, second_prompt()[:CACHED], (b"cache_salt", b"other"), ())
-    assert found == []
+    found = find_prefix(manager, second_prompt()[:CACHED], (b"cache_salt", b"other"), ())
+    assert (found.num_tokens, found.block_ids) == (0, ())
 
 
 def test_a_record_says_nothing_of_prefixes_unless_it_is_of_one() -> None:

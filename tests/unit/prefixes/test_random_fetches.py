@@ -10,7 +10,15 @@ import random
 import pytest
 
 from tests.fakes.handoff.fetch_cluster import FetchCluster
-from tests.unit.prefixes.test_fetched_prefixes import NUM_OUT, PROMPT, make, num_whole, tokens_of
+from tests.unit.prefixes.test_fetched_prefixes import (
+    FULL,
+    NUM_OUT,
+    PROMPT,
+    WINDOWS,
+    make,
+    num_whole,
+    tokens_of,
+)
 
 NUM_ACTIONS = 150
 
@@ -18,9 +26,9 @@ NUM_ACTIONS = 150
 class Walk:
     """A cluster, and random actions on it."""
 
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.cluster: FetchCluster = make(self.draw.choice([24, 60]))
+    def __init__(self, seed: int, architecture: str) -> None:
+        self.draw, self.architecture = random.Random(seed), architecture
+        self.cluster: FetchCluster = make(self.draw.choice([24, 60]), architecture=architecture)
         self.prompts = [[*PROMPT]]  # beginnings of conversations
         self.num_asked = 0
 
@@ -61,7 +69,8 @@ class Walk:
         draw = self.draw
         prompt = list(draw.choice(self.prompts))
         if len(prompt) < 70 and draw.random() < 0.8:
-            prompt += [*tokens_of(tuple(prompt), NUM_OUT), draw.randrange(5, 20), 7, 8]
+            answer = tokens_of(tuple(prompt), NUM_OUT, self.architecture)
+            prompt += [*answer, draw.randrange(5, 20), 7, 8]
             self.prompts.append(prompt)
         self.num_asked += 1
         num_fetched = num_whole(len(prompt) - draw.choice([1, 4, 8]))
@@ -77,14 +86,15 @@ class Walk:
         for key, attempt in cluster.attempts.items():
             if attempt.is_complete:
                 output = cluster.output(key)
-                assert output == tokens_of(tuple(attempt.prompt), len(output)), key
+                wanted = tokens_of(tuple(attempt.prompt), len(output), self.architecture)
+                assert output == wanted, key
             assert not attempt.is_open, f"{key} waits for ever"
         cluster.assert_at_rest()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_wrong_hung_or_lost(seed: int) -> None:
-    walk = Walk(seed)
+@pytest.mark.parametrize(("seed", "architecture"), [(0, FULL), (1, FULL), (2, FULL), (3, WINDOWS)])
+def test_nothing_is_wrong_hung_or_lost(seed: int, architecture: str) -> None:
+    walk = Walk(seed, architecture)
     for _ in range(NUM_ACTIONS):
         walk.act()
     walk.end()

@@ -11,22 +11,24 @@ from types import ModuleType
 
 import pytest
 
+gpu_suite = importlib.import_module("benchmarks.gpu.gpu_suite")
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 THERE = {"torch", "numpy"}  # on any machine with a GPU
 NOT_IMPORTED = {"gguf", "pillow"}  # but for files of their kinds
 
 
-@pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.gpu.gpu_suite")
+@pytest.fixture(params=["gpu_suite", "gpu_first"])
+def suite(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(f"benchmarks.gpu.{request.param}")
 
 
 def spend(suite: ModuleType, budget_s: float, used: dict[str, float]) -> dict[str, float]:
     """The limit of each part, where each takes all of its limit unless said otherwise."""
-    limits, left_s, names = {}, budget_s, list(suite.PARTS)
-    for index, name in enumerate(names):
-        limits[name] = suite.limit_of(names[index:], left_s)
+    limits, left_s = {}, budget_s
+    shares = [part.share_s for part in suite.PARTS.values()]
+    for index, name in enumerate(suite.PARTS):
+        limits[name] = gpu_suite.limit_of(shares[index:], left_s)
         left_s -= min(used.get(name, limits[name]), limits[name])
     assert left_s >= -1e-6
     return limits
@@ -39,12 +41,19 @@ def test_every_part_is_reached_though_all_are_too_slow(suite: ModuleType) -> Non
     assert halved == pytest.approx({name: limit / 2 for name, limit in limits.items()})
 
 
-def test_what_one_part_leaves_the_next_may_use(suite: ModuleType) -> None:
-    limits = spend(suite, suite.BUDGET_S, {"engine": 10.0, "decode": 30.0})
-    shares = {name: part.share_s for name, part in suite.PARTS.items()}
+def test_what_one_part_leaves_the_next_may_use() -> None:
+    limits = spend(gpu_suite, gpu_suite.BUDGET_S, {"engine": 10.0, "decode": 30.0})
+    shares = {name: part.share_s for name, part in gpu_suite.PARTS.items()}
     assert limits["graphs"] == shares["graphs"] + shares["engine"] - 10
     assert limits["push"] == shares["push"] + shares["decode"] - 30
     assert limits["ops"] == shares["ops"]  # those between have used it
+
+
+def test_a_lent_gpu_runs_the_first_parts_in_less_than_ten_minutes(suite: ModuleType) -> None:
+    assert suite.BUDGET_S < 600
+    for part in suite.PARTS.values():
+        module = importlib.import_module(f"benchmarks.gpu.{part.module}")
+        assert callable(getattr(module, part.function))
 
 
 @pytest.mark.parametrize(

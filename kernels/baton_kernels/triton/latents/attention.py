@@ -31,14 +31,10 @@ from baton_kernels.triton.attention_tile import (
 from baton_kernels.triton.decode_attention import (
     DecodeBuffers,
     merge_parts,
-    plan_decodes,
-    spare_slots,
 )
 from baton_kernels.triton.launch import Launcher
 
 _MOST_HEADS = 16  # maximum number of heads in a tile; tl.dot has at least 16 rows
-_MIN_PART_TOKENS = 128
-_NO_WINDOW = 2**31 - 1
 _PROMPT_ROWS = 32  # rows of a prompt's tile; half as many for float32, for lack of registers
 
 
@@ -77,6 +73,12 @@ class LatentShape:
     def tile_keys(self) -> int:
         """Number of latents loaded at once: 36 KiB with DeepSeek's sizes."""
         return 32 if self.element_size < 4 else 16
+
+    @property
+    def tile_kib(self) -> float:
+        """Size of the latents that are loaded at once, in KiB."""
+        width = padded_side(self.rank) + padded_side(self.rotary_dim)
+        return self.tile_keys * width * self.element_size / 1024
 
     @property
     def num_warps(self) -> int:
@@ -189,12 +191,12 @@ def latent_decodes(
     for padding in range(num_rows + slot, num_tokens, tl.num_programs(1)):
         tl.store(out + padding * NUM_HEADS * RANK + places, 0.0, mask=in_tile)
 
+    if slot >= tl.load(first_slot + num_requests):
+        return
     request = tl.load(work + slot * 4)
     start = tl.load(work + slot * 4 + 1)
     end = tl.load(work + slot * 4 + 2)
     parts = tl.load(work + slot * 4 + 3)
-    if start >= end:
-        return
     token = tl.load(query_start_loc + request).to(tl.int64)
     q_rows = query + token * query_stride + heads[:, None] * (RANK + ROTARY)
     q = tl.load(q_rows + ranks[None, :], mask=in_tile, other=0.0)
@@ -292,21 +294,8 @@ def latent_prompts(
 
 def allocate(num_requests: int, shape: LatentShape, device: torch.device) -> DecodeBuffers:
     """Allocate buffers for steps of up to ``num_requests`` requests."""
-    return DecodeBuffers.allocate(num_requests, shape.as_paged, device)
-
-
-def launch_plan(buffers: DecodeBuffers, metadata: AttentionMetadata, shape: LatentShape) -> None:
-    """Launch `plan_decodes`, which divides a step's decodes among programs."""
-    spare = spare_slots(shape.as_paged, metadata.seq_lens.device)
-    num_slots = metadata.num_requests + spare
-    launch = _plan_launcher(
-        shape.tile_keys, padded_side(metadata.num_requests), padded_side(num_slots)
-    )
-    launch(
-        (1,),
-        (buffers.work, buffers.first_slot, metadata.query_start_loc, metadata.seq_lens),
-        (metadata.num_requests, _NO_WINDOW, spare, num_slots),
-    )
+    paged = shape.as_paged
+    return DecodeBuffers.for_tiles(num_requests, shape.tile_keys, shape.tile_kib, paged, device)
 
 
 def launch_decodes(
@@ -319,7 +308,7 @@ def launch_decodes(
     scale: float,
 ) -> None:
     """Attend for requests that compute one token; zero the padding after all requests."""
-    num_slots = metadata.num_requests + spare_slots(shape.as_paged, query.device)
+    num_slots = metadata.num_requests + buffers.num_programs
     table, starts = metadata.block_table, metadata.query_start_loc
     _decode_launcher(shape)(
         (shape.num_groups, num_slots),
@@ -363,13 +352,6 @@ def launch_prompts(
         (shape.num_groups, len(tiles)),
         (out, query, cache, table, tiles),
         (score_factors(scale, None)[0], query.stride(0), table.stride(0), *cache.stride()[:2]),
-    )
-
-
-@functools.cache
-def _plan_launcher(tile: int, requests: int, slots: int) -> Launcher:
-    return Launcher(
-        plan_decodes, TILE=tile, MIN_PART_TOKENS=_MIN_PART_TOKENS, REQUESTS=requests, SLOTS=slots
     )
 
 

@@ -35,6 +35,22 @@ def ordered(x):
 
 
 @triton.jit
+def first_best_at_once(x, token_ids):
+    """Return the best logit, and the lowest token id with this logit, by one reduction.
+
+    If any logit is NaN, the best logit is NaN.
+    """
+    keys = tl.where(x == x, ordered(x), ALL_BITS)
+    # The complement of the id makes the lowest of equal logits the largest number.
+    ranked = (keys.to(tl.uint64) << 32) | (token_ids.to(tl.uint32) ^ ALL_BITS).to(tl.uint64)
+    first = tl.max(ranked, axis=0)
+    key = (first >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+    bits = tl.where(key < 0, key ^ -(2**31), key ^ -1)  # undoes `ordered`
+    token = (first.to(tl.uint32) ^ ALL_BITS).to(tl.int32, bitcast=True)
+    return bits.to(tl.float32, bitcast=True), token
+
+
+@triton.jit
 def mixed(key0, key1, token_ids):
     """Hash each token id with a key of two random words."""
     hashes = token_ids.to(tl.uint32) * SPREAD + key0
@@ -115,6 +131,9 @@ def partials_kernel(
     """Find the best logit, total weight and best score of a part, and each group's best logit.
 
     | group | group | ... | group |   one part: BLOCK tokens; a group: GROUP tokens
+
+    A greedy row needs only the best logit and its token. Its total weight is 1, or NaN if any logit
+    is NaN.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token_ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -123,21 +142,26 @@ def partials_kernel(
         tl.float32
     )
     temperature = tl.load(temperatures_ptr + row)
-    best = tl.max(x, axis=0)
-    weights = weigh(x, best, tl.where(temperature > 0, temperature, 1.0))
-    score, token = first_best(x, token_ids)
+    out = row * num_parts + part
     if temperature > 0:
+        best = tl.max(x, axis=0)
+        weights = weigh(x, best, temperature)
         key0 = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)
         key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
         score, token = best_score(x, token_ids, temperature, key0, key1)
-    out = row * num_parts + part
-    tl.store(bests_ptr + out, best)
-    tl.store(totals_ptr + out, tl.sum(tl.where(exists, weights, 0.0), axis=0))
-    tl.store(scores_ptr + out, score)
-    tl.store(tokens_ptr + out, token)
-    group_maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
-    groups = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(maxima_ptr + row * num_groups + groups, group_maxima, mask=groups < num_groups)
+        tl.store(bests_ptr + out, best)
+        tl.store(totals_ptr + out, tl.sum(tl.where(exists, weights, 0.0), axis=0))
+        tl.store(scores_ptr + out, score)
+        tl.store(tokens_ptr + out, token)
+        group_maxima = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
+        groups = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(maxima_ptr + row * num_groups + groups, group_maxima, mask=groups < num_groups)
+    else:
+        best, token = first_best_at_once(x, token_ids)
+        tl.store(bests_ptr + out, best)
+        tl.store(totals_ptr + out, tl.where(best == best, 1.0, best))
+        tl.store(scores_ptr + out, best)
+        tl.store(tokens_ptr + out, token)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def test_the_outputs_are_those_of_a_search_over_the_same_model() -> None:
         run = BeamRun(make_call(), PARAMS, 100, model.run)
         found = await asyncio.gather(*(read(run, place) for place in range(3)))
         [expected] = search_beams(
-            [PROMPT], PARAMS, 103, lambda prefixes, num: [best(one, num) for one in prefixes]
+            [PROMPT], PARAMS, 103, lambda prefixes, num: [best(one, num) for _, one in prefixes]
         )
         assert [one.token_ids for one in found] == [beam.token_ids for beam in expected]
         assert [one.choice_index for one in found] == [0, 1, 2]

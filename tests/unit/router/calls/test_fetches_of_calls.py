@@ -12,7 +12,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import PrefillCommand, ShareCommand
 from router.fleet.node import Node
 from router.fleet.prefix.prompt_hashes import PromptHashes
-from router.fleet.prefix_sources import BARRED_S, PrefixSource, PrefixSources
+from router.fleet.prefix_sources import BARRED_S, PrefixSource, PrefixSources, SourceTerms
 from tests.fakes.router.nodes import PREFILL_RECEIPT, token_1
 from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 
@@ -21,10 +21,11 @@ def fetching(scene: Scene) -> PrefixSources:
     """Let the router choose the decode node as the source of two tokens, and no other source."""
     sources = scene.pool.prefix_sources
 
-    def choose(prefill: Node, hashes: PromptHashes, num_prompt_tokens: int) -> PrefixSource | None:
-        return PrefixSource(scene.decode.node, scene.prefill.engine_id, 2, sources)
+    def choose(prefill: Node, hashes: PromptHashes, num_prompt_tokens: int) -> list[PrefixSource]:
+        terms = SourceTerms("d0", 2, fetch_s=0.001, compute_s=0.002)
+        return [PrefixSource(scene.decode.node, scene.prefill.engine_id, 2, sources, terms)]
 
-    scene.pool.choose_prefix_source = choose  # type: ignore[method-assign]
+    scene.pool.list_prefix_sources = choose  # type: ignore[method-assign]
     return sources
 
 

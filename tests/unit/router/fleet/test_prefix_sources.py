@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from baton.kv.prefixes import fetch_end
+from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import NodeRegistration, NodeRole, PeerReport, PeerUpdate, StepTime
 from router.fleet.node_pool import NodePool
 from router.fleet.prefix_sources import BARRED_S, PrefixSource
@@ -17,22 +17,25 @@ BYTES_PER_TOKEN = 50_000.0
 
 
 class Fleet:
-    """A prefill node and two decode nodes, whose ends for prefixes are connected."""
+    """Two prefill nodes and two decode nodes, whose ends for prefixes are connected."""
 
     def __init__(self, bandwidth: float = 1e9) -> None:
         self.clock = VirtualClock()
         self.pool: NodePool = make_pool(clock=self.clock)
         self.p = self._join("p0", NodeRole.PREFILL)
+        self.other_p = self._join("p1", NodeRole.PREFILL)
         self.d = [self._join(f"d{i}", NodeRole.DECODE) for i in range(2)]
+        self.holders = {"d0": self.d[0], "d1": self.d[1], "p1": self.other_p}
         self.bandwidth = bandwidth
-        for one in self.d:
+        for one in self.holders.values():
             self.report(one, True)
 
     def _join(self, name: str, role: NodeRole) -> HandNode:
         times = (StepTime(64, 0.064), StepTime(512, 0.512)) if role is NodeRole.PREFILL else ()
         registered: NodeRegistration = dataclasses.replace(
             make_registration(name, role),
-            fetch_peer_info=f"prefixes of {name}".encode(),
+            fetch_peer_info=f"to {name}".encode() if role is NodeRole.PREFILL else b"",
+            share_peer_info=f"from {name}".encode(),
             kv_bytes_per_token=BYTES_PER_TOKEN,
             step_times=times,
         )
@@ -43,15 +46,18 @@ class Fleet:
         problem = "" if connected else "silent"
         report = PeerReport(end, connected, "nixl", problem, self.bandwidth if connected else 0.0)
         self.pool.on_event(holder.node, report)
+        back = PeerReport(share_end(holder.node.engine_id), connected, "nixl", problem)
+        self.pool.on_event(self.p.node, back)
 
     def choose(self, num_tokens: int = 1000, **cached: int) -> PrefixSource | None:
-        nodes = {"p": self.p, "d0": self.d[0], "d1": self.d[1]}
-        return self.pool.prefix_sources.choose(
+        nodes = {"p": self.p, **self.holders}
+        sources = self.pool.prefix_sources.compare(
             self.p.node,
-            [one.node for one in self.d],
+            [one.node for one in self.holders.values()],
             {nodes[name].node.engine_id: num for name, num in cached.items()},
             num_tokens,
         )
+        return sources[0] if sources and sources[0].terms.saved_s > 0 else None
 
 
 @pytest.fixture
@@ -60,14 +66,53 @@ def fleet() -> Fleet:
 
 
 def test_nodes_are_told_of_each_others_ends_for_prefixes(fleet: Fleet) -> None:
-    assert [one.fetch_peer_info for one in fleet.p.of(PeerUpdate)] == [
-        b"prefixes of d0",
-        b"prefixes of d1",
-    ]
-    assert {one.fetch_peer_info for one in fleet.d[0].of(PeerUpdate)} == {b"prefixes of p0"}
+    told = {one.engine_id: one for one in fleet.p.of(PeerUpdate)}
+    other, decode = told[fleet.other_p.node.engine_id], told[fleet.d[0].node.engine_id]
+    assert (other.peer_info, other.fetch_peer_info, other.share_peer_info) == (
+        *(b"", b"to p1", b"from p1"),
+    )
+    assert decode.peer_info
+    assert (decode.fetch_peer_info, decode.share_peer_info) == (b"", b"from d0")
+    for one in fleet.d[0].of(PeerUpdate):
+        assert one.fetch_peer_info in (b"to p0", b"to p1")
+        assert not one.share_peer_info, "decode nodes fetch nothing"
     assert not fleet.pool.fleet, "an end for prefixes is no pair"
-    plain = HandNode(fleet.pool, make_registration("d9", NodeRole.DECODE))
-    assert {one.fetch_peer_info for one in plain.of(PeerUpdate)} == {b""}
+    for role in (NodeRole.DECODE, NodeRole.PREFILL):
+        plain = HandNode(fleet.pool, make_registration(f"plain {role}", role))
+        ends = {(one.fetch_peer_info, one.share_peer_info) for one in plain.of(PeerUpdate)}
+        assert ends == {(b"", b"")}
+        assert all(one.peer_info for one in plain.of(PeerUpdate)), "no prefill node of another"
+
+
+def test_prefill_nodes_send_to_each_other(fleet: Fleet) -> None:
+    source = fleet.choose(p=160, p1=480, d0=320)
+    assert source is not None
+    assert (source.node.name, source.num_tokens) == ("p1", 480)
+    assert source.terms.node == "p1"
+    assert source.terms.num_tokens == 320
+    assert source.terms.compute_s == pytest.approx(0.32)
+    fleet.pool.remove(fleet.other_p.node)
+    assert fleet.choose(p=160, p1=480) is None
+    removed = [one for one in fleet.p.of(PeerUpdate) if one.removed]
+    assert [one.engine_id for one in removed] == [fleet.other_p.node.engine_id]
+
+
+def test_each_direction_between_prefill_nodes_has_its_own_reports(fleet: Fleet) -> None:
+    p0, p1 = fleet.p.node, fleet.other_p.node
+    back = PeerReport(share_end(p0.engine_id), False, "nixl", "silent")
+    fleet.pool.on_event(p1, back)  # p1 cannot receive from p0
+    assert fleet.choose(p1=480) is not None, "but p0 can receive from p1"
+    fleet.pool.on_event(p0, PeerReport(share_end(p1.engine_id), False, "nixl"))
+    assert fleet.choose(p1=480) is None, "p0 would not wait for it"
+    assert not fleet.pool.fleet
+    assert p1.engine_id not in p0.reports
+
+
+def test_a_prefill_node_is_never_paired_with_another(fleet: Fleet) -> None:
+    report = PeerReport(fleet.other_p.node.engine_id, True, "nixl")
+    fleet.pool.on_event(fleet.p.node, report)
+    assert not fleet.p.node.reports
+    assert fleet.pool.num_pairs_connected == 0
 
 
 def test_the_node_that_has_most_sends(fleet: Fleet) -> None:

@@ -67,7 +67,7 @@ async def test_the_best_outputs_come_best_first_with_their_logprobs(
     prompt = model.calls[0].prompt_token_ids
     params = BeamSearchParams(beam_width=3, max_tokens=4, length_penalty=0.5)
     [expected] = search_beams(
-        [prompt], params, 2000, lambda prefixes, num: [best(one, num) for one in prefixes]
+        [prompt], params, 2000, lambda prefixes, num: [best(one, num) for _, one in prefixes]
     )
     for choice, beam in zip(answer["choices"], expected, strict=False):
         text = choice["message"]["content"] if is_chat else choice["text"]

@@ -17,6 +17,7 @@ from router.intake.prompt_reader import IllustratedPrompt
 from tests.fakes.checkpoints.image_tokenizer import MARKER, image_tokenizer, rows_layout
 from tests.fakes.outside.hostile_images import picture
 from tests.fakes.router.http_scene import HttpScene, events_of, on_http, until
+from tests.fakes.router.one_token_model import OneTokenModel
 
 pytestmark = pytest.mark.medium
 
@@ -40,6 +41,7 @@ def user(*content: object) -> list[dict[str, Any]]:
 
 
 SEE, OR = ({"type": "text", "text": text} for text in ("see", "or"))
+BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 4}
 TWO = user(SEE, part(FIRST), OR, part(SECOND))
 FIRST_TOKENS, SECOND_TOKENS = [PLACE, PLACE, ROW], [PLACE, ROW, PLACE, ROW]
 
@@ -222,10 +224,26 @@ async def test_outputs_share_a_bound_of_image_bytes(scene: HttpScene) -> None:
 
 
 @on_http(images=LIMITS, encodes_images=True)
-async def test_a_beam_search_takes_no_images(scene: HttpScene) -> None:
-    beams = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 4}
-    error = await error_of(scene, CHAT, messages=user(part(FIRST)), **beams)
-    assert error == "images: cannot be together with a beam search"
+async def test_each_call_of_a_beam_search_has_the_images(scene: HttpScene) -> None:
+    model = OneTokenModel()
+    scene.dispatcher.run = model.run  # type: ignore[method-assign]
+    response = await scene.post(CHAT, messages=user(part(FIRST)), **BEAMS)
+    assert response.status == 200, await response.text()
+    assert len(model.calls) == 1 + 3 * 2
+    assert {call.images[0].data for call in model.calls} == {FIRST}
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_beam_searches_have_a_bound_of_image_bytes(scene: HttpScene) -> None:
+    num_bytes = len(FIRST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.calls.beam_run.MAX_SEARCH_IMAGE_BYTES", 7 * num_bytes)
+        error = await error_of(scene, CHAT, messages=user(part(FIRST)), **BEAMS)
+        wanted = f"must be at most 3 with 2 beams and images of {num_bytes} bytes, got 4"
+        assert error == f"max_tokens: {wanted}"
+        patch.setattr("router.calls.beam_run.MAX_STEP_IMAGE_BYTES", num_bytes)
+        error = await error_of(scene, CHAT, messages=user(part(FIRST)), **BEAMS)
+        assert error == f"n: must be at most 1 with images of {num_bytes} bytes, got 2"
 
 
 @on_http(images=ImageOptions(max_open_image_bytes=2 * len(FIRST) - 1), encodes_images=True)

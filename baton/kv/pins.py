@@ -1,0 +1,49 @@
+"""Pins: what a client says about the prefixes of its prompt that it will send again, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.api.errors import InvalidRequestError
+
+MAX_PREFIXES = 4  # maximum number of pinned prefixes of one request
+MAX_TTL_S = 7 * 86_400.0  # longest time that a client may give; nodes cut it further
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPin:
+    """A prefix of a request that nodes are to keep in their prefix caches.
+
+    Attributes:
+        ttl_s: seconds, from the request's end, after which the prefix need not be kept.
+        num_tokens: length of the prefix, in the prompt; 0: the whole prompt and the answer.
+    """
+
+    ttl_s: float
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinTerms:
+    """The pinned prefixes of one request, and for whom nodes keep them.
+
+    Attributes:
+        owner: name of the tenant, made by the router; each owner has a share of a node's pins.
+        session: name of the session, made by the router; empty: none.
+        prefixes: the pinned prefixes.
+    """
+
+    owner: bytes = field(default=b"", repr=False)
+    session: bytes = field(default=b"", repr=False)
+    prefixes: tuple[PrefixPin, ...] = ()
+
+
+def check_pins(prefixes: tuple[PrefixPin, ...]) -> None:
+    """Raise InvalidRequestError if a client's pins are too many or have no possible time."""
+    if len(prefixes) > MAX_PREFIXES:
+        raise InvalidRequestError("pins", f"must have at most {MAX_PREFIXES}, got {len(prefixes)}")
+    for index, prefix in enumerate(prefixes):
+        if not 0 < prefix.ttl_s <= MAX_TTL_S:
+            raise InvalidRequestError(
+                f"pins[{index}].ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}"
+            )

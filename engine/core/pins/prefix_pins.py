@@ -1,0 +1,320 @@
+"""PrefixPins: keeps the blocks of pinned prefixes in the prefix cache until their time ends.
+
+    a request begins    the blocks of its prompt are pinned
+    the request ends    the blocks of its answer are pinned, too, and the time begins anew
+    later               the time ends, or a newer pin needs the room: the blocks are ordinary again
+
+A pinned block holds no reference. When it is free, the block pool allocates it after all other free
+blocks, so a pin never delays or refuses a request. All pins together keep a bounded number of
+blocks, and each owner with pins has an equal share of this number. A pin that does not fit takes
+the place of its owner's oldest pins; a pin larger than the share keeps the first blocks only.
+Refuses to know: tenants (an owner is a name made by the router), tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from baton.kv.block_hash import BlockHash
+from baton.kv.pins import PinTerms
+from engine.core.block_pool import KVCacheBlock
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.metrics import PinCounts
+from engine.core.request import Request
+
+# Most pins of one owner. Pins of few blocks would otherwise be too many to look through.
+MAX_PINS = 4096
+ANY_CLASS = 2**31  # above all cache classes of blocks
+TICK_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """One pinned prefix.
+
+    Attributes:
+        hashes: hashes of the prefix's logical blocks.
+        names: names of the cached blocks that a hit of the whole prefix needs.
+        session: name of the client's session; empty: none.
+        expires_at: when the pin ends, by the clock of `PrefixPins`.
+    """
+
+    hashes: tuple[BlockHash, ...]
+    names: tuple[BlockHash, ...]
+    session: bytes
+    expires_at: float
+
+
+@dataclass(slots=True)
+class _Owner:
+    """The pins of one owner.
+
+    Attributes:
+        pins: the pins by the hash of the last block; the one used longest ago comes first.
+        names: number of pins that keep each block.
+    """
+
+    pins: dict[BlockHash, Pin] = field(default_factory=dict)
+    names: Counter[BlockHash] = field(default_factory=Counter)
+
+
+class PrefixPins:
+    """All pins of one engine. Used on the engine's thread.
+
+    Args:
+        manager: owner of the prefix cache.
+        max_blocks: maximum number of blocks that all pins may keep; 0: there are no pins.
+        max_ttl_s: longest time of a pin in seconds; longer times are cut.
+        counts: counts of pins, which this object writes.
+        clock: returns seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        max_blocks: int,
+        max_ttl_s: float,
+        counts: PinCounts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = PinCounts() if counts is None else counts
+        self._manager, self._pool = manager, manager.block_pool
+        self._max_blocks, self._max_ttl_s, self._clock = max_blocks, max_ttl_s, clock
+        self._owners: dict[bytes, _Owner] = {}
+        self._kept: Counter[BlockHash] = Counter()  # number of owners that keep each block
+        self._open: dict[str, tuple[Request, PinTerms]] = {}  # requests that have not ended
+        self._tick_at = 0.0
+        self._pool.keeps = self._keeps
+
+    # ------------------------------------------------------------------ requests
+
+    def begin(self, request: Request, terms: PinTerms) -> None:
+        """Pin the prefixes that a new request names; `end` pins its answer, too."""
+        self._open[request.request_id] = request, terms
+        request.num_pinned_tokens = self._pin_all(request, terms, request.num_initial_tokens)
+
+    def end(self, requests: Iterable[Request]) -> None:
+        """Pin the answers of ended requests as far as they are computed, and renew the times."""
+        if not self._open:
+            return
+        for request in requests:
+            found = self._open.pop(request.request_id, None)
+            if found is not None and found[0] is request:
+                self._pin_all(request, found[1], request.num_computed_tokens)
+
+    def _pin_all(self, request: Request, terms: PinTerms, num_tokens: int) -> int:
+        """Pin the prefixes of ``terms``, in the first tokens of a request.
+
+        Returns the number of tokens in the longest pinned prefix.
+        """
+        manager, num_pinned = self._manager, 0
+        if manager.hasher is None:
+            self.counts.refused += len(terms.prefixes)
+            return 0
+        manager.hasher.extend(
+            request.block_hashes, request.token_ids, request.extra_keys, request.image_spans
+        )
+        for prefix in terms.prefixes:
+            wanted = min(prefix.num_tokens or num_tokens, num_tokens)
+            num_blocks = min(wanted // manager.block_size, len(request.block_hashes))
+            hashes = tuple(request.block_hashes[:num_blocks])
+            ttl_s = min(prefix.ttl_s, self._max_ttl_s)
+            pinned = self._pin(terms.owner, hashes, terms.session, self._clock() + ttl_s)
+            num_pinned = max(num_pinned, pinned * manager.block_size)
+        return num_pinned
+
+    # ------------------------------------------------------------------ pins
+
+    def _pin(
+        self, owner: bytes, hashes: tuple[BlockHash, ...], session: bytes, expires_at: float
+    ) -> int:
+        """Pin a prefix; return how many logical blocks of it are pinned."""
+        own = self._owners.get(owner) or _Owner()
+        share = self._max_blocks // (len(self._owners) + (owner not in self._owners))
+        hashes, names = self._cut(hashes, share)
+        if not names:
+            self.counts.refused += 1
+            return 0
+        is_new = hashes[-1] not in own.pins
+        if owner not in self._owners:
+            self._owners[owner] = own
+            self._make_room_for_all()
+        if not is_new:
+            expires_at = max(expires_at, own.pins[hashes[-1]].expires_at)
+        pin = Pin(hashes, names, session, expires_at)
+        self._add(own, pin)
+        self._drop_covered(own, pin)
+        self._make_room(own)
+        self.counts.made += is_new
+        return len(hashes)
+
+    def _cut(
+        self, hashes: tuple[BlockHash, ...], share: int
+    ) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
+        """Return the longest prefix whose blocks fit a share, and the names of these blocks."""
+        while hashes:
+            names = self._manager.coordinator.names_needed(hashes)
+            excess = len(names) - share
+            if excess <= 0:
+                return hashes, names
+            # A logical block has at most `num_groups` blocks, so no prefix that fits is passed.
+            num_surplus = math.ceil(excess / self._manager.num_groups)
+            hashes = hashes[:-num_surplus]
+        return (), ()
+
+    def _add(self, own: _Owner, pin: Pin) -> None:
+        """Enter a pin as the one used last; it may replace a pin of the same prefix."""
+        old = own.pins.pop(pin.hashes[-1], None)
+        own.pins[pin.hashes[-1]] = pin
+        self._keep(own, pin.names)
+        if old is not None:
+            self._let_go(own, old.names)
+
+    def _drop_covered(self, own: _Owner, pin: Pin) -> None:
+        """Drop the pins of shorter prefixes that a pin keeps, too, and for as long a time."""
+        if self._manager.slides:  # a hit of a shorter prefix needs other blocks
+            return
+        for block_hash in pin.hashes[:-1]:
+            old = own.pins.get(block_hash)
+            if old is not None and old.expires_at <= pin.expires_at:
+                self._remove(own, old)
+
+    def _make_room(self, own: _Owner) -> None:
+        """Drop an owner's oldest pins until the others fit its share; cut the last one."""
+        share = self._max_blocks // len(self._owners)
+        while len(own.names) > share or len(own.pins) > MAX_PINS:
+            oldest = next(iter(own.pins.values()))
+            if len(own.pins) == 1:
+                self._remove(own, oldest)
+                hashes, names = self._cut(oldest.hashes, share)
+                if names:
+                    self._add(own, Pin(hashes, names, oldest.session, oldest.expires_at))
+                return
+            self._remove(own, oldest)
+            self.counts.displaced += 1
+
+    def _make_room_for_all(self) -> None:
+        """Fit the pins of all owners to their shares, which a new owner has made smaller."""
+        for owner, own in list(self._owners.items()):
+            if own.pins:
+                self._make_room(own)
+                if not own.pins:
+                    del self._owners[owner]
+
+    def _remove(self, own: _Owner, pin: Pin) -> None:
+        del own.pins[pin.hashes[-1]]
+        self._let_go(own, pin.names)
+
+    # ------------------------------------------------------------------ blocks
+
+    def _keeps(self, block: KVCacheBlock) -> bool:
+        """Return whether a block that becomes free is pinned; of equal blocks, only one is."""
+        block_hash = block.block_hash
+        if block_hash not in self._kept or block_hash is None:
+            return False
+        return self._pool.find(block_hash, ANY_CLASS) == block.block_id
+
+    def _keep(self, own: _Owner, names: Iterable[BlockHash]) -> None:
+        """Let one more pin keep blocks; free blocks that no pin kept before become pinned."""
+        self._move(list(self._change(own, names, 1)))
+
+    def _let_go(self, own: _Owner, names: Iterable[BlockHash]) -> None:
+        """Let one pin less keep blocks; free blocks that no pin keeps become ordinary ones."""
+        self._move(list(self._change(own, names, -1)))
+
+    def _change(self, own: _Owner, names: Iterable[BlockHash], by: int) -> Iterator[BlockHash]:
+        """Change the number of pins of blocks; yield those that are pinned now, or no longer."""
+        for name in names:
+            before = own.names[name]
+            own.names[name] = before + by
+            if not own.names[name]:
+                del own.names[name]
+            if bool(before) is (name in own.names):
+                continue
+            before = self._kept[name]
+            self._kept[name] = before + by
+            if not self._kept[name]:
+                del self._kept[name]
+            if bool(before) is not (name in self._kept):
+                yield name
+
+    def _move(self, names: list[BlockHash]) -> None:
+        """Put free blocks where the pool puts blocks that become free now, first blocks last.
+
+        One block at a time is taken, so that the pool's peak of used blocks stays true.
+        """
+        pool = self._pool
+        for name in reversed(names):
+            block_id = pool.find(name, ANY_CLASS)
+            if block_id is not None and pool.num_free_among((block_id,)):
+                pool.touch((block_id,))
+                pool.release((block_id,))
+
+    # ------------------------------------------------------------------ time
+
+    def tick(self) -> None:
+        """End the pins whose time is over; call often."""
+        now = self._clock()
+        if now < self._tick_at:
+            return
+        self._tick_at = now + TICK_S
+        for request_id, (request, _) in list(self._open.items()):
+            if request.status.is_finished:  # aborted: `end` is not called
+                del self._open[request_id]
+        if self._owners:
+            self._end_pins(lambda pin: pin.expires_at <= now, "expired")
+        self._count()
+
+    def drop_session(self, owner: bytes, session: bytes) -> int:
+        """End an owner's pins of one session; return their number."""
+        for request_id, (_, terms) in list(self._open.items()):
+            if (terms.owner, terms.session) == (owner, session):
+                del self._open[request_id]
+        own = self._owners.get(owner)
+        if own is None:
+            return 0
+        return self._end_pins(lambda pin: pin.session == session, "dropped", (owner,))
+
+    def clear(self) -> None:
+        """End all pins, because the prefix cache was emptied."""
+        self._end_pins(lambda pin: True, "dropped")
+
+    def _end_pins(
+        self, is_over: Callable[[Pin], bool], how: str, owners: Iterable[bytes] = ()
+    ) -> int:
+        """End the pins that a function chooses, of some owners or of all; return their number."""
+        num_ended = 0
+        for owner in tuple(owners) or tuple(self._owners):
+            own = self._owners[owner]
+            for pin in [pin for pin in own.pins.values() if is_over(pin)]:
+                self._remove(own, pin)
+                num_ended += 1
+            if not own.pins:
+                del self._owners[owner]
+        setattr(self.counts, how, getattr(self.counts, how) + num_ended)
+        self._count()
+        return num_ended
+
+    def _count(self) -> None:
+        self.counts.open = sum(len(own.pins) for own in self._owners.values())
+        self.counts.blocks = sum(
+            self._pool.find(name, ANY_CLASS) is not None for name in self._kept
+        )
+
+    # ------------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """Assert the invariants; for tests."""
+        kept: Counter[BlockHash] = Counter()
+        for own in self._owners.values():
+            assert own.pins
+            names = Counter(name for pin in own.pins.values() for name in pin.names)
+            assert names == own.names
+            assert len(names) <= self._max_blocks // len(self._owners)
+            kept.update(names.keys())
+        assert kept == self._kept
+        assert len(kept) <= self._max_blocks

@@ -1,0 +1,73 @@
+"""Cache hints: what clients say about prompts that come back, as sessions and pins.
+
+A hint changes where a request runs and which blocks nodes keep, never a token. Names of sessions
+and owners are digests with the tenant's name, so that no client can name a thing of another tenant.
+All routers of a fleet make equal digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from baton.access.identity import Principal
+from baton.kv.pins import MAX_TTL_S, PinTerms, PrefixPin
+
+# OpenAI keeps prompts in memory for 5 to 10 minutes after their last use.
+IN_MEMORY_S = 600.0
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([smh])", re.ASCII)
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_NAME_BYTES = 16
+
+
+def retention_s(text: str) -> float | None:
+    """Return the seconds that a time of OpenAI's fields stands for; None: the text is no time.
+
+    Args:
+        text: ``in_memory``, or a number with the unit s, m or h, such as ``24h``.
+    """
+    if text in ("in_memory", "in-memory"):
+        return IN_MEMORY_S
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        return None
+    return min(int(found[1]) * _UNITS_S[found[2]], MAX_TTL_S)
+
+
+def session_of_key(principal: Principal, key: str) -> str:
+    """Return the session id that OpenAI's ``prompt_cache_key`` stands for; empty for no key.
+
+    The key is hashed, because a session id has limits that the key does not have.
+    """
+    return _digest(b"key", principal, key).hex() if key else ""
+
+
+def make_pins(
+    principal: Principal, session_id: str, prefixes: Sequence[PrefixPin]
+) -> PinTerms | None:
+    """Return the pins of a request; None: the request pins nothing.
+
+    Args:
+        session_id: the client's session, by which the pins can be dropped; empty: none.
+    """
+    if not prefixes:
+        return None
+    session = session_name(principal, session_id) if session_id else b""
+    return PinTerms(owner_name(principal), session, tuple(prefixes))
+
+
+def owner_name(principal: Principal) -> bytes:
+    """Return the name under which nodes count a tenant's pins; empty if there are no tenants."""
+    return _digest(b"owner", principal, "") if principal.tenant else b""
+
+
+def session_name(principal: Principal, session_id: str) -> bytes:
+    """Return the name of a tenant's session for nodes."""
+    return _digest(b"session", principal, session_id)
+
+
+def _digest(kind: bytes, principal: Principal, name: str) -> bytes:
+    fields = (kind, *(text.encode(errors="surrogatepass") for text in (principal.tenant, name)))
+    framed = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+    return hashlib.sha256(framed).digest()[:_NAME_BYTES]
