@@ -264,7 +264,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             "image_token_id": "<|image|>",
             "boi_token_id": "<|image>",
             "eoi_token_id": "<image|>",
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": True,
         },
     ),
     "Idefics3ForConditionalGeneration": VisionFamily(
