@@ -299,7 +299,7 @@ class IncomingTransfers(Generic[Sent]):
 
     @property
     def num_transfers(self) -> int:
-        """Number of transfers that are to arrive, or that are lost and in quarantine."""
+        """Number of open transfers, and of lost transfers in quarantine."""
         return len(self.open) + len(self.quarantine)
 
     def held(self) -> list[BlockHolding]:

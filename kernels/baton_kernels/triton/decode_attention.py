@@ -133,7 +133,7 @@ def merge_parts(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    HEADS: tl.constexpr,  # GROUP rounded up
+    HEADS: tl.constexpr,  # GROUP rounded up to a power of two
     PARTS: tl.constexpr,  # parts that are loaded at once
 ):
     """Merge the results of a request's parts for one KV head, by weight: ``[HEADS, D]``.
