@@ -6,8 +6,8 @@
 A prompt waits until its fetch is received or lost, and then goes on as every prompt does: the
 engine finds in the prefix cache what is there. So a lost fetch costs only time. `IncomingTransfers`
 has the states before. A fetch is also lost if its holder has nothing more than this node, if its
-bytes are wrong, or if this node lacks free blocks. A prompt whose next missing block another fetch
-brings waits for that fetch. Refuses to know: steps, the router.
+bytes are wrong, or if this node lacks free blocks. If an open fetch brings the next missing block
+of another prompt, that prompt waits for the fetch, too. Refuses to know: steps, the router.
 """
 
 from __future__ import annotations
