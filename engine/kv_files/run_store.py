@@ -231,7 +231,7 @@ class RunStore:
             room = self._memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
             if self._files.read_into(descriptor, offset, room) < size * len(block_ids):
-                raise UnusableError("short", "the file is cut")
+                raise UnusableError("short", "the file is cut off")
             for place, block in enumerate(room, begin - piece.at):
                 if not checked.is_right(place, block):
                     raise UnusableError("damaged", "a block's digest is wrong")

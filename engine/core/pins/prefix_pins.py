@@ -263,7 +263,7 @@ class PrefixPins:
             return
         self._tick_at = now + TICK_S
         for request_id, (request, _) in list(self._open.items()):
-            if request.status.is_finished:  # aborted: `end` is not called
+            if request.status.is_finished:  # aborted requests do not call `end`
                 del self._open[request_id]
         if self._owners:
             self._end_pins(lambda pin: pin.expires_at <= now, "expired")
