@@ -257,8 +257,8 @@ class EngineConfig:
         0.25,
         least=0,
         most=0.9,
-        help="Most of the KV blocks that pinned prefixes may keep in the prefix cache; tenants "
-        "with pins have equal parts. Pinned blocks leave the cache after all others, and never "
+        help="Largest share of the KV blocks that pinned prefixes may keep; tenants with pins have "
+        "equal parts of this share. Pinned blocks leave the cache after all others, and never "
         "delay a request. 0: nothing is pinned.",
     )
     max_pin_s: float = option(
@@ -278,12 +278,12 @@ class EngineConfig:
         least=2**20,
         unset="auto",
         parse=parse_bytes,
-        help="With --kv-files: most bytes of all files in the folder, such as 50G; auto: 10G.",
+        help="With --kv-files: maximum bytes of all files in the folder, such as 50G; auto: 10G.",
     )
     kv_files_timeout_s: float = option(
         2.0,
         above=0,
-        most=4.0,  # a router takes a node without progress for stuck after 5 s
+        most=4.0,  # after 5 s without progress, routers take a node for stuck
         help="With --kv-files: how long a prompt waits for files before the node computes what is "
         "missing, seconds.",
     )

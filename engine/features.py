@@ -1,7 +1,7 @@
 """Features: what only some requests need of an engine: grammars, images, drafts, pins and files.
 
     a request comes     its thought is followed, its grammar is compiled, its images are decoded,
-                        files are read that have KV of its prompt
+                        and files with KV of its prompt are read
     before a step       what has become ready goes to the scheduler
     after a step        failed images end their requests; drafts follow the sampled tokens; ended
                         requests pin their answers
@@ -129,7 +129,7 @@ class Features:
             self.images.submit(images)
 
     def end_fetch(self, request: Request) -> None:
-        """Let a request go on that waited for another node to fill the prefix cache.
+        """Resume a request that waited for another node to fill the prefix cache.
 
         The request uses what the cache has, or waits for files that have more. Ignored if the
         request has ended.
@@ -175,7 +175,7 @@ class Features:
         self.settle_files()
 
     def settle_files(self) -> None:
-        """Let requests go on whose files were read, and have ended requests written to files."""
+        """Resume requests whose files were read, and queue the KV of ended requests for files."""
         if self.files is not None:
             self.files.settle()
 

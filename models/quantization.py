@@ -116,8 +116,8 @@ def _compressed_tensors(quantization: Fields) -> QuantizationConfig:
             if child.names() and child.get("format") not in _SPARSE_FORMATS:
                 raise quantization.wrong(name, "not supported")
     blocks, groups = set[tuple[int, int]](), _groups(quantization)
-    # Which layers belong to which group is not read, so inputs are rounded only if all groups
-    # round inputs.
+    # Inputs are rounded only if all groups round inputs, because the layers of each group are not
+    # read.
     rounds_inputs = bool(groups) and all(group.has("input_activations") for group in groups)
     for group in groups:
         weights = group.child("weights")

@@ -236,7 +236,7 @@ class Arrivals:
         prompt, wanted = arrival.prompt, (arrival.digest.hex(), arrival.num_embeddings)
         record, units = event.record, arrival.block_ids
         if record is None or not units or (record.image, record.num_tokens) != wanted:
-            self.lose(key, arrival, "its record does not fit", quiet=True)
+            self.lose(key, arrival, "its commit record does not fit", quiet=True)
             return
         found = self._memory.read(units, arrival.num_embeddings)
         if found is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 MISS_CAUSES = (
     *("absent", "gone", "short", "damaged", "foreign", "error", "late", "no_blocks", "off"),
 )
-# What became of the runs of blocks that were to be written. skipped: their blocks were evicted
+# Outcomes of runs of blocks that were queued for writing. skipped: the blocks of a run were evicted
 # first, or too many runs were waiting.
 WRITE_ENDS = ("written", "skipped", "failed")
 
@@ -23,8 +23,8 @@ class KVFileCounts:
     Attributes:
         hits: requests that got blocks from files.
         misses: look-ups and reads that ended early, by cause.
-        tokens_read, bytes_read: what requests got from files.
-        runs: runs of blocks that were to be written, by what became of them.
+        tokens_read, bytes_read: tokens and bytes of KV that requests got from files.
+        runs: runs of blocks that were queued for writing, by outcome.
         bytes_written: bytes of the written files.
         files_evicted: files that this node removed because the folder was full.
         bytes_stored, files_stored: files in the folder, those of other nodes and models included.

@@ -232,7 +232,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         if self.stage_layers and (
             len(self.stage_layers) != self.num_stages or sum(self.stage_layers) < num_known
         ):
-            raise TransferError(f"stage_layers: {self.stage_layers} for {num_known} layers")
+            raise TransferError(f"stage_layers: {self.stage_layers} do not fit {num_known} layers")
         if self.stage_size > MAX_STAGE_SIZE:
             raise TransferError(f"num_ranks: must be at most {MAX_STAGE_SIZE} per stage")
         for index, group in enumerate(self.groups):

@@ -1,4 +1,4 @@
-"""Pins: what a client says about the prefixes of its prompt that it will send again, as values."""
+"""Pins: values with which a client asks nodes to keep prefixes of its prompt in their caches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PinTerms:
 
 
 def check_pins(prefixes: tuple[PrefixPin, ...]) -> None:
-    """Raise InvalidRequestError if a client's pins are too many or have no possible time."""
+    """Raise InvalidRequestError if a client names too many pins, or a time out of range."""
     if len(prefixes) > MAX_PREFIXES:
         raise InvalidRequestError("pins", f"must have at most {MAX_PREFIXES}, got {len(prefixes)}")
     for index, prefix in enumerate(prefixes):

@@ -247,7 +247,7 @@ class Listener:
         self._unsent[connection] = (connection.num_unsent_bytes, now)
 
     def note_sent(self, connection: Connection) -> None:
-        """Note that the peer has read enough of the unsent bytes."""
+        """Note that few enough bytes are unsent, because the peer has read the others."""
         self._unsent.pop(connection, None)
 
     # ------------------------------------------------------------------ accepting

@@ -220,7 +220,7 @@ PARALLEL = Source("parallel", (
     _of_ranks("sums of 8 to 64 KiB in shared memory: time / gloo's, the worst", "sums", "<= 0.2"),
     _of_ranks("TP 2, decode 1: speed / 2 threads", "decode TP 2 / 2 threads", ">= 0.9", _OTHERS),
     _of_ranks("TP 2, decode 1: speed / 1 thread", "decode TP 2 / 1 thread", ">= 1.6", _OTHERS),
-    _of_ranks("PP 2, a prompt of 12 chunks: / 1 thread", "prompt PP 2 / 1 thread", ">= 1.7",
+    _of_ranks("PP 2, a prompt of 12 chunks: speed / 1 thread", "prompt PP 2 / 1 thread", ">= 1.7",
               "other work on the machine; 1.79 in a quieter run, see the log."),
     _of_ranks("a rank that waits: share of a core", "idle rank, share of a core", "<= 0.01"),
     *(

@@ -18,8 +18,8 @@ from benchmarks.faults.chaos_load import VOCABULARY, Asked, certain_answers
 from benchmarks.runner.answers import Answer, Case
 from benchmarks.runner.environment import DEMO_MODEL
 
-# Arrow of a fetch's diagram -> process to kill, and the point in it. Decode nodes send these
-# messages, and prefill nodes receive them, only in fetches; and the other way round.
+# Arrow of a fetch's diagram -> process to kill, and the point in it. In fetches, decode nodes send
+# what prefill nodes send in hand-offs, so each point is reached only by a fetch.
 FETCH_ARROWS = {
     4: [("d0", "Start:send"), ("p0", "Start:recv")],
     5: [("p0", "Grant:send"), ("d0", "Grant:recv")],
@@ -38,7 +38,7 @@ NUM_TURNS = 3
 
 
 def make_conversations(num_conversations: int, seed: int) -> list[Case]:
-    """Make the turns of conversations, greedy, as cases whose answers are certain."""
+    """Return the turns of greedy conversations, as cases whose answers are certain."""
     draw = random.Random(seed)
     cases: list[Case] = []
     so_far: list[list[int]] = [[] for _ in range(num_conversations)]

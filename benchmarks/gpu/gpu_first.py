@@ -1,4 +1,4 @@
-"""Run first, on a lent GPU: what no GPU has run yet, in less than ten minutes.
+"""Measure what no GPU has run yet, in less than ten minutes.
 
     changed ops        attention, sampling and norms against their definitions (tests/kernels)
     few bits           decode steps of the 8B shape with 4- and 8-bit weights

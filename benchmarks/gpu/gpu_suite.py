@@ -83,7 +83,7 @@ PARTS = {
 }
 BUDGET_S = 570.0
 LEAST_S = 5.0  # a part is not started with less time left
-STATE = ("ok", "log", "traceback", "seconds", "failed", "not run")  # what is no figure of a part
+STATE = ("ok", "log", "traceback", "seconds", "failed", "not run")  # keys that are no figures
 
 
 def run_parts(

@@ -1,4 +1,4 @@
-"""Compare two decode nodes of which one has a slow link, with the other decode node alone.
+"""Compare a deployment whose second decode node has a slow link, with one without this node.
 
 A client, a router, two prefill nodes and two decode nodes run on hosts of their own, which are
 network namespaces of this machine (Linux, root, iproute2). The link of d1 has a fraction of the
@@ -137,7 +137,7 @@ def running(network: Network, connector: str) -> Iterator[HostPrograms]:
         programs.start_router("--no-local-prefill")
         for name in FAST:
             start_node(programs, name, connector)
-        network.enter("client")  # before gRPC has threads: they stay where they begin
+        network.enter("client")  # before gRPC starts threads, which keep their network
         wait_for_pairs(programs, 2)
         yield programs
 

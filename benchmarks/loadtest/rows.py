@@ -159,8 +159,8 @@ IMAGES = Source(
         )
         for name, what in (("itl_p99_ms", "ITL p99"), ("ttft_p99_ms", "TTFT p99"))
     ),
-    "Text requests beside requests of which a share has images: a random model with SmolVLM-256M's"
-    " widths, a prefill node, a decode node and, in one case, an encode node.",
+    "Text requests, while some of the other requests have images: a random model with"
+    " SmolVLM-256M's widths, a prefill node, a decode node and, in one case, an encode node.",
     absent="not measured yet",
 )
 SUBJECT = Subject(

@@ -2,8 +2,8 @@
 
 Simulated nodes, half of them prefill nodes and half decode nodes, run in one process, each with a
 connection of its own to a real router process. When the router restarts, all nodes join again at
-once, report all pairs, and send the hashes of all blocks in their prefix caches. CPU seconds of the
-router are what counts: the simulated nodes need as much of the machine again.
+once, report all pairs, and send the hashes of all blocks in their prefix caches. Compare CPU
+seconds of the router, because the simulated nodes need about as much of the machine.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class FileSystem:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def list_folders(self, path: Path) -> dict[str, float]:
-        """Return when each folder in a folder was changed, in seconds since 1970, by name."""
+        """Return each subfolder's time of change, in seconds since 1970, by name."""
         with os.scandir(path) as entries:
             return {one.name: one.stat().st_mtime for one in entries if one.is_dir()}
 

@@ -35,14 +35,14 @@ from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Most of the free blocks that a read may take, and of all blocks that several reads may hold.
+# Largest share of the free blocks that a read may take, and of all blocks that reads may hold.
 FREE_SHARE, MAX_SHARE = 0.75, 0.5
 MAX_WAITING_WRITES = 64
 # Reads that took fewer seconds do not tell how fast the disk is.
 _LONG_READ_S = 0.5
-# Fewest prompt tokens of a step that tells how long a token takes; the step's weight in the mean.
+# Minimum prompt tokens of a step whose time counts, and its weight in the mean time per token.
 _LONG_STEP_TOKENS, _STEP_WEIGHT = 64, 0.2
-# Seconds for which a process that ends waits for its last files.
+# Seconds for which an ending process waits until its last files are written.
 _CLOSE_S = 10.0
 _FIRST_SCAN_S = 2.0
 
@@ -73,7 +73,7 @@ class KVFileTier:
     Args:
         manager: owner of the blocks and of the prefix cache, with one group without a window.
         store: the files.
-        resume: puts a request in line that waited for a part of its prompt.
+        resume: queues a request that waited for a part of its prompt.
         timeout_s: longest time that a request waits for files.
         clock: returns seconds, never going back.
 
@@ -92,7 +92,7 @@ class KVFileTier:
         self._manager, self._pool, self._store = manager, manager.block_pool, store
         self._resume, self._timeout_s, self._clock = resume, timeout_s, clock
         self.on_ready: Callable[[], None] = lambda: None
-        self._tracked: dict[Request, None] = {}  # open requests, to be written when they end
+        self._tracked: dict[Request, None] = {}  # requests to write when they end
         self._reads: list[_Read] = []
         self._coming: dict[BlockHash, _Read] = {}  # blocks that open reads bring
         self._hasher: BlockHasher | None = None
@@ -111,7 +111,7 @@ class KVFileTier:
     # ------------------------------------------------------------------ requests come
 
     def track(self, request: Request) -> None:
-        """Have the KV of a request and its siblings written when they end."""
+        """Remember to write the KV of a request and its siblings when they end."""
         for one in (request, *request.siblings):
             self._tracked[one] = None
 
@@ -136,7 +136,7 @@ class KVFileTier:
         return True
 
     def _start_read(self, request: Request, chain: Sequence[BlockHash], first: int) -> _Read | None:
-        """Start to read a chain's blocks; None: files have too few, or cannot be read now."""
+        """Start to read a chain's blocks; return None if files have too few, or are unreadable."""
         store, misses, size = self._store, self._counts.misses, self._manager.block_size
         found = store.index.runs_of(self.identity, chain)
         pieces = plan_pieces(found, chain, first)
@@ -163,7 +163,7 @@ class KVFileTier:
         return read
 
     def _allocate(self, num_blocks: int) -> list[int]:
-        """Take as many of the wanted blocks as reads may hold, without those that run need."""
+        """Allocate up to ``num_blocks`` blocks for a read; leave enough for running requests."""
         pool = self._pool
         room = int(pool.num_free * FREE_SHARE)
         if self._reads:
@@ -173,7 +173,7 @@ class KVFileTier:
 
     @property
     def identity(self) -> str:
-        """Return the digest of all that KV of this engine depends on, besides the block hashes."""
+        """Return the digest of everything besides block hashes that this engine's KV depends on."""
         hasher = self._manager.hasher
         assert hasher is not None, "files need a prefix cache"
         if hasher is not self._hasher:
@@ -223,7 +223,7 @@ class KVFileTier:
     def _judge(self, read: _Read, seconds: float) -> None:
         """Turn reading off for a while if computing the blocks would have been faster."""
         tokens = read.job.num_done * self._manager.block_size
-        # Nothing may have come because the file was damaged, which does not depend on the disk.
+        # A read that ended without tokens tells nothing about the disk: a file may be damaged.
         is_stuck = not tokens and not read.job.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
@@ -239,7 +239,7 @@ class KVFileTier:
             self._token_s += (found - self._token_s) * (_STEP_WEIGHT if self._token_s else 1.0)
 
     def _cache_done(self, read: _Read) -> None:
-        """Enter those blocks of a read into the cache that are complete and not yet there."""
+        """Cache those blocks of a read that are complete and not cached yet."""
         job, begin = read.job, read.num_cached
         end = 0 if read.is_void else job.num_done  # the thread may fill further blocks meanwhile
         if end <= begin:
@@ -252,7 +252,7 @@ class KVFileTier:
         self._counts.hits += len(read.waiters)
 
     def _let_go(self, read: _Read) -> None:
-        """Let the requests of a read go on, and stop the read after its present file."""
+        """Resume the requests of a read, and stop the read after its current file."""
         read.job.is_stopped = True
         for block_hash in read.job.chain:
             if self._coming.get(block_hash) is read:
@@ -263,7 +263,7 @@ class KVFileTier:
             self._resume(request)
 
     def _start_write(self, chain: list[BlockHash]) -> None:
-        """Have the cached blocks of a chain written that no file has."""
+        """Queue those cached blocks of a chain that no file has for writing."""
         size, pool = self._manager.block_size, self._pool
         if len(chain) * size < MIN_TOKENS or not self._writing.is_on:
             return
@@ -272,7 +272,7 @@ class KVFileTier:
             return
         if (len(chain) - self._store.first_missing(self.identity, chain)) * size < MIN_TOKENS:
             return
-        # Earlier blocks, which files have, too, may be written again in a longer run.
+        # Earlier blocks may be written again, although files have them, in a longer run.
         block_ids: list[int] = []
         for block_hash in chain:
             block_id = pool.find(block_hash)

@@ -28,7 +28,7 @@ def make_tier(
 
     Args:
         manager: owner of the blocks and of the prefix cache.
-        resume: puts a request in line that waited for a part of its prompt.
+        resume: queues a request that waited for a part of its prompt.
 
     Raises:
         ConfigError: the folder cannot be used, or the model keeps other KV than files can hold.

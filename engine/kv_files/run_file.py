@@ -162,10 +162,10 @@ def header_bytes(prefix: bytes) -> int:
     Raises UnusableError for a file that does not begin like a run.
     """
     if len(prefix) < _PREFIX.size:
-        raise UnusableError("short", "the file is cut")
+        raise UnusableError("short", "the file is cut off")
     magic, length = _PREFIX.unpack_from(prefix)
     if magic != _MAGIC or length > _MAX_HEADER_BYTES:
-        raise UnusableError("damaged", "the file begins with other bytes than a run")
+        raise UnusableError("damaged", "the file does not begin like a run of blocks")
     return _PREFIX.size + int(length) + DIGEST_BYTES
 
 
@@ -187,14 +187,14 @@ def check_header(
     """
     size = header_bytes(whole)
     if len(whole) < size:
-        raise UnusableError("short", "the header is cut")
+        raise UnusableError("short", "the header is cut off")
     content, digest = whole[: size - DIGEST_BYTES], whole[size - DIGEST_BYTES : size]
     try:
         header = _DECODER.decode(content[_PREFIX.size :])
     except msgspec.MsgspecError as error:
         raise UnusableError("damaged", f"the header is malformed: {error}") from error
     if (header.identity, header.block_bytes) != (identity, block_bytes):
-        raise UnusableError("foreign", "the blocks are of other weights or of another layout")
+        raise UnusableError("foreign", "the blocks have other weights or another layout")
     key = _key(secret, identity, header.salt)
     if key.digest(_HEADER_NUMBER, b"", memoryview(content)) != digest:
         raise UnusableError("damaged", "the header's digest is wrong")

@@ -135,9 +135,9 @@ class RunIndex:
             ]
 
     def oldest_first(self, now: float) -> Iterator[Run]:
-        """Yield all files, those first that are worth least.
+        """Yield all files, the least valuable first.
 
-        The worth falls with the time since the last use, and rises with the tokens that would have
+        The value falls with the time since the last use, and rises with the tokens that would have
         to be computed again: a run with twice as many tokens may be unused for twice as long.
         """
         with self._lock:

@@ -40,10 +40,10 @@ _ABANDONED_S = 600.0
 # Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
 # is read again.
 _SETTLED_S = 1.0
-_CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
+_CHUNK_BYTES = 2**23  # bytes read between two checks whether to stop
 # When the folder is full, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
-# Fewest tokens of a run: a file of fewer would cost more than to compute them.
+# Minimum tokens of a run: computing fewer tokens costs less than a file.
 MIN_TOKENS = 64
 
 
@@ -52,7 +52,7 @@ class RunStore:
 
     Args:
         folder: the tier's folder, which is made if it is missing.
-        limit_bytes: most bytes of all files in the folder.
+        limit_bytes: maximum bytes of all files in the folder.
         memory: bytes of the KV cache's blocks.
         block_size: tokens per block.
         files: does all operations on files.
@@ -108,7 +108,7 @@ class RunStore:
     def _unfinished(self, folder: Path) -> Path:
         return folder / f"{_UNFINISHED}{os.getpid()}-{id(self):x}-{next(self._numbers)}"
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ listing
 
     def scan(self) -> None:
         """Read those folders that were changed since the last call. Raises OSError."""
@@ -166,7 +166,7 @@ class RunStore:
             job.causes += ("absent",)
 
     def _learn(self, job: ReadJob, found: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
-        """Read the headers without which nobody knows how much of a chain a run has."""
+        """Read the headers that say how much of the chain each run has; return usable runs."""
         usable = []
         for at, run in found:
             is_known = run.num_equal(job.chain, at) is not None
@@ -210,7 +210,7 @@ class RunStore:
         """Fill the blocks of one file; return whether to go on with the next file."""
         if not self._open_run(job, piece.run, piece):
             return False
-        # The clock of used files is that of the folder, for all nodes and after a restart.
+        # All nodes see this time of last use, also after a restart, as the file's time of change.
         piece.run.used_at = time.time()
         self._files.touch(self._folder / piece.run.path)
         return job.first + job.num_done == piece.end
@@ -231,7 +231,7 @@ class RunStore:
             room = self._memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
             if self._files.read_into(descriptor, offset, room) < size * len(block_ids):
-                raise UnusableError("short", "the file is cut")
+                raise UnusableError("short", "the file is cut off")
             for place, block in enumerate(room, begin - piece.at):
                 if not checked.is_right(place, block):
                     raise UnusableError("damaged", "a block's digest is wrong")

@@ -40,7 +40,7 @@ MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a p
 # A message waits behind the KV that is in flight to its peer, at most for this time. The time is
 # longer than round trips are, so that a link is always full, and much shorter than a lease.
 QUEUE_S = 0.1
-MIN_POSTED_BYTES = 2**18  # less than this is never the limit of a link
+MIN_POSTED_BYTES = 2**18  # lower bound of a link's limit, however slow the link
 # After this many read rounds and seconds, no more bytes of a dead peer can arrive (`DeadPeers`).
 DRAIN_READS, DRAIN_S = 10, 0.5
 

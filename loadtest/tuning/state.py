@@ -17,7 +17,7 @@ from baton.api.errors import ConfigError, reason_of
 from loadtest.tuning.settings import Choice
 from loadtest.tuning.tune import Trial
 
-_BEGIN = '{"search": '  # of every state file
+_BEGIN = '{"search": '  # beginning of every state file
 
 
 class TuningState:

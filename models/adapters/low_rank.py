@@ -33,7 +33,7 @@ _ROWS = 1024  # rows of a base weight that are unpacked at a time to compute nor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One module of an adapter, as far as it changes this rank's part of a layer.
+    """One module of an adapter: the matrices that change this rank's part of a layer.
 
     Attributes:
         factors: the module's matrices, in the checkpoint's order.

@@ -201,7 +201,7 @@ def _kv_sources(fields: Fields, types: Sequence[str]) -> dict[int, int]:
     first = len(types) - shared
     last = {kind: index for index, kind in enumerate(types[:first])}
     if shared and last.keys() != set(types):
-        raise fields.wrong(name, f"{shared} leave a type of layers without keys and values")
+        raise fields.wrong(name, f"with {shared}, a type of layers has no keys and values")
     return {index: last[types[index]] for index in range(first, len(types))}
 
 

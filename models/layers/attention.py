@@ -38,7 +38,7 @@ class Attention(Computing):
     Attributes:
         k_scale: scale of keys in a float8 cache; 1 if the checkpoint has no scale.
         v_scale: scale of values in a float8 cache; 1 if the checkpoint has no scale.
-        value_weight: ``[head_dim]``, the ones that the norm of values has in place of a weight;
+        value_weight: ``[head_dim]``, all ones, because the norm of values has no weight;
             None: values are not normalized.
     """
 

@@ -1,4 +1,4 @@
-"""Embeddings: of each layer (Gemma 4), and those of a CPU, packed or in 16 bits.
+"""Embeddings: per-layer embeddings (Gemma 4), and embeddings on CPUs, packed or in 16 bits.
 
 Refuses to know: other packed layers, files.
 """

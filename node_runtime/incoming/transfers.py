@@ -116,8 +116,8 @@ class IncomingTransfers(Generic[Sent]):
         self._receiver, self._clock = receiver, clock
         self.quarantine = Quarantine(blocks, receiver, clock)
         self.open: dict[TransferKey, Sent] = {}
-        self._connected: set[str] = set()  # sending ends
-        # When a message came before its command, and the tokens that its sender has.
+        self._connected: set[str] = set()  # engine ids of sending ends
+        # For each message that came before its command: its time, and the tokens of its sender.
         self._early: dict[tuple[TransferKey, str], tuple[float, int]] = {}
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
@@ -150,7 +150,7 @@ class IncomingTransfers(Generic[Sent]):
             self._receiver.cancel(*key, engine_id)
 
     def note_ended(self, key: TransferKey) -> None:
-        """Remember that a request has ended whose command, or `Start`, may never come."""
+        """Remember an ended request; its command or its `Start` may never come."""
         self._ended.setdefault(key, self._clock())
 
     def grant(
@@ -263,8 +263,8 @@ class IncomingTransfers(Generic[Sent]):
                 pass
 
     def _remember_early(self, key: TransferKey, engine_id: str, num_tokens: int) -> None:
-        """Keep what a sender said for the command; an ended transfer gets no command."""
-        # The table is in the order of time, so a new entry must not keep an old place.
+        """Keep a sender's number of tokens until the command comes, unless the transfer ended."""
+        # The table is ordered by time, so an updated entry moves to the end.
         self._early.pop((key, engine_id), None)
         if key in self._ended:
             return
@@ -279,7 +279,7 @@ class IncomingTransfers(Generic[Sent]):
                 self._owner.lose(key, transfer, why)
 
     def _tick(self) -> None:
-        """Give up what is late, run the quarantine's work, and forget old entries."""
+        """Give up late transfers, run the quarantine's work, and forget old entries."""
         now = self._clock()
         if now < self._tick_at:
             return
@@ -299,7 +299,7 @@ class IncomingTransfers(Generic[Sent]):
 
     @property
     def num_transfers(self) -> int:
-        """Number of transfers that are to arrive, or that are lost and in quarantine."""
+        """Number of open transfers, and of lost transfers in quarantine."""
         return len(self.open) + len(self.quarantine)
 
     def held(self) -> list[BlockHolding]:

@@ -6,8 +6,8 @@
 A prompt waits until its fetch is received or lost, and then goes on as every prompt does: the
 engine finds in the prefix cache what is there. So a lost fetch costs only time. `IncomingTransfers`
 has the states before. A fetch is also lost if its holder has nothing more than this node, if its
-bytes are wrong, or if this node lacks free blocks. A prompt whose next missing block another fetch
-brings waits for that fetch. Refuses to know: steps, the router.
+bytes are wrong, or if this node lacks free blocks. If an open fetch brings the next missing block
+of another prompt, that prompt waits for the fetch, too. Refuses to know: steps, the router.
 """
 
 from __future__ import annotations
@@ -196,16 +196,16 @@ class Fetches:
     # ------------------------------------------------------------------ one prefix
 
     def start(self, key: TransferKey, fetch: _Fetch, num_tokens: int) -> None:
-        """Grant blocks for what a holder has."""
+        """Grant blocks for the tokens that a holder has."""
         if not num_tokens:  # the holder's `Quiet` follows
-            self.lose(key, fetch, "its holder has nothing of it", quiet=True)
+            self.lose(key, fetch, "its holder has no part of the prefix", quiet=True)
             return
         manager, size = self._manager, self._block_size
         hit, num_blocks = manager.find_cached_blocks(fetch.request), num_tokens // size
         num_cached = len(hit) // manager.num_groups
         most = (fetch.request.num_initial_tokens - 1) // size
         if num_tokens % size or not num_cached < num_blocks <= most:
-            self.lose(key, fetch, f"its holder has {num_tokens} tokens, useless here")
+            self.lose(key, fetch, f"its holder's {num_tokens} tokens are of no use here")
             return
         places = manager.handoff_indices(num_tokens)
         first = bisect.bisect_left(places, len(hit))
@@ -220,19 +220,19 @@ class Fetches:
         self.incoming.grant(key, fetch, blocks, first, groups_of(manager, places))
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Return whether fetches may hold more blocks, without taking those that run need."""
+        """Return whether fetches may hold more blocks; running requests must keep enough."""
         held = sum(len(fetch.block_ids) for fetch in self.incoming.open.values())
         most = int(self._pool.num_blocks * MAX_SHARE)
         return held + self.incoming.quarantine.num_blocks + num_blocks <= most
 
     def receive(self, key: TransferKey, fetch: _Fetch, event: TransferEvent) -> None:
-        """Enter a prefix whose bytes are complete into the cache."""
+        """Cache a prefix whose bytes are complete."""
         record, hashes = event.record, fetch.request.block_hashes[: fetch.num_blocks]
         num_tokens = fetch.num_blocks * self._block_size
         wanted = num_tokens, hashes[-1:]
         found = None if record is None else (record.num_tokens, [_hash_of(record)])
         if not fetch.block_ids or found != wanted:
-            self.lose(key, fetch, "its record does not fit", quiet=True)
+            self.lose(key, fetch, "its commit record does not fit", quiet=True)
             return
         self._cache(fetch, hashes)
         num_tokens -= fetch.num_cached * self._block_size

@@ -400,13 +400,13 @@ class NodeCollector(TransferCollector):
         yield gauge("kv_files", "Files in the folder.", files.files_stored)
         yield counter("kv_file_hits", "Requests that got blocks from files.", files.hits)
         misses = _by("cause", files.misses)
-        yield family(CounterMetricFamily, "kv_file_misses", "Why files gave less.", misses)
+        yield family(CounterMetricFamily, "kv_file_misses", "Misses in files, by cause.", misses)
         yield counter("kv_file_read_tokens", "Tokens read from files.", files.tokens_read)
         yield counter("kv_file_read_bytes", "Bytes read from files.", files.bytes_read)
         yield counter("kv_file_written_bytes", "Bytes written to files.", files.bytes_written)
         runs = _by("state", files.runs)
         yield family(CounterMetricFamily, "kv_file_runs", "Runs of blocks to write.", runs)
-        yield counter("kv_files_evicted", "Files that made room.", files.files_evicted)
+        yield counter("kv_files_evicted", "Files removed from a full folder.", files.files_evicted)
 
     # ------------------------------------------------------------------ inside
 

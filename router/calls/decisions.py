@@ -39,8 +39,8 @@ class Decision:
         is_probe: whether the node was chosen in order to measure it; see `Placement`.
         forecast: expected times of computing the prompt; after token 1, also the measured times.
             None: no attempt began.
-        sources: nodes that could send a cached prefix to the prefill node, that saving most time
-            first; the first one sends if this saves any time.
+        sources: nodes that could send a cached prefix to the prefill node. The node that saves most
+            time is first, and sends if fetching takes less time than computing.
     """
 
     request_id: str

@@ -154,7 +154,7 @@ class OutputBuffer:
     # ------------------------------------------------------------------ the reader
 
     async def wait(self) -> None:
-        """Wait for a failure, or for tokens and then for the wave that wakes the reader."""
+        """Wait until a failure, or tokens and the next collective wake-up, wake the reader."""
         if self._has_rest:
             await asyncio.sleep(0)  # let other tasks run between two full pieces
             return

@@ -163,7 +163,7 @@ class Fleet:
     @functools.cached_property
     def max_model_len(self) -> int:
         """Tokens of the longest request that some pair of nodes can take; 0 without nodes."""
-        longest: dict[int, int] = {}  # by list of decode nodes: most prefill nodes share one list
+        longest: dict[int, int] = {}  # by id of a list of decode nodes; prefill nodes share lists
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:
             reached = self.reached_by(prefill)

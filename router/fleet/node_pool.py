@@ -239,7 +239,7 @@ class NodePool:
     def list_prefix_sources(
         self, prefill: Node, hashes: PromptHashes, num_prompt_tokens: int
     ) -> list[PrefixSource]:
-        """Return the nodes that can send a cached prefix of a prompt, that saving most time first.
+        """Return the nodes that can send a cached prefix; the node that saves most time is first.
 
         Args:
             hashes: block hashes of the prompt.

@@ -1,8 +1,8 @@
-"""Cache hints: what clients say about prompts that come back, as sessions and pins.
+"""Cache hints: the sessions and pins that clients name for prompts that they will send again.
 
 A hint changes where a request runs and which blocks nodes keep, never a token. Names of sessions
-and owners are digests with the tenant's name, so that no client can name a thing of another tenant.
-All routers of a fleet make equal digests.
+and owners are digests that include the tenant's name, so that clients cannot name sessions of other
+tenants. All routers of a fleet make equal digests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME_BYTES = 16
 
 
 def retention_s(text: str) -> float | None:
-    """Return the seconds that a time of OpenAI's fields stands for; None: the text is no time.
+    """Return the seconds that a value of OpenAI's fields means; None: the text is no time.
 
     Args:
         text: ``in_memory``, or a number with the unit s, m or h, such as ``24h``.

@@ -206,7 +206,7 @@ class NameTable:
             self._tell_sources()
 
     def _tell_sources(self) -> None:
-        """Tell each base model's pool where the adapters that have names are found."""
+        """Tell each base model's pool where to find the adapters that have names."""
         for base in self.bases:
             sources: dict[str, AdapterSource] = {}
             for one in self._served.values():

@@ -115,7 +115,7 @@ def test_an_image_that_another_rank_cannot_encode_ends_its_request_alone(
         request_of("also bad", [range(7), BAD, range(5)]),
     )
     failures = {name: str(error) for name, error in engine.take_failures()}
-    line = f"images[0]: rank {1 - engine.executor.config.leader} could not encode it"
+    line = f"images[0]: rank {1 - engine.executor.config.leader} could not encode the image"
     assert failures == {"bad": line, "also bad": line}
     assert found == {"bad": [], "good": wanted, "also bad": []}
     encoder.raises_at = None

@@ -152,7 +152,7 @@ def test_a_router_serves_on_while_it_says_that_it_is_not_ready_and_finishes_what
     async def run(one: Router) -> None:
         begun: set[str] = set()
         async with asyncio.timeout(90), aiohttp.ClientSession() as session, one.nodes():
-            # Not ready before the router has read a first chat and a first schema.
+            # The router is ready only after it has read a first chat and a first schema.
             while (await get(session, one.http_address, "/ready"))[0] != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             open_over_http = asyncio.create_task(over_http(one.http_address, SOME, stream=True))

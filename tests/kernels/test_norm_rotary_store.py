@@ -99,7 +99,7 @@ def test_programs_process_more_heads_of_many_tokens(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reference is computed for few tokens, which are called many."""
+    """Few tokens count as many here, so that the reference is computed quickly."""
     monkeypatch.setattr(kernels, "MANY_TOKENS", len(SLOTS))
     kernels._bind.cache_clear()
     assert kernels.heads_of_program(len(SLOTS), head_dim) == heads

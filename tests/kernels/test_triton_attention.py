@@ -352,7 +352,7 @@ def test_merging_many_parts(
 
 
 def shuffle_programs(monkeypatch: pytest.MonkeyPatch, num_programs: int) -> None:
-    """Run programs in another order than the interpreter does; a GPU finishes them in any."""
+    """Run programs in a random order, because a GPU finishes programs in any order."""
     order = torch.randperm(num_programs, device="cpu").tolist()
     set_grid_idx = interpreter_builder.set_grid_idx
 

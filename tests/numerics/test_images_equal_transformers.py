@@ -34,7 +34,7 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 QUICK = "SmolVLMForConditionalGeneration"
 WHOLE = "Gemma3ForConditionalGeneration"  # one step computes all tokens of an image
 LARGE = "Gemma4ForConditionalGeneration"  # like WHOLE; images have up to 70 tokens
-# Models like these -> the name of the argument that says which tokens an image has.
+# Model -> the name of the argument that marks the tokens of images.
 TYPES = {WHOLE: "token_type_ids", LARGE: "mm_token_type_ids"}
 SIZES = [(40, 30), (9, 70), (100, 37), (64, 64), (33, 32)]
 

@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# What image processors return for processors alone.
+# Outputs of image processors that only processors use.
 _NOT_FOR_MODELS = ("rows", "cols", "num_crops", "num_soft_tokens_per_image")
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -26,7 +26,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import PinCounts
 from engine.core.request import Request
 
-# Most pins of one owner. Pins of few blocks would otherwise be too many to look through.
+# Maximum number of pins of one owner, because some operations look through all of them.
 MAX_PINS = 4096
 ANY_CLASS = 2**31  # above all cache classes of blocks
 TICK_S = 1.0
@@ -161,13 +161,13 @@ class PrefixPins:
             excess = len(names) - share
             if excess <= 0:
                 return hashes, names
-            # A logical block has at most `num_groups` blocks, so no prefix that fits is passed.
+            # One logical block has at most `num_groups` names, so this skips no prefix that fits.
             num_surplus = math.ceil(excess / self._manager.num_groups)
             hashes = hashes[:-num_surplus]
         return (), ()
 
     def _add(self, own: _Owner, pin: Pin) -> None:
-        """Enter a pin as the one used last; it may replace a pin of the same prefix."""
+        """Add a pin as the most recently used; replace a pin of the same prefix."""
         old = own.pins.pop(pin.hashes[-1], None)
         own.pins[pin.hashes[-1]] = pin
         self._keep(own, pin.names)
@@ -175,8 +175,8 @@ class PrefixPins:
             self._let_go(own, old.names)
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
-        """Drop the pins of shorter prefixes that a pin keeps, too, and for as long a time."""
-        if self._manager.slides:  # a hit of a shorter prefix needs other blocks
+        """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long."""
+        if self._manager.slides:  # a shorter prefix needs other blocks
             return
         for block_hash in pin.hashes[:-1]:
             old = own.pins.get(block_hash)
@@ -212,7 +212,7 @@ class PrefixPins:
     # ------------------------------------------------------------------ blocks
 
     def _keeps(self, block: KVCacheBlock) -> bool:
-        """Return whether a block that becomes free is pinned; of equal blocks, only one is."""
+        """Return whether a block that becomes free is pinned; one of equal blocks is pinned."""
         block_hash = block.block_hash
         if block_hash not in self._kept or block_hash is None:
             return False
@@ -243,9 +243,9 @@ class PrefixPins:
                 yield name
 
     def _move(self, names: list[BlockHash]) -> None:
-        """Put free blocks where the pool puts blocks that become free now, first blocks last.
+        """Move free blocks in the free list as if they became free now, the last block first.
 
-        One block at a time is taken, so that the pool's peak of used blocks stays true.
+        Blocks are moved one at a time, so that the pool's peak of used blocks stays right.
         """
         pool = self._pool
         for name in reversed(names):
@@ -263,7 +263,7 @@ class PrefixPins:
             return
         self._tick_at = now + TICK_S
         for request_id, (request, _) in list(self._open.items()):
-            if request.status.is_finished:  # aborted: `end` is not called
+            if request.status.is_finished:  # aborted requests do not call `end`
                 del self._open[request_id]
         if self._owners:
             self._end_pins(lambda pin: pin.expires_at <= now, "expired")

@@ -130,7 +130,7 @@ class Encodings:
                 images, self._everyone.receive(received, rank).tolist(), strict=True
             ):
                 if flag:
-                    failed.setdefault(image.digest, f"rank {rank} could not encode it")
+                    failed.setdefault(image.digest, f"rank {rank} could not encode the image")
 
     def _rows_of(self, placed: PlacedImage) -> ImageRows:
         embeddings = self._kept[placed.digest][placed.first : placed.first + len(placed.rows)]

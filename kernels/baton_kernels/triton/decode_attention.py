@@ -133,7 +133,7 @@ def merge_parts(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    HEADS: tl.constexpr,  # GROUP rounded up
+    HEADS: tl.constexpr,  # GROUP rounded up to a power of two
     PARTS: tl.constexpr,  # parts that are loaded at once
 ):
     """Merge the results of a request's parts for one KV head, by weight: ``[HEADS, D]``.
@@ -274,7 +274,7 @@ def decode_attention(
     PARTS: tl.constexpr,  # merged at once
     HAS_SOFT_CAP: tl.constexpr,
     IEEE: tl.constexpr,  # float32, not TensorFloat-32
-    LOOPS: tl.constexpr,  # whether a program computes several parts, or the part of its number
+    LOOPS: tl.constexpr,  # programs compute several parts; else one part each
     PDL: tl.constexpr,  # whether the launch is a dependent launch
 ):
     """Attend to the parts of one program, for one KV head.
@@ -464,7 +464,7 @@ def takes_registers(shape: PagedShape) -> bool:
 
 
 def loops_over_parts(shape: PagedShape) -> bool:
-    """Return whether a program computes all its parts, or each part has a program of its own."""
+    """Return whether a program computes several parts; if not, each part has its own program."""
     return not takes_registers(shape)
 
 

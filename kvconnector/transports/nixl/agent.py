@@ -36,7 +36,7 @@ def _import_nixl() -> Any:
     # loopback device only.
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_TCP_USER_TIMEOUT", f"{UNACKNOWLEDGED_S}s")
-    # Otherwise connecting blocks the calling thread, and each failed attempt leaves a socket open.
+    # Without CONN_NB, connecting blocks the thread, and each failed attempt leaves a socket open.
     os.environ.setdefault("UCX_TCP_CONN_NB", "y")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")

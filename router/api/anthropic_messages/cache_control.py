@@ -99,7 +99,7 @@ def _ttl_s(control: CacheControl | None) -> float:
 
 
 def _last_marks(marks: list[_Mark]) -> list[_Mark]:
-    """Leave out marks before a later mark of the same or a longer time, which keeps as much."""
+    """Drop each mark that a later mark with an equal or longer time makes superfluous."""
     kept: list[_Mark] = []
     for mark in reversed(marks):
         if all(mark.ttl_s > later.ttl_s for later in kept):

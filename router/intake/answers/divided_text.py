@@ -20,7 +20,7 @@ class DividedDelta(TextDelta, frozen=True, gc=False):
     """One piece of a chat's output, with its parts.
 
     Attributes:
-        parts: parts of this piece, up to a stop string. The field ``text`` has the piece undivided.
+        parts: the parts of this piece, up to a stop string. The field ``text`` has the whole piece.
     """
 
     parts: tuple[Part, ...] = ()

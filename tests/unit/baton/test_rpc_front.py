@@ -44,7 +44,7 @@ async def test_a_client_that_takes_nothing_is_cut_off_when_grpc_has_closed_its_s
     server = await upstream.get()
     [side] = front._sides
     assert side._client is not None
-    # Else megabytes are to be sent, which may take longer than the connection may be idle.
+    # A larger buffer takes megabytes; sending them may take longer than the idle timeout.
     sock = side._client.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
     for _ in range(MAX_PIECES):  # fewer bytes than those that a stalled client is cut off for

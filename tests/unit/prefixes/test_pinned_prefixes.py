@@ -56,7 +56,7 @@ def test_a_session_finds_its_pinned_blocks_until_they_are_dropped(alone: bool) -
     assert [engine.features.pins.counts.made > 0 for engine in engines] == [True] * len(engines)
     tokens = [*prompt, *reference_tokens(tuple(prompt), GREEDY)]
     place(cluster, "b", tokens, PINS, alone=alone)
-    assert cluster.receipts["b"].num_cached_tokens == 12  # of D, also if P computed the rest
+    assert cluster.receipts["b"].num_cached_tokens == 12  # cached on D, even if P computes the rest
     assert cluster.receipts["b"].num_pinned_tokens == 16
     assert_clean(cluster)
     for node in (cluster.p, cluster.d):

@@ -387,7 +387,7 @@ async def test_the_only_decode_node_is_waited_for_longer_when_it_went_away_by_it
     assert not scene.task.done()
     again = HandNode(scene.pool, scene.decode.node.registration)
     scene.prefill.reach(again)
-    async with asyncio.timeout(5):  # before, the request had failed
+    async with asyncio.timeout(5):  # regression: the request failed
         while not again.of(DecodeCommand):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     [command] = again.of(DecodeCommand)

@@ -183,7 +183,7 @@ PARAMS = SamplingParams(max_tokens=20, seed=1)
 class Trial:
     """One call on trial, whose decode node died when the call had begun there.
 
-    Add seconds to ``later_s`` to have lost nodes be away for longer.
+    To let lost nodes be away for longer, add seconds to ``later_s``.
     """
 
     def __init__(

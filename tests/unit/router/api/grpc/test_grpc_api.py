@@ -80,8 +80,8 @@ async def test_the_parts_of_a_receipt_sum_to_the_first_bytes_that_the_router_sen
             "delivery_s",
         ]  # fmt: skip
         missing_s.append(entry.ttft_s - sum(parts.values()))
-    # What is written is noted behind what the receipt has: nothing is between but a few lines. A
-    # busy machine may stop the router there now and then, but not each time.
+    # The router notes the first token a few lines of code after the receipt's last time. A busy
+    # machine may stop the router between the two now and then, but not in each request.
     assert 0 <= min(missing_s) < 0.05
 
 

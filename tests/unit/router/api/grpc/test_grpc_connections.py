@@ -41,7 +41,7 @@ pytestmark = pytest.mark.medium
 GENERATE = "/baton.v1.Inference/Generate"
 LIST_MODELS = "/baton.v1.Inference/ListModels"
 SHORT = RpcLimits(handshake_timeout_s=0.3, idle_timeout_s=0.5, stall_timeout_s=0.4)
-# For clients that do connect, which a busy machine delays.
+# Without a short handshake timeout: a busy machine delays clients that do connect.
 PATIENT = RpcLimits(idle_timeout_s=0.5, stall_timeout_s=0.4)
 
 

@@ -114,7 +114,7 @@ def test_a_node_whose_links_break_comes_back_with_new_certificates_and_says_what
 
     async def until_both_told(words: str) -> None:
         async with asyncio.timeout(20):
-            while len(told(words)) < 2:  # noqa: ASYNC110  # a log tells nobody
+            while len(told(words)) < 2:  # noqa: ASYNC110  # logs have no callback
                 await asyncio.sleep(0.05)
 
     async def run() -> None:

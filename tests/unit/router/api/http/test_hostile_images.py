@@ -36,7 +36,7 @@ PRIVATE = (
     "198.18.0.1", "::1", "::", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "fe80::1", "fc00::1",
     "fd00:ec2::254", "ff02::1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::",
     "2001:db8::1", "fe80::1%lo", "fec0::1", "64:ff9b:1::a00:1", "::7f00:1",
-    # All spellings of 127.0.0.1 and 10.0.0.1 in IPv6: mapped, compatible, translated, by gateways
+    # IPv6 spellings of 127.0.0.1 and 10.0.0.1: mapped, compatible, translated, of gateways
     "0:0:0:0:0:0:0:1", "0000:0000:0000:0000:0000:0000:0000:0001", "::0.0.0.1", "::127.0.0.1",
     "::FFFF:127.0.0.1", "::ffff:7f00:1", "0:0:0:0:0:FFFF:7F00:0001", "::ffff:0:127.0.0.1",
     "64:FF9B::10.0.0.1", "64:ff9b::0a00:0001", "2002:0a00:0001::1", "2002:a9fe:a9fe::",
@@ -47,7 +47,7 @@ PRIVATE = (
     "192.88.99.1", "192.0.0.1", "198.51.100.1", "203.0.113.1", "0.1.2.3", "169.254.1.1",
     "172.31.255.255", "100.127.255.255", "239.255.255.255", "198.19.255.255",
 )  # fmt: skip
-# Hosts that the system's resolver takes for 127.0.0.1, 0.0.0.0 or 10.0.0.1, written otherwise
+# Other spellings that the system's resolver takes for 127.0.0.1, 0.0.0.0 or 10.0.0.1
 NUMBERS = (
     "2130706433", "0x7f000001", "0x7F.1", "017700000001", "0177.0.0.1", "127.1", "127.0.1",
     "127.0x0.00.1", "0", "0x0", "00.0.0.0", "10.1", "167772161", "0xa000001", "012.0.0.1",
@@ -131,7 +131,7 @@ async def test_every_file_is_decided_in_one_line_while_the_router_answers(scene:
     async def ask_health() -> None:
         nonlocal slowest_cpu_s
         while True:
-            began_at = time.thread_time()  # the router's own, and no other process's
+            began_at = time.thread_time()  # only the router's time
             async with asyncio.timeout(10), scene.session.get(f"{scene.url}/health") as response:
                 assert response.status == 200
             slowest_cpu_s = max(slowest_cpu_s, time.thread_time() - began_at)
