@@ -15,7 +15,7 @@ import structlog
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from baton.kv.pins import PrefixPin, check_pins
+from baton.kv.pins import PrefixPin, check_num_pins, check_pins
 from baton.link import wire
 from baton.link.words import DropPins, NodeRole
 from baton.serving.call_gate import Context
@@ -259,6 +259,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             timeout_s = min(timeout_s, self._max_timeout_s)
         prefixes: tuple[PrefixPin, ...] = ()
         if not isinstance(request, inference_pb2.PooledTerms):
+            check_num_pins(len(request.pins))  # converting millions would block the event loop
             prefixes = wire.prefixes_from_proto(request.pins)
             check_pins(prefixes)
         return Terms(

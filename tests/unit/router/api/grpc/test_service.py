@@ -160,6 +160,16 @@ async def test_without_one_the_text_is_whole_and_the_receipt_too() -> None:
     assert scene.cancels == [0, 0]
 
 
+@asynchronous
+async def test_too_many_pins_are_refused_before_any_is_converted() -> None:
+    scene = Scene()
+    scene.request.pins.extend(types_pb2.PrefixPin(ttl_s=1.0) for _ in range(5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "prefixes_from_proto", lambda pins: pytest.fail("converted"))
+        with pytest.raises(InvalidRequestError, match=r"^pins: must have at most 4, got 5$"):
+            await scene.run()
+
+
 @pytest.mark.parametrize(
     ("params", "problem"),
     [
