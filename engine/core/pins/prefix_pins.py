@@ -13,8 +13,8 @@ Refuses to know: tenants (an owner is a name made by the router), tensors.
 
 from __future__ import annotations
 
-import math
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -156,15 +156,10 @@ class PrefixPins:
         self, hashes: tuple[BlockHash, ...], share: int
     ) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
         """Return the longest prefix whose blocks fit a share, and the names of these blocks."""
-        while hashes:
-            names = self._manager.coordinator.names_needed(hashes)
-            excess = len(names) - share
-            if excess <= 0:
-                return hashes, names
-            # A logical block has at most `num_groups` blocks, so no prefix that fits is passed.
-            num_surplus = math.ceil(excess / self._manager.num_groups)
-            hashes = hashes[:-num_surplus]
-        return (), ()
+        coordinator = self._manager.coordinator
+        lengths = range(len(hashes) + 1)  # a longer prefix needs as many blocks or more
+        hashes = hashes[: bisect_right(lengths, share, key=coordinator.num_needed) - 1]
+        return hashes, coordinator.names_needed(hashes)
 
     def _add(self, own: _Owner, pin: Pin) -> None:
         """Enter a pin as the one used last; it may replace a pin of the same prefix."""

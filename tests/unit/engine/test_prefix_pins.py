@@ -1,0 +1,41 @@
+"""Limits of the work and the memory that pins of long prompts take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from baton.kv.block_hash import BlockHash, BlockHasher
+from baton.kv.pins import PinTerms, PrefixPin
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.pins.prefix_pins import PrefixPins
+from tests.fakes.engine.engine_parts import make_request
+
+BLOCK_SIZE = 2
+
+
+def make_manager(*windows: int | None) -> KVCacheManager:
+    return KVCacheManager(64, BLOCK_SIZE, sliding_windows=windows, hasher=BlockHasher(BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("windows", [(16,), (None,), (None, 16), (16, 6)])
+def test_a_long_pin_is_cut_to_the_longest_prefix_that_fits(windows: tuple[int | None, ...]) -> None:
+    manager = make_manager(*windows)
+    coordinator, calls = manager.coordinator, list[int]()
+    names_needed = coordinator.names_needed
+
+    def counted(hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        calls.append(len(hashes))
+        return names_needed(hashes)
+
+    coordinator.names_needed = counted  # type: ignore[method-assign]
+    pins = PrefixPins(manager, 7, 100.0)
+    request = make_request("a", prompt=[1] * 200 * BLOCK_SIZE)
+    pins.begin(request, PinTerms(prefixes=(PrefixPin(10.0),)))
+    num_blocks = request.num_pinned_tokens // BLOCK_SIZE
+    assert 0 < num_blocks < 200
+    assert len(names_needed(request.block_hashes[:num_blocks])) <= 7
+    assert len(names_needed(request.block_hashes[: num_blocks + 1])) > 7
+    assert len(calls) == 1  # each call lists all blocks of a prefix
+    pins.check()
