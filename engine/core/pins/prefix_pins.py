@@ -28,6 +28,9 @@ from engine.core.request import Request
 
 # Most pins of one owner. Pins of few blocks would otherwise be too many to look through.
 MAX_PINS = 4096
+# Maximum number of hashes that an owner's pins store, per block of the owner's share. Pins of many
+# prefixes of one prompt keep few blocks, but store the hashes of these blocks many times.
+HASHES_PER_BLOCK = 64
 ANY_CLASS = 2**31  # above all cache classes of blocks
 TICK_S = 1.0
 
@@ -56,10 +59,19 @@ class _Owner:
     Attributes:
         pins: the pins by the hash of the last block; the one used longest ago comes first.
         names: number of pins that keep each block.
+        num_hashes: number of hashes that the pins store.
     """
 
     pins: dict[BlockHash, Pin] = field(default_factory=dict)
     names: Counter[BlockHash] = field(default_factory=Counter)
+    num_hashes: int = 0
+
+    def is_over(self, share: int) -> bool:
+        """Return whether the pins take more than a share of blocks, or more memory than is due."""
+        if len(self.names) > share:
+            return True
+        takes_memory = len(self.pins) > MAX_PINS or self.num_hashes > HASHES_PER_BLOCK * share
+        return takes_memory and len(self.pins) > 1
 
 
 class PrefixPins:
@@ -165,8 +177,10 @@ class PrefixPins:
         """Enter a pin as the one used last; it may replace a pin of the same prefix."""
         old = own.pins.pop(pin.hashes[-1], None)
         own.pins[pin.hashes[-1]] = pin
+        own.num_hashes += len(pin.hashes)
         self._keep(own, pin.names)
         if old is not None:
+            own.num_hashes -= len(old.hashes)
             self._let_go(own, old.names)
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
@@ -181,7 +195,7 @@ class PrefixPins:
     def _make_room(self, own: _Owner) -> None:
         """Drop an owner's oldest pins until the others fit its share; cut the last one."""
         share = self._max_blocks // len(self._owners)
-        while len(own.names) > share or len(own.pins) > MAX_PINS:
+        while own.is_over(share):
             oldest = next(iter(own.pins.values()))
             if len(own.pins) == 1:
                 self._remove(own, oldest)
@@ -202,6 +216,7 @@ class PrefixPins:
 
     def _remove(self, own: _Owner, pin: Pin) -> None:
         del own.pins[pin.hashes[-1]]
+        own.num_hashes -= len(pin.hashes)
         self._let_go(own, pin.names)
 
     # ------------------------------------------------------------------ blocks
@@ -309,6 +324,7 @@ class PrefixPins:
             assert own.pins
             names = Counter(name for pin in own.pins.values() for name in pin.names)
             assert names == own.names
+            assert own.num_hashes == sum(len(pin.hashes) for pin in own.pins.values())
             assert len(names) <= self._max_blocks // len(self._owners)
             kept.update(names.keys())
         assert kept == self._kept

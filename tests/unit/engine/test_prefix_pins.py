@@ -9,7 +9,7 @@ import pytest
 from baton.kv.block_hash import BlockHash, BlockHasher
 from baton.kv.pins import PinTerms, PrefixPin
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.pins.prefix_pins import PrefixPins
+from engine.core.pins.prefix_pins import HASHES_PER_BLOCK, PrefixPins
 from tests.fakes.engine.engine_parts import make_request
 
 BLOCK_SIZE = 2
@@ -38,4 +38,17 @@ def test_a_long_pin_is_cut_to_the_longest_prefix_that_fits(windows: tuple[int | 
     assert len(names_needed(request.block_hashes[:num_blocks])) <= 7
     assert len(names_needed(request.block_hashes[: num_blocks + 1])) > 7
     assert len(calls) == 1  # each call lists all blocks of a prefix
+    pins.check()
+
+
+def test_pins_of_many_prefixes_of_one_prompt_store_a_bounded_number_of_hashes() -> None:
+    num_blocks = 3 * HASHES_PER_BLOCK
+    pins = PrefixPins(make_manager(None), num_blocks, 100.0)
+    request = make_request("a", prompt=[1] * num_blocks * BLOCK_SIZE)
+    for length in range(num_blocks, 0, -1):  # a longer prefix would replace the shorter ones
+        prefix = PrefixPin(10.0, length * BLOCK_SIZE)
+        pins.begin(request, PinTerms(prefixes=(prefix,)))
+    [own] = pins._owners.values()
+    assert 1 < sum(len(pin.hashes) for pin in own.pins.values()) <= HASHES_PER_BLOCK * num_blocks
+    assert pins.counts.displaced > 0
     pins.check()
