@@ -253,15 +253,12 @@ class PrefixPins:
                 yield name
 
     def _move(self, names: list[BlockHash]) -> None:
-        """Put free blocks where the pool puts blocks that become free now, first blocks last.
-
-        One block at a time is taken, so that the pool's peak of used blocks stays true.
-        """
+        """Put free blocks where the pool puts blocks that become free now, first blocks last."""
         pool = self._pool
         for name in reversed(names):
             block_id = pool.find(name, ANY_CLASS)
             if block_id is not None and pool.num_free_among((block_id,)):
-                pool.touch((block_id,))
+                pool.touch((block_id,), is_use=False)
                 pool.release((block_id,))
 
     # ------------------------------------------------------------------ time

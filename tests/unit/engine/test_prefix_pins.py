@@ -13,6 +13,7 @@ from engine.core.pins.prefix_pins import HASHES_PER_BLOCK, PrefixPins
 from tests.fakes.engine.engine_parts import make_request
 
 BLOCK_SIZE = 2
+TERMS = PinTerms(b"tenant", b"session", (PrefixPin(10.0),))
 
 
 def make_manager(*windows: int | None) -> KVCacheManager:
@@ -52,3 +53,19 @@ def test_pins_of_many_prefixes_of_one_prompt_store_a_bounded_number_of_hashes() 
     assert 1 < sum(len(pin.hashes) for pin in own.pins.values()) <= HASHES_PER_BLOCK * num_blocks
     assert pins.counts.displaced > 0
     pins.check()
+
+
+def test_pins_that_begin_and_end_are_no_uses_of_their_blocks() -> None:
+    manager = make_manager(None)
+    pool, pins = manager.block_pool, PrefixPins(manager, 8, 100.0)
+    requests = [make_request(name, prompt=[1] * 8) for name in "ab"]
+    assert manager.allocate_with_prefix(requests[0]) is not None
+    requests[0].num_computed_tokens = 8
+    manager.cache_blocks(requests[0])
+    manager.free(requests[0])
+    least_free = pool.least_free
+    pins.begin(requests[1], TERMS)
+    assert pins.drop_session(TERMS.owner, TERMS.session) == 1
+    assert sum(pool.residency.reuse_gap.counts) == 0
+    assert (pool.num_free, pool.least_free) == (64, least_free)
+    pool.check()
