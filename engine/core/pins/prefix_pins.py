@@ -302,8 +302,9 @@ class PrefixPins:
                 num_ended += 1
             if not own.pins:
                 del self._owners[owner]
-        setattr(self.counts, how, getattr(self.counts, how) + num_ended)
-        self._count()
+        if num_ended:
+            setattr(self.counts, how, getattr(self.counts, how) + num_ended)
+            self._count()
         return num_ended
 
     def _count(self) -> None:

@@ -69,3 +69,12 @@ def test_pins_that_begin_and_end_are_no_uses_of_their_blocks() -> None:
     assert sum(pool.residency.reuse_gap.counts) == 0
     assert (pool.num_free, pool.least_free) == (64, least_free)
     pool.check()
+
+
+def test_dropping_an_unknown_session_looks_at_no_block() -> None:
+    manager = make_manager(None)
+    pins = PrefixPins(manager, 8, 100.0)
+    pins.begin(make_request("a", prompt=[1] * 8), TERMS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager.block_pool, "find", lambda *given: pytest.fail("looked"))
+        assert pins.drop_session(TERMS.owner, b"other") == 0
