@@ -26,12 +26,12 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import PinCounts
 from engine.core.request import Request
 
-# Most pins of one owner. Pins of few blocks would otherwise be too many to look through.
+# Maximum number of an owner's pins, because `tick` looks at each pin.
 MAX_PINS = 4096
 # Maximum number of hashes that an owner's pins store, per block of the owner's share. Pins of many
 # prefixes of one prompt keep few blocks, but store the hashes of these blocks many times.
 HASHES_PER_BLOCK = 64
-ANY_CLASS = 2**31  # above all cache classes of blocks
+ANY_CLASS = 2**31  # finds blocks of all cache classes
 TICK_S = 1.0
 
 
@@ -75,7 +75,7 @@ class _Owner:
 
 
 class PrefixPins:
-    """All pins of one engine. Used on the engine's thread.
+    """The pins of one engine. Used on the engine's thread.
 
     Args:
         manager: owner of the prefix cache.
@@ -222,7 +222,7 @@ class PrefixPins:
     # ------------------------------------------------------------------ blocks
 
     def _keeps(self, block: KVCacheBlock) -> bool:
-        """Return whether a block that becomes free is pinned; of equal blocks, only one is."""
+        """Return whether to pin a block that becomes free: one block of each pinned content."""
         block_hash = block.block_hash
         if block_hash not in self._kept or block_hash is None:
             return False
@@ -233,7 +233,7 @@ class PrefixPins:
         self._move(list(self._change(own, names, 1)))
 
     def _let_go(self, own: _Owner, names: Iterable[BlockHash]) -> None:
-        """Let one pin less keep blocks; free blocks that no pin keeps become ordinary ones."""
+        """Let one pin fewer keep blocks; free blocks that no pin keeps any more become ordinary."""
         self._move(list(self._change(own, names, -1)))
 
     def _change(self, own: _Owner, names: Iterable[BlockHash], by: int) -> Iterator[BlockHash]:
