@@ -38,10 +38,15 @@ class PinTerms:
     prefixes: tuple[PrefixPin, ...] = ()
 
 
+def check_num_pins(num_pins: int) -> None:
+    """Raise InvalidRequestError if a client's pins are too many."""
+    if num_pins > MAX_PREFIXES:
+        raise InvalidRequestError("pins", f"must have at most {MAX_PREFIXES}, got {num_pins}")
+
+
 def check_pins(prefixes: tuple[PrefixPin, ...]) -> None:
-    """Raise InvalidRequestError if a client names too many pins, or a time out of range."""
-    if len(prefixes) > MAX_PREFIXES:
-        raise InvalidRequestError("pins", f"must have at most {MAX_PREFIXES}, got {len(prefixes)}")
+    """Raise InvalidRequestError if a client's pins are too many or have no possible time."""
+    check_num_pins(len(prefixes))
     for index, prefix in enumerate(prefixes):
         if not 0 < prefix.ttl_s <= MAX_TTL_S:
             raise InvalidRequestError(

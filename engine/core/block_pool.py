@@ -154,23 +154,25 @@ class BlockPool:
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Take one more reference on each block; every block must already have a reference."""
-        for block_id in block_ids:
-            block = self._blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is free"
+        for block in map(self._blocks.__getitem__, block_ids):
+            assert block.ref_count > 0, f"block {block.block_id} is free"
             block.ref_count += 1
 
-    def touch(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference on each cached block, and unlink free ones from the free list."""
+    def touch(self, block_ids: Iterable[int], *, is_use: bool = True) -> None:
+        """Take one more reference on each cached block, and unlink free ones from the free list.
+
+        Without ``is_use``, neither `residency` nor `least_free` changes.
+        """
         now, note_gap = self._clock(), self.residency.reuse_gap.note
-        for block_id in block_ids:
-            block = self._blocks[block_id]
-            assert block.block_hash is not None, f"block {block_id} caches nothing"
+        for block in map(self._blocks.__getitem__, block_ids):
+            assert block.block_hash is not None, f"block {block.block_id} caches nothing"
             if block.ref_count == 0:
                 block.previous.next, block.next.previous = block.next, block.previous
                 self.num_free -= 1
-                note_gap(now - block.freed_at)
+                if is_use:
+                    note_gap(now - block.freed_at)
+                    self.least_free = min(self.least_free, self.num_free)
             block.ref_count += 1
-        self.least_free = min(self.least_free, self.num_free)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference on each block; a block without references becomes free.
@@ -179,9 +181,8 @@ class BlockPool:
         of their release, blank ones in reverse order.
         """
         now = self._clock()
-        for block_id in block_ids:
-            block = self._blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is free already"
+        for block in map(self._blocks.__getitem__, block_ids):
+            assert block.ref_count > 0, f"block {block.block_id} is free already"
             block.ref_count -= 1
             if block.ref_count:
                 continue
@@ -296,8 +297,7 @@ class BlockPool:
             if block.block_hash is not None:
                 num_hashed += 1
                 known = self._cached[block.block_hash]
-                in_index = known if isinstance(known, KVCacheBlock) else known[block.block_id]
-                assert isinstance(known, dict) or in_index is block
+                assert known is block or (isinstance(known, dict) and block.block_id in known)
         sizes = [1 if isinstance(k, KVCacheBlock) else len(k) for k in self._cached.values()]
         assert (sum(sizes), all(sizes)) == (num_hashed, True)
 

@@ -91,6 +91,12 @@ class KVCacheCoordinator:
         places = self.kept_indices(len(hashes) * self._block_size, len(hashes))
         return tuple(hashes[place // stride] + _suffix(place % stride) for place in places)
 
+    def num_needed(self, num_blocks: int) -> int:
+        """Return how many cached blocks a hit of ``num_blocks`` logical blocks needs."""
+        num_tokens = num_blocks * self._block_size
+        expired = [retention.num_expired_blocks(num_tokens) for retention in self._retentions]
+        return sum(max(num_blocks - num_expired, 0) for num_expired in expired)
+
     def cache(
         self,
         block_ids: Sequence[int],

@@ -158,7 +158,12 @@ class BeamRun:
         token_ids = [*call.prompt_token_ids, *beam.token_ids]
         adapter = call.terms.adapter
         terms = dataclasses.replace(
-            call.terms, received_at=time.perf_counter(), principal=self._principal, beams=None
+            call.terms,
+            received_at=time.perf_counter(),
+            principal=self._principal,
+            beams=None,
+            # Pins of every beam would displace the tenant's pins of other prompts.
+            pins=None if beam.token_ids else call.terms.pins,
         )
         return dataclasses.replace(
             call,

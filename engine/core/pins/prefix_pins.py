@@ -13,8 +13,8 @@ Refuses to know: tenants (an owner is a name made by the router), tensors.
 
 from __future__ import annotations
 
-import math
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,9 +26,12 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import PinCounts
 from engine.core.request import Request
 
-# Maximum number of pins of one owner, because some operations look through all of them.
+# Maximum number of an owner's pins, because `tick` looks at each pin.
 MAX_PINS = 4096
-ANY_CLASS = 2**31  # above all cache classes of blocks
+# Maximum number of hashes that an owner's pins store, per block of the owner's share. Pins of many
+# prefixes of one prompt keep few blocks, but store the hashes of these blocks many times.
+HASHES_PER_BLOCK = 64
+ANY_CLASS = 2**31  # finds blocks of all cache classes
 TICK_S = 1.0
 
 
@@ -56,14 +59,23 @@ class _Owner:
     Attributes:
         pins: the pins by the hash of the last block; the one used longest ago comes first.
         names: number of pins that keep each block.
+        num_hashes: number of hashes that the pins store.
     """
 
     pins: dict[BlockHash, Pin] = field(default_factory=dict)
     names: Counter[BlockHash] = field(default_factory=Counter)
+    num_hashes: int = 0
+
+    def is_over(self, share: int) -> bool:
+        """Return whether the pins take more than a share of blocks, or more memory than is due."""
+        if len(self.names) > share:
+            return True
+        takes_memory = len(self.pins) > MAX_PINS or self.num_hashes > HASHES_PER_BLOCK * share
+        return takes_memory and len(self.pins) > 1
 
 
 class PrefixPins:
-    """All pins of one engine. Used on the engine's thread.
+    """The pins of one engine. Used on the engine's thread.
 
     Args:
         manager: owner of the prefix cache.
@@ -156,22 +168,19 @@ class PrefixPins:
         self, hashes: tuple[BlockHash, ...], share: int
     ) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
         """Return the longest prefix whose blocks fit a share, and the names of these blocks."""
-        while hashes:
-            names = self._manager.coordinator.names_needed(hashes)
-            excess = len(names) - share
-            if excess <= 0:
-                return hashes, names
-            # One logical block has at most `num_groups` names, so this skips no prefix that fits.
-            num_surplus = math.ceil(excess / self._manager.num_groups)
-            hashes = hashes[:-num_surplus]
-        return (), ()
+        coordinator = self._manager.coordinator
+        lengths = range(len(hashes) + 1)  # a longer prefix needs as many blocks or more
+        hashes = hashes[: bisect_right(lengths, share, key=coordinator.num_needed) - 1]
+        return hashes, coordinator.names_needed(hashes)
 
     def _add(self, own: _Owner, pin: Pin) -> None:
         """Add a pin as the most recently used; replace a pin of the same prefix."""
         old = own.pins.pop(pin.hashes[-1], None)
         own.pins[pin.hashes[-1]] = pin
+        own.num_hashes += len(pin.hashes)
         self._keep(own, pin.names)
         if old is not None:
+            own.num_hashes -= len(old.hashes)
             self._let_go(own, old.names)
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
@@ -186,7 +195,7 @@ class PrefixPins:
     def _make_room(self, own: _Owner) -> None:
         """Drop an owner's oldest pins until the others fit its share; cut the last one."""
         share = self._max_blocks // len(self._owners)
-        while len(own.names) > share or len(own.pins) > MAX_PINS:
+        while own.is_over(share):
             oldest = next(iter(own.pins.values()))
             if len(own.pins) == 1:
                 self._remove(own, oldest)
@@ -207,12 +216,13 @@ class PrefixPins:
 
     def _remove(self, own: _Owner, pin: Pin) -> None:
         del own.pins[pin.hashes[-1]]
+        own.num_hashes -= len(pin.hashes)
         self._let_go(own, pin.names)
 
     # ------------------------------------------------------------------ blocks
 
     def _keeps(self, block: KVCacheBlock) -> bool:
-        """Return whether a block that becomes free is pinned; one of equal blocks is pinned."""
+        """Return whether to pin a block that becomes free: one block of each pinned content."""
         block_hash = block.block_hash
         if block_hash not in self._kept or block_hash is None:
             return False
@@ -223,7 +233,7 @@ class PrefixPins:
         self._move(list(self._change(own, names, 1)))
 
     def _let_go(self, own: _Owner, names: Iterable[BlockHash]) -> None:
-        """Let one pin less keep blocks; free blocks that no pin keeps become ordinary ones."""
+        """Let one pin fewer keep blocks; free blocks that no pin keeps any more become ordinary."""
         self._move(list(self._change(own, names, -1)))
 
     def _change(self, own: _Owner, names: Iterable[BlockHash], by: int) -> Iterator[BlockHash]:
@@ -243,15 +253,12 @@ class PrefixPins:
                 yield name
 
     def _move(self, names: list[BlockHash]) -> None:
-        """Move free blocks in the free list as if they became free now, the last block first.
-
-        Blocks are moved one at a time, so that the pool's peak of used blocks stays right.
-        """
+        """Put free blocks where the pool puts blocks that become free now, first blocks last."""
         pool = self._pool
         for name in reversed(names):
             block_id = pool.find(name, ANY_CLASS)
             if block_id is not None and pool.num_free_among((block_id,)):
-                pool.touch((block_id,))
+                pool.touch((block_id,), is_use=False)
                 pool.release((block_id,))
 
     # ------------------------------------------------------------------ time
@@ -295,8 +302,9 @@ class PrefixPins:
                 num_ended += 1
             if not own.pins:
                 del self._owners[owner]
-        setattr(self.counts, how, getattr(self.counts, how) + num_ended)
-        self._count()
+        if num_ended:
+            setattr(self.counts, how, getattr(self.counts, how) + num_ended)
+            self._count()
         return num_ended
 
     def _count(self) -> None:
@@ -314,6 +322,7 @@ class PrefixPins:
             assert own.pins
             names = Counter(name for pin in own.pins.values() for name in pin.names)
             assert names == own.names
+            assert own.num_hashes == sum(len(pin.hashes) for pin in own.pins.values())
             assert len(names) <= self._max_blocks // len(self._owners)
             kept.update(names.keys())
         assert kept == self._kept

@@ -1,10 +1,11 @@
 """Reads ``cache_control``: which prefixes of a prompt a Messages request asks to keep.
 
-    tools ... | system ... | message, message ...        in the order of the prompt
-            ^ mark       ^ mark              ^ mark      of these, only the last of each time counts
+    tools ... | system ... | message, message ...        in the order of the request
+            ^ mark       ^ mark              ^ mark      of each time, only the last mark counts
 
-A mark at the end of the conversation stands for the whole prompt, and the answer with it. The
-length of another marked prefix is the number of tokens of the conversation up to the mark.
+A mark at the end of the conversation keeps the whole prompt and the answer. The length of another
+marked prefix is the number of tokens of the conversation up to the mark. Chat templates write tools
+and the system prompt in either order, so a mark of a tool keeps the system prompt, too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ async def pinned_prefixes(
 ) -> tuple[PrefixPin, ...]:
     """Return the prefixes that a request asks to keep, at most one for each time.
 
-    A prefix whose conversation the chat template cannot write is left out: a mark is only a hint.
+    A mark is only a hint: a prefix without tokens, or one that the chat template refuses to write,
+    is left out.
 
     Args:
         body: the chat request that ``given`` was converted to.
@@ -63,15 +65,14 @@ async def pinned_prefixes(
             token_ids = await served.intake.reader.tokenize(prompt, request[PRINCIPAL])
         except BatonError:
             continue
-        prefixes.append(PrefixPin(mark.ttl_s, len(token_ids)))
+        if token_ids:  # a length of 0 would stand for the whole prompt and the answer
+            prefixes.append(PrefixPin(mark.ttl_s, len(token_ids)))
     return tuple(prefixes)
 
 
 def _marks(given: MessagesRequest) -> list[_Mark]:
     """Return all marks of a request, in the order of the prompt."""
-    marks = [
-        _Mark(_ttl_s(tool.cache_control), 0) for tool in given.tools or () if tool.cache_control
-    ]
+    marks = [_Mark(_ttl_s(tool.cache_control)) for tool in given.tools or () if tool.cache_control]
     if given.system and not isinstance(given.system, str):
         marks += [
             _Mark(_ttl_s(block.cache_control), number)
@@ -99,7 +100,7 @@ def _ttl_s(control: CacheControl | None) -> float:
 
 
 def _last_marks(marks: list[_Mark]) -> list[_Mark]:
-    """Drop each mark that a later mark with an equal or longer time makes superfluous."""
+    """Leave out each mark before a later mark with the same or a longer time."""
     kept: list[_Mark] = []
     for mark in reversed(marks):
         if all(mark.ttl_s > later.ttl_s for later in kept):
@@ -122,11 +123,7 @@ def _up_to(given: MessagesRequest, body: ChatRequest, mark: _Mark) -> ChatReques
 
 
 def _system(body: ChatRequest, num_blocks: int | None) -> list[Message]:
-    """Return the first blocks of the system prompt as a message.
-
-    A template writes tools together with the system prompt, so a mark of a tool counts as a mark at
-    the end of an empty system prompt.
-    """
+    """Return the first blocks of the system prompt (None: all) as a message."""
     first = body.messages[0]
     content = first.content if first.role == "system" else ""
     if not isinstance(content, str) and content is not None:

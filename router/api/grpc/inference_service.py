@@ -15,7 +15,7 @@ import structlog
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from baton.kv.pins import PrefixPin, check_pins
+from baton.kv.pins import PrefixPin, check_num_pins, check_pins
 from baton.link import wire
 from baton.link.words import DropPins, NodeRole
 from baton.serving.call_gate import Context
@@ -143,7 +143,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def DropPins(  # gRPC prescribes this name
         self, request: inference_pb2.DropPinsRequest, context: Context
     ) -> inference_pb2.DropPinsResponse:
-        """Tell all nodes of a model to end the pins of one session of the caller's tenant."""
+        """Tell the serving nodes of a model to end the pins of one session of the caller's tenant.
+
+        Draining nodes get no command: a node that then sleeps would store all commands.
+        """
         served = self._find_name(request, context)
         if not request.session_id:
             raise InvalidRequestError("session_id", "is needed")
@@ -151,7 +154,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         principal = context.principal
         command = DropPins(owner_name(principal), session_name(principal, request.session_id))
         for node in served.base.pool.nodes:
-            if node.registration.role is not NodeRole.ENCODE:
+            if not node.is_draining and node.registration.role is not NodeRole.ENCODE:
                 node.send(command)
         return inference_pb2.DropPinsResponse()
 
@@ -259,6 +262,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             timeout_s = min(timeout_s, self._max_timeout_s)
         prefixes: tuple[PrefixPin, ...] = ()
         if not isinstance(request, inference_pb2.PooledTerms):
+            check_num_pins(len(request.pins))  # converting millions would block the event loop
             prefixes = wire.prefixes_from_proto(request.pins)
             check_pins(prefixes)
         return Terms(

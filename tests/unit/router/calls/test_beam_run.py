@@ -12,6 +12,7 @@ from baton.api.beam_search import BeamSearchParams, search_beams
 from baton.api.errors import DeadlineExceededError, NodeUnavailableError
 from baton.api.outputs import FinishReason, TextDelta
 from baton.api.sampling_params import SamplingParams
+from baton.kv.pins import PinTerms, PrefixPin
 from router.calls.beam_run import BeamRun
 from router.calls.call import Call, Terms
 from tests.fakes.router.one_token_model import OneTokenModel, best
@@ -67,6 +68,18 @@ def test_steps_are_calls_of_one_token_with_the_terms_of_their_request() -> None:
         assert limits == {0.0}  # the request is counted once, before
         lengths = [len(call.prompt_token_ids) for call in model.calls]
         assert lengths[:4] == [3, 4, 4, 4]
+
+    asyncio.run(main())
+
+
+def test_only_the_call_that_computes_the_prompt_pins() -> None:
+    async def main() -> None:
+        model, call = OneTokenModel(), make_call()
+        pins = PinTerms(prefixes=(PrefixPin(60.0),))
+        terms = dataclasses.replace(call.terms, pins=pins)
+        await read(BeamRun(make_call(terms=terms), PARAMS, 100, model.run), 0)
+        assert [call.terms.pins for call in model.calls[:2]] == [pins, None]
+        assert {call.terms.pins for call in model.calls[1:]} == {None}
 
     asyncio.run(main())
 

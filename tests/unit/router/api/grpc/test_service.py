@@ -16,7 +16,7 @@ from baton.api.outputs import FinishReason, RequestDelta, TextDelta, TokenLogpro
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.link import wire
-from baton.link.words import CancelCommand, PrefillCommand
+from baton.link.words import CancelCommand, DropPins, NodeBeat, PrefillCommand, ServingState
 from baton.serving.access_log import AccessEntry
 from baton.serving.call_gate import Context
 from baton.text.tokenizer import Tokenizer
@@ -158,6 +158,26 @@ async def test_without_one_the_text_is_whole_and_the_receipt_too() -> None:
     assert pieces[-1].receipt is not None
     assert pieces[-1].receipt.decode == DECODE_RECEIPT
     assert scene.cancels == [0, 0]
+
+
+@asynchronous
+async def test_sessions_are_dropped_on_nodes_that_serve() -> None:
+    scene = Scene()
+    beat = NodeBeat(serving_state=ServingState.DRAINED)
+    scene.prefill.pool.on_event(scene.prefill.node, beat)
+    request = inference_pb2.DropPinsRequest(session_id="s")
+    await scene.service.DropPins(request, cast(Context, _NoDeadline()))
+    assert [len(node.of(DropPins)) for node in (scene.prefill, scene.decode)] == [0, 1]
+
+
+@asynchronous
+async def test_too_many_pins_are_refused_before_any_is_converted() -> None:
+    scene = Scene()
+    scene.request.pins.extend(types_pb2.PrefixPin(ttl_s=1.0) for _ in range(5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "prefixes_from_proto", lambda pins: pytest.fail("converted"))
+        with pytest.raises(InvalidRequestError, match=r"^pins: must have at most 4, got 5$"):
+            await scene.run()
 
 
 @pytest.mark.parametrize(
