@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_layers_that_read_other_layers_keys_attend_too() -> None:
     window, full = PagedKV(2, 8, 4), PagedKV(2, 8)
     kv_layers: list[AnyKV] = [window, full, SharedKV(2), SharedKV(2), SharedKV(4)]
     arrays = (KVArray(shape=(2, 2, 4, 8), dtype="float32"),)
-    sizes = {"arrays": arrays, "num_places": 1, "block_size": 4}
+    sizes: dict[str, Any] = {"arrays": arrays, "num_places": 1, "block_size": 4}
     groups = (
         KVGroup(kind=KVKind.PAGED, layers=(1,), **sizes),
         KVGroup(kind=KVKind.WINDOW, layers=(0,), window=4, **sizes),
