@@ -1,4 +1,4 @@
-"""Embeddings: of each layer (Gemma 4), and those of a CPU, packed or in 16 bits.
+"""Embeddings: per-layer embeddings (Gemma 4), and embeddings that a CPU keeps in few bits.
 
 Refuses to know: other packed layers, files.
 """

@@ -33,7 +33,7 @@ _DECODE = {  # three programs per multiprocessor, with 72 KiB each
 # Converting float8 keys takes registers, so fewer stages are used, to avoid register spills.
 _DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4), 512: TileSize(16, 4, 4)}
 
-# Rows are new tokens times heads.
+# Rows of a tile: new tokens times heads.
 _VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64, 512: 32}
 # With half the rows and 4 warps, two programs would share a multiprocessor (capability 9.0), but
 # each key would be read twice as often, for which the L2 cache lacks bandwidth.
