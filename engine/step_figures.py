@@ -6,12 +6,13 @@ The measured times also limit the next step's number of prompt tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.api.outputs import FinishReason
 from baton.kv.kv_file_counts import KVFileCounts
-from baton.kv.manifest import KVKind
+from baton.kv.layers import AnyKV, shared_layers
+from baton.kv.manifest import KVGroup, KVKind
 from engine.core.drafts import ALL
 from engine.core.metrics import EngineMetrics, by_sign
 from engine.core.outputs import SchedulerOutput
@@ -25,6 +26,21 @@ from models.work import model_work
 # always allowed, even if the step then takes too long. With fewer tokens, a prompt would need more
 # steps, each of which reads all weights.
 _LEAST_PART = 8
+
+
+def count_attending(
+    groups: Sequence[KVGroup], kv_layers: Sequence[AnyKV]
+) -> tuple[tuple[int | None, int], ...]:
+    """Return each group's window, and how many layers attend to the group's keys.
+
+    Layers that read another layer's keys and values count in the group of the other layer.
+    """
+    sources = shared_layers(kv_layers).values()
+    return tuple(
+        (group.window or None, len(group.layers) + sum(one in group.layers for one in sources))
+        for group in groups
+        if group.kind is not KVKind.STATE
+    )
 
 
 class StepFigures:
@@ -57,11 +73,8 @@ class StepFigures:
             weights=executor.config.weights,
             kv_cache_dtype="fp8" if memory.dtype.startswith("fp8") else "auto",
         )
-        scheduler.counters.attended_layers = tuple(
-            (group.window or None, len(group.layers))
-            for group in memory.manifest.groups
-            if group.kind is not KVKind.STATE
-        )
+        kv_layers = [layer.mixer.kv for layer in executor.model_config.layers]
+        scheduler.counters.attended_layers = count_attending(memory.manifest.groups, kv_layers)
 
     def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
         """Count an ended step that took ``computed_s`` seconds; call before `Scheduler.update`."""

@@ -24,8 +24,7 @@ class LayerTail:
         sender: sends the pushed blocks.
         layer_groups: ranges of a block's layers, in order; each range is pushed once its last layer
             is computed.
-        num_layers: number of the model's layers if blocks must be pushed whole, after the last
-            layer; None: each layer group is pushed by itself.
+        ends: for each range, how many of the model's layers are computed when the range is.
         fence: returns a function that tells whether a GPU has finished all work launched so far;
             see `KVMemory.fence`.
 
@@ -37,14 +36,12 @@ class LayerTail:
         self,
         sender: Sender,
         layer_groups: Sequence[LayerRange],
+        ends: Sequence[int],
         fence: Callable[[], Callable[[], bool] | None],
-        num_layers: int | None = None,
     ) -> None:
+        assert len(ends) == len(layer_groups)
         self._sender = sender
-        self._layer_groups = layer_groups
-        # For each group, the number of computed layers from which on it may be pushed.
-        self._ends = [end for _, end in layer_groups] if num_layers is None else [num_layers]
-        assert len(self._ends) == len(layer_groups)
+        self._layer_groups, self._ends = layer_groups, ends
         self._fence = fence
         self._pushes: list[BlockPush] = []
         self.num_groups_pushed = 0
@@ -85,14 +82,17 @@ class LayerTails:
 
     def __init__(self, engine: Engine, sender: Sender) -> None:
         memory = engine.kv_memory
-        num_layers = len(memory.spec.groups[0].layers)
-        can_cut = memory.layers_per_group == num_layers
+        layers = memory.spec.groups[0].layers
+        can_cut = memory.layers_per_group == len(layers)
         is_by_heads = memory.manifest.groups[0].order is KVOrder.HEADS
         self.has_any = memory.spec.num_groups == 1 and (can_cut or is_by_heads)
         self._sender, self._fence = sender, memory.fence
         self._layer_groups = layer_groups(memory.layers_per_group, NUM_LAYER_GROUPS)
-        self._num_layers = None if can_cut else num_layers
+        # Between the group's layers there may be layers that read other layers' KV.
+        self._ends = (
+            [layers[end - 1] + 1 for _, end in self._layer_groups] if can_cut else [layers[-1] + 1]
+        )
 
     def make_tail(self) -> LayerTail:
         """Make the tail of the next step."""
-        return LayerTail(self._sender, self._layer_groups, self._fence, self._num_layers)
+        return LayerTail(self._sender, self._layer_groups, self._ends, self._fence)

@@ -31,9 +31,12 @@ def check_adapters(device: str, report: Report) -> bool:
     tokens: dict[str, dict[str, list[Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         adapters = write_adapters(Path(folder))
-        for where in dict.fromkeys(("cpu", device)):
+        for where in dict.fromkeys((device, "cpu")):
             options: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": KV_BYTES}
-            llm = LLM(MODEL, device=where, adapters=adapters, **options)
+            try:
+                llm = LLM(MODEL, device=where, adapters=adapters, **options)
+            except ConfigError as error:  # adapters may be refused on a GPU
+                raise CannotRunError(str(error)) from error
             names = ["", *adapters]
             prompts = [text for text in TEXTS for _ in names]
             found = llm.generate(prompts, drawn_params()[0], adapter=names * len(TEXTS))
@@ -50,13 +53,21 @@ def check_adapters(device: str, report: Report) -> bool:
 
 
 def check_images(device: str, report: Report) -> bool:
-    """Compare prompts with images on the device with transformers on the CPU, in float32."""
+    """Compare prompts with images on the device with transformers on the CPU, in float32.
+
+    Models in which the tokens of an image see each other are left out on a GPU, where these models
+    read text only.
+    """
+    from models.config import ModelConfig
     from tests.numerics.vision_checkpoints import VISION_FAMILIES, make_vision_checkpoint
 
     right = True
     for family in VISION_FAMILIES if device != "cpu" else list(VISION_FAMILIES)[:1]:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = make_vision_checkpoint(family, Path(folder))
+            is_whole = bool(ModelConfig.from_folder(checkpoint.folder).whole_image_layers)
+            if is_whole and device != "cpu":
+                continue
             equal = _equal_prompts(checkpoint, device)
         report[f"{family}: equal"] = f"{equal} of {NUM_PROMPTS}"
         right = right and equal == NUM_PROMPTS

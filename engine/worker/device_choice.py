@@ -40,6 +40,9 @@ _ROUNDED_WEIGHTS = [one.value for one in QuantizedFormat if one != QuantizedForm
 # Major compute capabilities for which the choice of matrix instructions does not depend on the
 # number of tokens, as batch-invariant results require.
 _ONE_INSTRUCTION = (8, 9, 12)
+# Largest heads of the batch-invariant attention kernels: with larger heads, tiles of one size for
+# all GPUs do not fit into the registers.
+_LARGEST_HEAD = 256
 
 # Name of the attention backend of each KV cache group; None: the group has state layers.
 BackendNames = tuple[str | None, ...]
@@ -171,6 +174,8 @@ def check_batch_invariant(config: EngineConfig, device: torch.device, model: Mod
         problem = "on a GPU not for models with latents (MLA)"
     elif KVKind.STATE in kinds:
         problem = "on a GPU not for models with states"
+    elif any(isinstance(kv, PagedKV) and kv.head_dim > _LARGEST_HEAD for kv in model.kept_kv):
+        problem = f"on a GPU heads must have at most {_LARGEST_HEAD} numbers"
     else:
         problem = None
     if problem is not None:

@@ -151,6 +151,8 @@ def _heads_of_full(model: ModelFields) -> tuple[int, int]:
     fields, num_kv_heads = model.fields, model.num_kv_heads
     if fields.has("per_layer_config"):
         found = _per_layer(fields, _layer_types(model))
+    elif "per_layer_config" in fields.names():  # null: all layers have heads of one size
+        found = Fields({}, "config.json")
     else:
         found = fields.with_values(
             {

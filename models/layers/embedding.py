@@ -1,4 +1,4 @@
-"""Embeddings: per-layer embeddings (Gemma 4), and embeddings on CPUs, packed or in 16 bits.
+"""Embeddings: per-layer embeddings (Gemma 4), and embeddings that a CPU keeps in few bits.
 
 Refuses to know: other packed layers, files.
 """

@@ -269,7 +269,7 @@ class MlpAndExperts(Computing):
 
 
 class RouterNorm(RMSNorm):
-    """The norm before a router; divides its results by the square root of their size."""
+    """The norm before Gemma 4's router, with results divided by the square root of the size."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps, NormWeight.WIDE)

@@ -107,7 +107,7 @@ class Layer:
         torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     layer = Layer(MIXED, dtype=dtype, head_dim=head_dim)
     layer.check(layer.run())

@@ -6,7 +6,6 @@ One test drops fields; another also sets each to null and to other values. confi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,18 +14,8 @@ from tests.numerics.config_check import ConfigCheck, Outcome
 from tests.numerics.config_fields import base_configs, changes, read_by_baton
 from tests.numerics.config_table import all_changes, table
 
-# With default sizes, transformers' float32 differs from its float64 by more than the limit.
-NOISY = pytest.mark.xfail(reason="float32 noise of transformers", strict=False)
 
-
-def architectures() -> list[Any]:
-    return [
-        pytest.param(name, marks=NOISY if name.startswith("Gemma4") else ())
-        for name in MODELS.names()
-    ]
-
-
-@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize("architecture", MODELS.names())
 def test_fields_that_a_file_leaves_out(architecture: str, tmp_path: Path) -> None:
     config = base_configs(architecture)[0]
     check = ConfigCheck(architecture, tmp_path)

@@ -28,11 +28,13 @@ _DECODE = {  # three programs per multiprocessor, with 72 KiB each
     64: TileSize(128, 4, 5),
     128: TileSize(64, 4, 5),
     256: TileSize(32, 4, 5),
+    512: TileSize(16, 4, 5),
 }
 # Converting float8 keys takes registers, so fewer stages are used, to avoid register spills.
-_DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4)}
+_DECODE_FP8 = _DECODE | {256: TileSize(32, 4, 4), 512: TileSize(16, 4, 4)}
 
-_VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64}  # rows: new tokens times heads
+# Rows of a tile: new tokens times heads.
+_VARLEN_ROWS = {16: 128, 32: 128, 64: 128, 128: 128, 256: 64, 512: 32}
 # With half the rows and 4 warps, two programs would share a multiprocessor (capability 9.0), but
 # each key would be read twice as often, for which the L2 cache lacks bandwidth.
 _VARLEN = {  # at most 130 KiB
@@ -41,8 +43,10 @@ _VARLEN = {  # at most 130 KiB
     64: TileSize(128, 8, 5),
     128: TileSize(64, 8, 5),
     256: TileSize(32, 8, 5),  # with 4 warps, Triton 3.6 would spill registers
+    512: TileSize(16, 8, 5),
 }
-_VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3)}  # at most 97 KiB, for GPUs with 99
+# At most 97 KiB, for GPUs with 99.
+_VARLEN_SMALL = _VARLEN | {256: TileSize(32, 8, 3), 512: TileSize(16, 8, 3)}
 
 
 @functools.cache

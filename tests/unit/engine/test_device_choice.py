@@ -34,7 +34,7 @@ from models.config import ModelConfig
 from models.gpu.invariant import InvariantPacker
 from models.gpu.packing import GpuPacker
 from models.layers.computing import Computing
-from models.recipe import LatentSpec, LayerSpec, MixerSpec, ShortConvSpec
+from models.recipe import AttentionSpec, LatentSpec, LayerSpec, MixerSpec, ShortConvSpec
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 
 LATENTS = LatentSpec(
@@ -42,6 +42,7 @@ LATENTS = LatentSpec(
     v_head_dim=8, rope_interleave=True, scale=1.0,
 )  # fmt: skip
 STATES = ShortConvSpec(num_channels=256, kernel_size=3, bias=False)
+LARGE_HEADS = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=512, window=None)
 CPU, SECOND_GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
@@ -219,6 +220,7 @@ def test_without_triton_a_gpu_has_no_weights_of_few_bits(monkeypatch: pytest.Mon
         ({"weights": "int4"}, "cuda", None, "on a GPU weights cannot be int4; int8 they can"),
         ({}, "cuda", LATENTS, r"on a GPU not for models with latents \(MLA\)"),
         ({}, "cuda", STATES, "on a GPU not for models with states"),
+        ({}, "cuda", LARGE_HEADS, "on a GPU heads must have at most 256 numbers"),
         ({}, "cuda", None, "on a GPU compute capability must be 8.x, 9.x or 12.x, got 10.0"),
         ({"weights": "int8"}, "cuda", None, None),
         ({}, "cuda", None, None),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baton.kv.layers import AnyKV, PagedKV, SharedKV
+from baton.kv.manifest import KVArray, KVGroup, KVKind
 from engine.core.metrics import EngineCounters, attended_tokens
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
+from engine.step_figures import count_attending
 from models.config import ModelConfig
 from models.recipe import MlpSpec
 from models.work import ModelWork, model_work
@@ -64,3 +68,15 @@ def test_a_step_reads_kv_once_a_request_and_of_windows_what_is_in_them() -> None
     counters.note_work(SchedulerOutput(items, 4))
     assert counters.attended == 2 * (10 + 7 + 8 + 9) + 3 * (4 + 4 + 4 + 4)
     assert counters.kv_read == 2 * (10 + 9) + 3 * (4 + 6)
+
+
+def test_layers_that_read_other_layers_keys_attend_too() -> None:
+    window, full = PagedKV(2, 8, 4), PagedKV(2, 8)
+    kv_layers: list[AnyKV] = [window, full, SharedKV(2), SharedKV(2), SharedKV(4)]
+    arrays = (KVArray(shape=(2, 2, 4, 8), dtype="float32"),)
+    sizes: dict[str, Any] = {"arrays": arrays, "num_places": 1, "block_size": 4}
+    groups = (
+        KVGroup(kind=KVKind.PAGED, layers=(1,), **sizes),
+        KVGroup(kind=KVKind.WINDOW, layers=(0,), window=4, **sizes),
+    )
+    assert count_attending(groups, kv_layers) == ((None, 2), (4, 3))

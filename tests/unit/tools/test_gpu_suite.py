@@ -11,6 +11,12 @@ from types import ModuleType
 
 import pytest
 
+import engine
+from baton.api.errors import ConfigError
+from benchmarks.gpu import gpu_unseen
+from benchmarks.gpu.gpu_report import CannotRunError, Report
+from tests.numerics.vision_checkpoints import VISION_FAMILIES
+
 gpu_suite = importlib.import_module("benchmarks.gpu.gpu_suite")
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "benchmarks"
@@ -94,3 +100,25 @@ def test_drawn_weights_are_loaded_with_all_that_an_engine_says(
     assert list(inspect.signature(drawn).parameters) == list(
         inspect.signature(load_model).parameters
     )
+
+
+def test_on_a_gpu_models_that_read_only_text_there_are_not_given_images(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "Gemma3ForConditionalGeneration"
+    of_one = {name: VISION_FAMILIES[name]}
+    monkeypatch.setattr("tests.numerics.vision_checkpoints.VISION_FAMILIES", of_one)
+    monkeypatch.setattr(gpu_unseen, "_equal_prompts", lambda *_: 0)
+    assert gpu_unseen.check_images("cuda", Report(tmp_path / "report.json"))
+    assert not gpu_unseen.check_images("cpu", Report(tmp_path / "report.json"))
+
+
+def test_adapters_that_a_gpu_refuses_are_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("max_adapters: adapters are computed on a CPU")
+
+    monkeypatch.setattr(engine, "LLM", refuse)
+    with pytest.raises(CannotRunError, match="max_adapters"):
+        gpu_unseen.check_adapters("cuda", Report(tmp_path / "report.json"))
