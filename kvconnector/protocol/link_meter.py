@@ -79,7 +79,7 @@ class _Link:
     def end_write(self, key: TransferKey, now: float, problem: str) -> float | None:
         """Count the end of a transfer's oldest write; return a complete measurement's bandwidth."""
         sizes = self.in_flight.get(key)
-        if sizes is None:  # the write was posted before the peer connected again
+        if sizes is None:  # the write was posted before the link was known
             return None
         self.span_bytes += sizes.popleft()
         if not sizes:
@@ -93,9 +93,12 @@ class _Link:
             return None
         if self.span_bytes < ARRIVED_FACTOR * sum(map(sum, self.in_flight.values())):
             return None
-        for key, sizes in self.in_flight.items():
-            self.in_flight[key] = deque([0] * len(sizes))
+        self.in_flight = self.without_bytes()
         return self._end_span(now)
+
+    def without_bytes(self) -> dict[TransferKey, deque[int]]:
+        """Return the writes in flight, with 0 bytes each, so that no later span counts them."""
+        return {key: deque([0] * len(sizes)) for key, sizes in self.in_flight.items()}
 
     def _end_span(self, now: float) -> float | None:
         """Begin a new span; return the bandwidth if a measurement is complete."""
@@ -211,7 +214,10 @@ class LinkMeter:
                 and action.kind is TransferEventKind.PEER_CONNECTED
             ):
                 tested = action.bandwidth_bytes_per_s
-                self._links[action.engine_id] = _Link(tested, tested, now)
+                before = self._links.get(action.engine_id)
+                in_flight = {} if before is None else before.without_bytes()
+                link = _Link(tested, tested, now, in_flight, began_at=now)
+                self._links[action.engine_id] = link
 
 
 def _are_near(one: float, other: float) -> bool:

@@ -165,6 +165,15 @@ def test_tiny_slow_writes_of_a_busy_process_are_no_measurement() -> None:
         assert link.end_write(("r", 1), second + 0.1, "") is None
 
 
+def test_a_transfer_that_outlives_a_connection_does_not_make_the_link_look_fast() -> None:
+    before = _Link(tested=1e6, reported=1e6, counted_at=0.0)
+    before.begin_write(("r", 1), 2**24, 0.0)
+    link = _Link(1e6, 1e6, 1.0, before.without_bytes(), began_at=1.0)
+    link.begin_write(("r", 1), 2**24, 1.0)
+    assert link.end_write(("r", 1), 1.001, "") is None
+    assert link.end_write(("r", 1), 3.0, "") == 2**23
+
+
 def test_writes_of_an_earlier_connection_do_not_end_a_span() -> None:
     link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
     link.begin_write(("new", 1), 2**24, 0.0)
