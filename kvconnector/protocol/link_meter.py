@@ -37,6 +37,9 @@ MIN_SPAN_BYTES, MIN_SPAN_S = 2**20, 0.05
 MIN_LONG_SPAN_BYTES = 2**16
 # Enough bytes, or enough seconds of spans, for one measurement
 ENOUGH_BYTES, ENOUGH_S = 16 * 2**20, 0.5
+# Least seconds between two measurements. Bandwidths of a few writes differ a lot, and each report
+# costs the router time and this node a line in the log.
+INTERVAL_S = 1.0
 # A bandwidth is reported if it differs from the last reported bandwidth by more than this factor.
 REPORT_FACTOR = 1.5
 # A span of a busy link ends if this many times as many of its bytes have arrived as are in flight.
@@ -57,6 +60,7 @@ class _Link:
         began_at: when the present span began.
         span_bytes: bytes of the present span's writes that have ended.
         is_spoilt: whether a write of the present span failed, so that the span does not count.
+        measured_at: when the last measurement was complete, or when the self-test had passed.
         num_bytes, busy_s: bytes and seconds of the spans since the last measurement.
     """
 
@@ -67,6 +71,7 @@ class _Link:
     began_at: float = 0.0
     span_bytes: int = 0
     is_spoilt: bool = False
+    measured_at: float = 0.0
     num_bytes: int = 0
     busy_s: float = 0.0
 
@@ -109,10 +114,11 @@ class _Link:
         self.counted_at = now
         self.num_bytes += span_bytes
         self.busy_s += span_s
-        if self.busy_s <= 0 or (self.num_bytes < ENOUGH_BYTES and self.busy_s < ENOUGH_S):
+        is_enough = self.num_bytes >= ENOUGH_BYTES or self.busy_s >= ENOUGH_S
+        if not is_enough or now - self.measured_at < INTERVAL_S or self.busy_s <= 0:
             return None
         bandwidth = self.num_bytes / self.busy_s
-        self.num_bytes, self.busy_s = 0, 0.0
+        self.measured_at, self.num_bytes, self.busy_s = now, 0, 0.0
         return bandwidth
 
     def _counts(self, span_bytes: int, span_s: float) -> bool:
@@ -216,7 +222,7 @@ class LinkMeter:
                 tested = action.bandwidth_bytes_per_s
                 before = self._links.get(action.engine_id)
                 in_flight = {} if before is None else before.without_bytes()
-                link = _Link(tested, tested, now, in_flight, began_at=now)
+                link = _Link(tested, tested, now, in_flight, began_at=now, measured_at=now)
                 self._links[action.engine_id] = link
 
 

@@ -137,7 +137,7 @@ def test_a_link_that_is_always_busy_is_measured() -> None:
     key, now, num_bytes = ("r", 1), 0.0, 2**18
     for _ in range(2):
         link.begin_write(key, num_bytes, now)
-    for _ in range(200):  # one write ends each 10 ms, and the next is posted at once
+    for _ in range(500):  # one write ends each 10 ms, and the next is posted at once
         now += 0.01
         assert link.end_write(key, now, "") is None
         link.begin_write(key, num_bytes, now)
@@ -156,6 +156,18 @@ def test_writes_that_end_together_after_a_busy_span_do_not_make_the_link_look_fa
     found = [link.end_busy_span(8.0)]
     found += [link.end_write(("r", 1), 8.001, "") for _ in range(2)]
     assert found == [2**23, None, None]
+
+
+def test_bandwidths_that_change_with_each_write_are_measured_at_intervals() -> None:
+    link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
+    found = []
+    for number in range(1, 1 + 4 * 64):  # 4 s
+        seconds = 2**-7 if number % 2 else 2**-10
+        link.begin_write(("r", 1), 2**24, number / 64 - seconds)
+        found.append(link.end_write(("r", 1), number / 64, ""))
+    measured = [one for one in found if one is not None]
+    assert len(measured) == 4
+    assert max(measured) < 1.1 * min(measured)
 
 
 def test_tiny_slow_writes_of_a_busy_process_are_no_measurement() -> None:
