@@ -3,11 +3,15 @@
     post  post  end  post  end  end         a span: from a post until no write to the peer is in
     |<---------- span ---------->|          flight; bandwidth = bytes / seconds of several spans
 
+A busy link always has a write in flight. So after `ENOUGH_S` a span ends once nearly all of its
+bytes have arrived, and the next span begins at once. The writes still in flight then count in
+neither span, because the bandwidth must not seem higher than it is.
+
 A self-test measures a pair of nodes only once, but links get slower and faster, and pairs share
 links. A new bandwidth is reported in a PEER_CONNECTED event, as after a self-test. A measured
 bandwidth below the self-test's makes the router avoid the pair, so that nothing would correct the
-bandwidth later. So while no KV is sent to the peer, the meter doubles the bandwidth at intervals,
-up to the self-test's.
+bandwidth later. So while no span counts, the meter doubles the bandwidth at intervals, up to the
+self-test's.
 
 Refuses to know: requests, which transport carries the bytes.
 """
@@ -15,23 +19,32 @@ Refuses to know: requests, which transport carries the bytes.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from baton.telemetry.rates import format_rate
-from kvconnector.base import NO_TRANSFER, TransferEvent, TransferEventKind
+from kvconnector.base import NO_TRANSFER, TransferEvent, TransferEventKind, TransferKey
 from kvconnector.protocol.actions import Action, Input, Posted, StateMachine, WriteEnded
 from kvconnector.protocol.peers import PeerState
 from kvconnector.protocol.sender import SendMachine
 
 logger = logging.getLogger(__name__)
 
-# A short span with few bytes measures the latency of a write, so it does not count.
+# A short span with few bytes measures the latency of a write. A long span with very few bytes
+# measures how busy this process is. Neither span counts, unless the span is faster than the
+# reported bandwidth.
 MIN_SPAN_BYTES, MIN_SPAN_S = 2**20, 0.05
+MIN_LONG_SPAN_BYTES = 2**16
 # Enough bytes, or enough seconds of spans, for one measurement
 ENOUGH_BYTES, ENOUGH_S = 16 * 2**20, 0.5
+# Least seconds between two measurements. Bandwidths of a few writes differ a lot, and each report
+# costs the router time and this node a line in the log.
+INTERVAL_S = 1.0
 # A bandwidth is reported if it differs from the last reported bandwidth by more than this factor.
 REPORT_FACTOR = 1.5
-DOUBLING_S = 10.0  # seconds without KV after which a low bandwidth doubles
+# A span of a busy link ends if this many times as many of its bytes have arrived as are in flight.
+ARRIVED_FACTOR = 4
+DOUBLING_S = 10.0  # seconds without a span that counts after which a low bandwidth doubles
 
 
 @dataclass(slots=True)
@@ -41,55 +54,89 @@ class _Link:
     Attributes:
         tested: bandwidth that the self-test measured; all bandwidths in bytes per second.
         reported: bandwidth that was reported last.
-        num_in_flight: number of writes in flight.
+        counted_at: when the last span that counts ended, or when the bandwidth doubled.
+        in_flight: bytes of each write in flight, in the order of posting, by transfer; 0 if the
+            write was posted before the present span began.
         began_at: when the present span began.
-        span_bytes: bytes of the present span.
+        span_bytes: bytes of the present span's writes that have ended.
         is_spoilt: whether a write of the present span failed, so that the span does not count.
+        measured_at: when the last measurement was complete, or when the self-test had passed.
         num_bytes, busy_s: bytes and seconds of the spans since the last measurement.
-        quiet_since: when the last span ended, or when the bandwidth doubled.
     """
 
     tested: float
     reported: float
-    quiet_since: float
-    num_in_flight: int = 0
+    counted_at: float
+    in_flight: dict[TransferKey, deque[int]] = field(default_factory=dict)
     began_at: float = 0.0
     span_bytes: int = 0
     is_spoilt: bool = False
+    measured_at: float = 0.0
     num_bytes: int = 0
     busy_s: float = 0.0
 
-    def begin_write(self, num_bytes: int, began_at: float) -> None:
+    def begin_write(self, key: TransferKey, num_bytes: int, began_at: float) -> None:
         """Count a posted write."""
-        if self.num_in_flight == 0:
-            self.began_at, self.span_bytes, self.is_spoilt = began_at, 0, False
-        self.num_in_flight += 1
-        self.span_bytes += num_bytes
+        if not self.in_flight:
+            self.began_at = began_at
+        self.in_flight.setdefault(key, deque()).append(num_bytes)
 
-    def end_write(self, now: float, problem: str) -> float | None:
-        """Count an ended write; return the bandwidth if a measurement is complete."""
-        if self.num_in_flight == 0:  # the write was posted before the peer connected again
+    def end_write(self, key: TransferKey, now: float, problem: str) -> float | None:
+        """Count the end of a transfer's oldest write; return a complete measurement's bandwidth."""
+        sizes = self.in_flight.get(key)
+        if sizes is None:  # the write was posted before the link was known
             return None
-        self.num_in_flight -= 1
+        self.span_bytes += sizes.popleft()
+        if not sizes:
+            del self.in_flight[key]
         self.is_spoilt = self.is_spoilt or bool(problem)
-        if self.num_in_flight or self.is_spoilt:
+        return None if self.in_flight else self._end_span(now)
+
+    def end_busy_span(self, now: float) -> float | None:
+        """End a long span if nearly all of its bytes have arrived; return as `end_write` does."""
+        if not self.in_flight or now - self.began_at < ENOUGH_S:
             return None
-        self.quiet_since = now
-        span_s = now - self.began_at
-        if self.span_bytes >= MIN_SPAN_BYTES or span_s >= MIN_SPAN_S:
-            self.num_bytes += self.span_bytes
-            self.busy_s += span_s
-        if self.busy_s <= 0 or (self.num_bytes < ENOUGH_BYTES and self.busy_s < ENOUGH_S):
+        if self.span_bytes < ARRIVED_FACTOR * sum(map(sum, self.in_flight.values())):
+            return None
+        self.in_flight = self.without_bytes()
+        return self._end_span(now)
+
+    def without_bytes(self) -> dict[TransferKey, deque[int]]:
+        """Return the writes in flight, with 0 bytes each, so that no later span counts them."""
+        return {key: deque([0] * len(sizes)) for key, sizes in self.in_flight.items()}
+
+    def _end_span(self, now: float) -> float | None:
+        """Begin a new span; return the bandwidth if a measurement is complete."""
+        span_bytes, span_s, is_spoilt = self.span_bytes, now - self.began_at, self.is_spoilt
+        self.began_at, self.span_bytes, self.is_spoilt = now, 0, False
+        if is_spoilt or not self._counts(span_bytes, span_s):
+            return None
+        self.counted_at = now
+        self.num_bytes += span_bytes
+        self.busy_s += span_s
+        is_enough = self.num_bytes >= ENOUGH_BYTES or self.busy_s >= ENOUGH_S
+        if not is_enough or now - self.measured_at < INTERVAL_S or self.busy_s <= 0:
             return None
         bandwidth = self.num_bytes / self.busy_s
-        self.num_bytes, self.busy_s = 0, 0.0
+        self.measured_at, self.num_bytes, self.busy_s = now, 0, 0.0
         return bandwidth
 
+    def _counts(self, span_bytes: int, span_s: float) -> bool:
+        """Return whether a span measures the link, and not latency or a busy process.
+
+        Any span is a lower bound of the link's bandwidth, so a span that is faster than the
+        reported bandwidth counts, however small the span is. A low bandwidth limits the bytes in
+        flight (`Peers.limit_bytes`), so a fast link with a low bandwidth has only small spans.
+        """
+        if span_bytes >= MIN_SPAN_BYTES or span_bytes > self.reported * span_s:
+            return True
+        return span_s >= MIN_SPAN_S and span_bytes >= MIN_LONG_SPAN_BYTES
+
     def doubled(self, now: float) -> float | None:
-        """Return twice the reported bandwidth if it is low and the link was quiet for long."""
-        if self.num_in_flight or now - self.quiet_since < DOUBLING_S:
+        """Return twice the reported bandwidth if it is low and no span has counted for long."""
+        if self.in_flight or now - self.counted_at < DOUBLING_S:
             return None
-        self.quiet_since = now
+        self.counted_at = now
         return min(2 * self.reported, self.tested) if self.reported < self.tested else None
 
 
@@ -113,12 +160,14 @@ class LinkMeter:
         match item:
             case Posted(problem="") if link := self._links.get(item.action.engine_id):
                 num_bytes = self._sender.totals.num_bytes - num_before
-                link.begin_write(num_bytes, now - item.posting_s)
+                link.begin_write(item.action.key, num_bytes, now - item.posting_s)
                 if item.is_done:
-                    actions += self._end_write(item.action.engine_id, link, now, "")
+                    bandwidth = link.end_write(item.action.key, now, "")
+                    actions += self._note_measured(item.action.engine_id, link, bandwidth)
             case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
                 if link := self._links.get(engine_id):
-                    actions += self._end_write(engine_id, link, now, problem)
+                    bandwidth = link.end_write(key, now, problem)
+                    actions += self._note_measured(engine_id, link, bandwidth)
             case _:
                 pass
         return actions
@@ -129,12 +178,14 @@ class LinkMeter:
         for engine_id, link in list(self._links.items()):
             if engine_id not in self._sender.peers:
                 del self._links[engine_id]
-            elif bandwidth := link.doubled(now):
+                continue
+            actions += self._note_measured(engine_id, link, link.end_busy_span(now))
+            if bandwidth := link.doubled(now):
                 actions += self._report(engine_id, link, bandwidth)
         return actions
 
-    def _end_write(self, engine_id: str, link: _Link, now: float, problem: str) -> list[Action]:
-        bandwidth = link.end_write(now, problem)
+    def _note_measured(self, engine_id: str, link: _Link, bandwidth: float | None) -> list[Action]:
+        """Report a measured bandwidth that differs from the reported bandwidth."""
         if bandwidth is None or _are_near(bandwidth, link.reported):
             return []
         logger.info(
@@ -169,7 +220,10 @@ class LinkMeter:
                 and action.kind is TransferEventKind.PEER_CONNECTED
             ):
                 tested = action.bandwidth_bytes_per_s
-                self._links[action.engine_id] = _Link(tested, tested, now)
+                before = self._links.get(action.engine_id)
+                in_flight = {} if before is None else before.without_bytes()
+                link = _Link(tested, tested, now, in_flight, began_at=now, measured_at=now)
+                self._links[action.engine_id] = link
 
 
 def _are_near(one: float, other: float) -> bool:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from baton.api.errors import BatonError
 from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver, Sender
-from kvconnector.protocol.link_meter import DOUBLING_S, ENOUGH_S
+from kvconnector.protocol.link_meter import DOUBLING_S, ENOUGH_S, _Link
 from kvconnector.protocol.peers import MIN_POSTED_BYTES, QUEUE_S
 from kvconnector.transports.scratch import Scratch
 from tests.fakes.handoff.kv_memories import memory_of
@@ -110,6 +110,87 @@ def test_a_link_that_got_slower_is_reported_and_its_bandwidth_recovers_slowly() 
     )
     link.run(20 * DOUBLING_S)
     assert link.bandwidths[-1] == tested
+
+
+def test_small_fast_writes_raise_a_low_bandwidth() -> None:
+    # So few bytes may be in flight to a slow link, so a fast link with a low bandwidth has no
+    # longer spans.
+    link = _Link(tested=1e5, reported=1e5, counted_at=0.0)
+    measured: list[float | None] = []
+    for number in range(64):
+        link.begin_write(("r", 1), MIN_POSTED_BYTES, number)
+        measured.append(link.end_write(("r", 1), number + 2**-10, ""))
+    assert measured == [None] * 63 + [MIN_POSTED_BYTES * 2**10]
+
+
+def test_a_low_bandwidth_doubles_while_only_small_writes_are_sent() -> None:
+    link = _Link(tested=1e9, reported=1e8, counted_at=0.0)
+    for number in range(int(DOUBLING_S) + 1):
+        link.begin_write(("r", 1), 2**10, number)
+        assert link.end_write(("r", 1), number + 0.01, "") is None
+    assert link.doubled(DOUBLING_S + 1.0) == 2e8
+
+
+def test_a_link_that_is_always_busy_is_measured() -> None:
+    link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
+    measured: list[float | None] = []
+    key, now, num_bytes = ("r", 1), 0.0, 2**18
+    for _ in range(2):
+        link.begin_write(key, num_bytes, now)
+    for _ in range(500):  # one write ends each 10 ms, and the next is posted at once
+        now += 0.01
+        assert link.end_write(key, now, "") is None
+        link.begin_write(key, num_bytes, now)
+        measured.append(link.end_busy_span(now))
+    found = [one for one in measured if one is not None]
+    assert len(found) >= 3
+    assert found == pytest.approx([num_bytes / 0.01] * len(found), rel=0.05)
+
+
+def test_writes_that_end_together_after_a_busy_span_do_not_make_the_link_look_fast() -> None:
+    link = _Link(tested=1e6, reported=1e6, counted_at=0.0)
+    for _ in range(10):
+        link.begin_write(("r", 1), 2**23, 0.0)
+    for _ in range(8):
+        link.end_write(("r", 1), 8.0, "")
+    found = [link.end_busy_span(8.0)]
+    found += [link.end_write(("r", 1), 8.001, "") for _ in range(2)]
+    assert found == [2**23, None, None]
+
+
+def test_bandwidths_that_change_with_each_write_are_measured_at_intervals() -> None:
+    link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
+    found = []
+    for number in range(1, 1 + 4 * 64):  # 4 s
+        seconds = 2**-7 if number % 2 else 2**-10
+        link.begin_write(("r", 1), 2**24, number / 64 - seconds)
+        found.append(link.end_write(("r", 1), number / 64, ""))
+    measured = [one for one in found if one is not None]
+    assert len(measured) == 4
+    assert max(measured) < 1.1 * min(measured)
+
+
+def test_tiny_slow_writes_of_a_busy_process_are_no_measurement() -> None:
+    link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
+    for second in range(100):
+        link.begin_write(("r", 1), 2**10, second)
+        assert link.end_write(("r", 1), second + 0.1, "") is None
+
+
+def test_a_transfer_that_outlives_a_connection_does_not_make_the_link_look_fast() -> None:
+    before = _Link(tested=1e6, reported=1e6, counted_at=0.0)
+    before.begin_write(("r", 1), 2**24, 0.0)
+    link = _Link(1e6, 1e6, 1.0, before.without_bytes(), began_at=1.0)
+    link.begin_write(("r", 1), 2**24, 1.0)
+    assert link.end_write(("r", 1), 1.001, "") is None
+    assert link.end_write(("r", 1), 3.0, "") == 2**23
+
+
+def test_writes_of_an_earlier_connection_do_not_end_a_span() -> None:
+    link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
+    link.begin_write(("new", 1), 2**24, 0.0)
+    assert link.end_write(("old", 1), 0.001, "") is None
+    assert link.end_write(("new", 1), 1.0, "") == 2**24
 
 
 def test_a_failed_write_is_no_measurement() -> None:
