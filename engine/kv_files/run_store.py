@@ -257,19 +257,20 @@ class RunStore:
         first = max(self.first_missing(job.identity, chain), job.first)
         if (len(chain) - first) * self._block_size < MIN_TOKENS:
             return
+        most = max(self._limit_bytes // 2 // self._memory.block_bytes, 1)
         replaced = []
         while (before := self._run_before(job, chain, first)) is not None:
+            if len(chain) - before.name.start > most:
+                break  # one run cannot have the blocks of both
             replaced.append(before)
             first = before.name.start
-        most = max(self._limit_bytes // 2 // self._memory.block_bytes, 1)
         hashes = chain[first : first + most]
         if not self._write_run(job, first, hashes):
             self.counts.runs["skipped"] += 1
             return
         self.counts.runs["written"] += 1
         for run in replaced:
-            if run.name.start + run.name.num_blocks <= first + len(hashes):
-                self._drop(run)
+            self._drop(run)
 
     def _run_before(self, job: WriteJob, chain: Sequence[BlockHash], first: int) -> Run | None:
         """Return the run that ends where a new one begins, if the new run should replace it.

@@ -63,6 +63,14 @@ def test_turns_of_a_conversation_lie_in_few_files(tmp_path: Path) -> None:
     assert read(restarted, blocks, chain_of(1, 64)).num_done == 64
 
 
+def test_runs_that_half_the_limit_cannot_join_are_both_kept(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path, limit_bytes=36_000, memory=Blocks(90))
+    for num_blocks in (40, 90):
+        write(store, blocks, chain_of(1, num_blocks))
+    places = [(name.start, name.num_blocks) for name in map(RunName.parse, names(tmp_path)) if name]
+    assert sorted(places) == [(0, 40), (40, 50)]
+
+
 def test_nothing_is_written_twice_or_for_few_tokens(tmp_path: Path) -> None:
     store, blocks = open_store(tmp_path)
     write(store, blocks, chain_of(1, 3))
