@@ -30,14 +30,25 @@ class FileSystem:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def list_folders(self, path: Path) -> dict[str, float]:
-        """Return when each folder in a folder was changed, in seconds since 1970, by name."""
-        with os.scandir(path) as entries:
-            return {one.name: one.stat().st_mtime for one in entries if one.is_dir()}
+        """Return when each folder in a folder was changed, in seconds since 1970, by name.
+
+        Leaves out folders that another process removes meanwhile; a missing folder has none.
+        """
+        found = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir():
+                        found[entry.name] = entry.stat().st_mtime
+        return found
 
     def list_files(self, path: Path) -> list[FoundFile]:
-        """Return the files in a folder, without those that another process removes meanwhile."""
+        """Return the files in a folder.
+
+        Leaves out files that another process removes meanwhile; a missing folder has none.
+        """
         found = []
-        with os.scandir(path) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     stat = entry.stat()
@@ -89,5 +100,6 @@ class FileSystem:
         path.unlink(missing_ok=True)
 
     def touch(self, path: Path) -> None:
-        """Set a file's time of change to now."""
-        os.utime(path)
+        """Set a file's time of change to now; do nothing if it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)

@@ -40,4 +40,14 @@ class TroubledFiles(FileSystem):
         return super().read_into(descriptor, offset, parts)
 
 
+class VanishingFiles(FileSystem):
+    """Files of this machine that another process removes as soon as they have been read."""
+
+    def close(self, descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        super().close(descriptor)
+        if path.suffix == ".kv":
+            path.unlink()
+
+
 DISK_FULL, READ_ERROR = errno.ENOSPC, errno.EIO

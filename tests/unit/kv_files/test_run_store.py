@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.fakes.engine.kv_file_stores import (
     read,
     write,
 )
+from tests.fakes.engine.kv_file_systems import VanishingFiles
 
 NUM_BLOCKS = 8
 
@@ -186,6 +188,26 @@ def test_two_nodes_share_a_folder(tmp_path: Path) -> None:
     assert read(one, blocks, later).num_done == NUM_BLOCKS
     two._drop(two.index.runs_of(IDENTITY, later)[0][1])
     assert read(one, blocks, later).causes == ("gone",)
+
+
+def test_a_file_that_another_node_removes_after_the_read_is_no_error(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=VanishingFiles())
+    job = read(store, blocks, chain)
+    assert (job.num_done, job.causes, names(tmp_path)) == (NUM_BLOCKS, (), [])
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    folder, chain = tmp_path / "kv", chain_of(1, NUM_BLOCKS)
+    store, blocks = open_store(folder)
+    write(store, blocks, chain)
+    store.scan()
+    shutil.rmtree(folder)
+    store.scan()
+    assert (len(store.index), store.counts.bytes_stored) == (0, 0)
+    write(store, blocks, chain)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
 
 
 def test_a_block_that_changes_while_it_is_written_is_not_stored(tmp_path: Path) -> None:
