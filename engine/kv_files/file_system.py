@@ -59,6 +59,14 @@ class FileSystem:
         """Return a descriptor for reading a file."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
+    def is_private(self, descriptor: int) -> bool:
+        """Return whether this user or root owns a file, and no strangers may read or write it.
+
+        The file's group may, because shared volumes give their files to a group.
+        """
+        stat = os.fstat(descriptor)
+        return stat.st_uid in (os.geteuid(), 0) and not stat.st_mode & 0o007
+
     def read_into(self, descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
         """Fill memory with a file's bytes from an offset on; return how many bytes there were."""
         num_read = 0

@@ -9,8 +9,8 @@ nodes need no lock. Refuses to know: requests, when a read is late.
 
 from __future__ import annotations
 
-import itertools
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +76,6 @@ class RunStore:
         self._memory, self._block_size, self._files = memory, block_size, files
         self.index = RunIndex()
         self.counts = KVFileCounts()
-        self._numbers = itertools.count()
         self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
         try:
             files.make_folder(folder)
@@ -87,26 +86,40 @@ class RunStore:
     def _open_secret(self) -> bytes:
         """Return the folder's secret; make it if there is none."""
         path = self._folder / SECRET
-        new = self._unfinished(self._folder)
-        self._files.write_new(new, [os.urandom(KEY_BYTES)])
         try:
-            self._files.link(new, path)  # fails if another node was faster
+            return self._read_secret(path)  # without a write, because the disk may be full
+        except FileNotFoundError:
+            self._make_secret(path)
+        return self._read_secret(path)
+
+    def _make_secret(self, path: Path) -> None:
+        new = self._unfinished(self._folder)
+        try:
+            self._files.write_new(new, [os.urandom(KEY_BYTES)])
+            self._files.link(new, path)
         except FileExistsError:
-            pass
+            pass  # another node was faster
         finally:
             self._files.remove(new)
-        found = bytearray(KEY_BYTES)
+
+    def _read_secret(self, path: Path) -> bytes:
         descriptor = self._files.open(path)
         try:
-            num_bytes = self._files.read_into(descriptor, 0, [memoryview(found)])
+            if not self._files.is_private(descriptor):
+                raise ConfigError(
+                    f"kv_files: {path}: belongs to another user, or is open to all users; whoever "
+                    "knows it can change what the model reads"
+                )
+            found = self._read_bytes(descriptor, KEY_BYTES)
         finally:
             self._files.close(descriptor)
-        if num_bytes < KEY_BYTES:
-            raise ConfigError(f"kv_files: {path}: must have {KEY_BYTES} bytes, got {num_bytes}")
-        return bytes(found)
+        if len(found) < KEY_BYTES:
+            raise ConfigError(f"kv_files: {path}: must have {KEY_BYTES} bytes, got {len(found)}")
+        return found
 
     def _unfinished(self, folder: Path) -> Path:
-        return folder / f"{_UNFINISHED}{os.getpid()}-{id(self):x}-{next(self._numbers)}"
+        """Return a name that no other node uses; nodes in containers have equal process ids."""
+        return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
     # ------------------------------------------------------------------ what there is
 

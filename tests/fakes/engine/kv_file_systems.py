@@ -44,7 +44,7 @@ class VanishingFiles(FileSystem):
     """Files of this machine that another process removes as soon as they have been read."""
 
     def close(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
         super().close(descriptor)
         if path.suffix == ".kv":
             path.unlink()

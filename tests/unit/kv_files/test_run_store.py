@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from baton.api.errors import ConfigError
+from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import WriteJob
 from engine.kv_files.run_file import RunName
 from engine.kv_files.run_store import SECRET
@@ -22,7 +24,7 @@ from tests.fakes.engine.kv_file_stores import (
     read,
     write,
 )
-from tests.fakes.engine.kv_file_systems import VanishingFiles
+from tests.fakes.engine.kv_file_systems import DISK_FULL, TroubledFiles, VanishingFiles
 
 NUM_BLOCKS = 8
 
@@ -123,6 +125,7 @@ def file_of_another(folder: Path, secret: bytes, kind: str, seed: int) -> bytes:
     folder.mkdir(parents=True)
     if kind != "other secret":
         (folder / SECRET).write_bytes(secret)
+        (folder / SECRET).chmod(0o600)
     memory = Blocks(block_bytes=2 * BLOCK_BYTES) if kind == "other layout" else Blocks()
     store, _ = open_store(folder, memory=memory)
     salt = b"tenant" if kind == "other tenant" else b""
@@ -220,6 +223,40 @@ def test_a_block_that_changes_while_it_is_written_is_not_stored(tmp_path: Path) 
     assert not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
 
 
+def test_a_node_starts_while_the_disk_is_full(tmp_path: Path) -> None:
+    chain, files = chain_of(1, NUM_BLOCKS), TroubledFiles()
+    write(*open_store(tmp_path), chain)
+    files.write_error = DISK_FULL
+    store, blocks = open_store(tmp_path, files=files)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
+def test_nothing_is_left_of_a_secret_that_cannot_be_written(tmp_path: Path) -> None:
+    class FullDisk(FileSystem):
+        def write_new(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+            path.touch()
+            raise OSError(DISK_FULL, os.strerror(DISK_FULL))
+
+    with pytest.raises(ConfigError, match=f"kv_files: .*{os.strerror(DISK_FULL)}"):
+        open_store(tmp_path, files=FullDisk())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["open to all", "of another user"])
+def test_a_secret_that_others_know_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_store(tmp_path)
+    if kind == "open to all":
+        (tmp_path / SECRET).chmod(0o604)
+    else:
+        if os.geteuid() == 0:
+            os.chown(tmp_path / SECRET, 12345, -1)
+        monkeypatch.setattr(os, "geteuid", lambda: 23456)
+    with pytest.raises(ConfigError, match=r"kv_files: .*secret: belongs to another user, or"):
+        open_store(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["a file", "a short secret"])
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "kv"
@@ -228,6 +265,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> Non
     else:
         folder.mkdir()
         (folder / SECRET).write_bytes(os.urandom(5))
+        (folder / SECRET).chmod(0o600)
     with pytest.raises(ConfigError, match=r"kv_files: .*kv"):
         open_store(folder)
 
