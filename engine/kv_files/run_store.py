@@ -41,6 +41,8 @@ _ABANDONED_S = 600.0
 # is read again.
 _SETTLED_S = 1.0
 _CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
+# Most headers that one read learns: thousands of conversations may have the same first blocks.
+_MOST_HEADERS = 32
 # When the folder is full, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
 # Fewest tokens of a run: a file of fewer would cost more than to compute them.
@@ -179,11 +181,17 @@ class RunStore:
             job.causes += ("absent",)
 
     def _learn(self, job: ReadJob, found: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
-        """Read the headers without which nobody knows how much of a chain a run has."""
-        usable = []
+        """Return the runs of which it is known how much of a chain they have.
+
+        Reads the headers of a few others, those first that were used last.
+        """
+        usable, unknown = [], []
         for at, run in found:
             is_known = run.num_equal(job.chain, at) is not None
-            if is_known or (not job.is_stopped and self._open_run(job, run)):
+            (usable if is_known else unknown).append((at, run))
+        unknown.sort(key=lambda one: -one[1].used_at)
+        for at, run in unknown[:_MOST_HEADERS]:
+            if not job.is_stopped and self._open_run(job, run):
                 usable.append((at, run))
         return usable
 

@@ -40,6 +40,16 @@ class TroubledFiles(FileSystem):
         return super().read_into(descriptor, offset, parts)
 
 
+class CountingFiles(FileSystem):
+    """Files of this machine; ``num_opened`` counts how often a file was opened for reading."""
+
+    num_opened = 0
+
+    def open(self, path: Path) -> int:
+        self.num_opened += 1
+        return super().open(path)
+
+
 class VanishingFiles(FileSystem):
     """Files of this machine that another process removes as soon as they have been read."""
 

@@ -24,7 +24,12 @@ from tests.fakes.engine.kv_file_stores import (
     read,
     write,
 )
-from tests.fakes.engine.kv_file_systems import DISK_FULL, TroubledFiles, VanishingFiles
+from tests.fakes.engine.kv_file_systems import (
+    DISK_FULL,
+    CountingFiles,
+    TroubledFiles,
+    VanishingFiles,
+)
 
 NUM_BLOCKS = 8
 
@@ -54,6 +59,19 @@ def test_part_of_a_file_serves_a_prompt_that_branches_off(tmp_path: Path) -> Non
     store, blocks = open_store(tmp_path)
     job = read(store, blocks, [*chain[:5], *other[5:]])
     assert (job.num_done, job.causes) == (5, ("absent",))
+
+
+def test_a_read_opens_few_of_many_files_with_the_same_first_block(tmp_path: Path) -> None:
+    common, files = chain_of(0, 1), CountingFiles()
+    chains = [[*common, *chain_of(seed, 4)] for seed in range(1, 80)]
+    for chain in chains:  # a new node does not know that the first block is in a file
+        write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=files)
+    files.num_opened = 0
+    assert read(store, blocks, chains[0]).num_done == 5, "the name tells that this file fits"
+    assert files.num_opened == 32 + 1
+    assert read(store, blocks, [*common, *chain_of(100, 4)]).num_done == 1
+    assert files.num_opened == 32 + 1 + 32 + 1
 
 
 def test_turns_of_a_conversation_lie_in_few_files(tmp_path: Path) -> None:
