@@ -12,7 +12,7 @@ MOST_PAUSE_S = 300.0
 
 
 class Switch:
-    """State of one direction of the tier: on or off. Each failed try after a pause doubles the pause.
+    """State of one direction of the tier: on or off. A failed try after a pause doubles the pause.
 
     Args:
         what: name for log lines, such as "reading KV from files".
