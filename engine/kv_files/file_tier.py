@@ -302,6 +302,11 @@ class KVFileTier:
             read.is_void = True
 
     @property
+    def memory_in_use(self) -> threading.Lock:
+        """Return the lock that a thread holds while it copies from or to a GPU."""
+        return self._store.memory.in_use
+
+    @property
     def is_busy(self) -> bool:
         """Return whether some request waits for files."""
         return any(read.waiters for read in self._reads)

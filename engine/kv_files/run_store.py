@@ -61,6 +61,7 @@ class RunStore:
 
     Attributes:
         index: the files that are known.
+        memory: bytes of the KV cache's blocks.
         counts: counts since the start.
 
     Raises ConfigError if the folder cannot be used.
@@ -75,7 +76,7 @@ class RunStore:
         files: FileSystem,
     ) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._memory, self._block_size, self._files = memory, block_size, files
+        self.memory, self._block_size, self._files = memory, block_size, files
         self.index = RunIndex()
         self.counts = KVFileCounts()
         self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
@@ -220,7 +221,7 @@ class RunStore:
     def _read_header(self, descriptor: int, run: Run, identity: str) -> CheckedHeader:
         prefix = self._read_bytes(descriptor, PREFIX_BYTES)
         whole = self._read_bytes(descriptor, header_bytes(prefix))
-        return check_header(self._secret, identity, self._memory.block_bytes, run.name, whole)
+        return check_header(self._secret, identity, self.memory.block_bytes, run.name, whole)
 
     def _read_bytes(self, descriptor: int, num_bytes: int) -> bytes:
         found = bytearray(num_bytes)
@@ -240,7 +241,7 @@ class RunStore:
         self, job: ReadJob, piece: Piece, descriptor: int, checked: CheckedHeader
     ) -> None:
         """Fill the blocks of a piece, a few at a time, and check each block's digest."""
-        size, hashes = self._memory.block_bytes, checked.header.hashes
+        size, hashes = self.memory.block_bytes, checked.header.hashes
         per_chunk = max(_CHUNK_BYTES // size, 1)
         for begin in range(piece.begin, piece.end, per_chunk):
             if job.is_stopped:
@@ -249,14 +250,14 @@ class RunStore:
             if tuple(job.chain[begin:end]) != hashes[begin - piece.at : end - piece.at]:
                 raise UnusableError("foreign", "the file has other blocks than it had before")
             block_ids = job.block_ids[begin - job.first : end - job.first]
-            room = self._memory.room_for(block_ids)
+            room = self.memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
             if self._files.read_into(descriptor, offset, room) < size * len(block_ids):
                 raise UnusableError("short", "the file is cut")
             for place, block in enumerate(room, begin - piece.at):
                 if not checked.is_right(place, block):
                     raise UnusableError("damaged", "a block's digest is wrong")
-            self._memory.put(block_ids, room)
+            self.memory.put(block_ids, room)
             job.num_done += len(block_ids)
             self.counts.bytes_read += size * len(block_ids)
 
@@ -278,7 +279,7 @@ class RunStore:
         first = max(self.first_missing(job.identity, chain), job.first)
         if (len(chain) - first) * self._block_size < MIN_TOKENS:
             return
-        most = max(self._limit_bytes // 2 // self._memory.block_bytes, 1)
+        most = max(self._limit_bytes // 2 // self.memory.block_bytes, 1)
         replaced = []
         while (before := self._run_before(job, chain, first)) is not None:
             if len(chain) - before.name.start > most:
@@ -312,7 +313,7 @@ class RunStore:
         block_ids = job.block_ids[place : place + len(hashes)]
         if not job.are_same(place):
             return False
-        blocks = self._memory.contents(block_ids)
+        blocks = self.memory.contents(block_ids)
         header = encode_header(self._secret, job.identity, first, hashes, blocks)
         num_bytes = len(header) + sum(block.nbytes for block in blocks)
         self._make_room(num_bytes)
