@@ -283,7 +283,7 @@ class EngineConfig:
     kv_files_timeout_s: float = option(
         2.0,
         above=0,
-        most=4.0,  # a router takes a node without progress for stuck after 5 s
+        most=4.0,  # a router ejects a prefill node that finishes no prompt for 5 s
         help="With --kv-files: how long a prompt waits for files before the node computes what is "
         "missing, seconds.",
     )
