@@ -43,6 +43,8 @@ _SETTLED_S = 1.0
 _CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
 # Most headers that one read learns: thousands of conversations may have the same first blocks.
 _MOST_HEADERS = 32
+# Most bytes of a run's blocks: a run of a GPU's blocks is copied to the host before it is written.
+_MAX_RUN_BYTES = 2**30
 # When the folder is full, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
 # Fewest tokens of a run: a file of fewer would cost more than to compute them.
@@ -277,10 +279,23 @@ class RunStore:
         """Write those blocks of a job that no file has yet. Raises OSError."""
         chain = job.chain[: job.first + len(job.block_ids)]
         first = max(self.first_missing(job.identity, chain), job.first)
-        if (len(chain) - first) * self._block_size < MIN_TOKENS:
-            return
-        most = max(self._limit_bytes // 2 // self.memory.block_bytes, 1)
-        replaced = []
+        half = self._limit_bytes // 2
+        chain = chain[: first + half // self.memory.block_bytes]
+        most = max(min(half, _MAX_RUN_BYTES) // self.memory.block_bytes, 1)
+        while (len(chain) - first) * self._block_size >= MIN_TOKENS:
+            num_written = self._write_from(job, chain, first, most)
+            if not num_written:
+                self.counts.runs["skipped"] += 1
+                return
+            self.counts.runs["written"] += 1
+            first += num_written
+
+    def _write_from(self, job: WriteJob, chain: Sequence[BlockHash], first: int, most: int) -> int:
+        """Write one run, with at most ``most`` blocks, from a place in the chain on.
+
+        Returns how many blocks were written that no file had; 0: blocks were evicted meanwhile.
+        """
+        num_before, replaced = first, []
         while (before := self._run_before(job, chain, first)) is not None:
             if len(chain) - before.name.start > most:
                 break  # one run cannot have the blocks of both
@@ -288,11 +303,10 @@ class RunStore:
             first = before.name.start
         hashes = chain[first : first + most]
         if not self._write_run(job, first, hashes):
-            self.counts.runs["skipped"] += 1
-            return
-        self.counts.runs["written"] += 1
+            return 0
         for run in replaced:
             self._drop(run)
+        return first + len(hashes) - num_before
 
     def _run_before(self, job: WriteJob, chain: Sequence[BlockHash], first: int) -> Run | None:
         """Return the run that ends where a new one begins, if the new run should replace it.

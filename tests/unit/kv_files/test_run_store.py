@@ -93,6 +93,24 @@ def test_runs_that_half_the_limit_cannot_join_are_both_kept(tmp_path: Path) -> N
     assert sorted(places) == [(0, 40), (40, 50)]
 
 
+def test_a_long_chain_is_written_as_runs_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.kv_files.run_store._MAX_RUN_BYTES", 20 * BLOCK_BYTES)
+    store, blocks = open_store(tmp_path)
+    write(store, blocks, chain_of(1, 50))
+    places = [(name.start, name.num_blocks) for name in map(RunName.parse, names(tmp_path)) if name]
+    assert sorted(places) == [(0, 20), (20, 20), (40, 10)]
+    restarted, _ = open_store(tmp_path)
+    assert read(restarted, blocks, chain_of(1, 50)).num_done == 50
+
+
+def test_a_chain_of_more_than_half_the_limit_is_written_in_part(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path, limit_bytes=36_000, memory=Blocks(200))
+    write(store, blocks, chain_of(1, 200))
+    assert [name.num_blocks for name in map(RunName.parse, names(tmp_path)) if name] == [70]
+
+
 def test_nothing_is_written_twice_or_for_few_tokens(tmp_path: Path) -> None:
     store, blocks = open_store(tmp_path)
     write(store, blocks, chain_of(1, 3))
