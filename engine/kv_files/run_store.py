@@ -66,7 +66,7 @@ class RunStore:
         memory: bytes of the KV cache's blocks.
         counts: counts since the start.
 
-    Raises ConfigError if the folder cannot be used.
+    Raises ConfigError if the folder cannot be used, or the limit is too small for this model.
     """
 
     def __init__(
@@ -82,6 +82,11 @@ class RunStore:
         self.index = RunIndex()
         self.counts = KVFileCounts()
         self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
+        least = 2 * -(-MIN_TOKENS // block_size) * memory.block_bytes
+        if limit_bytes < least:
+            raise ConfigError(
+                f"kv_files_size: must be at least {least} for this model, got {limit_bytes}"
+            )
         try:
             files.make_folder(folder)
             self._secret = self._open_secret()

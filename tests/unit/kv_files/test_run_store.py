@@ -293,6 +293,12 @@ def test_a_secret_that_others_know_is_refused(
         open_store(tmp_path)
 
 
+def test_a_limit_without_room_for_a_run_is_refused(tmp_path: Path) -> None:
+    open_store(tmp_path, limit_bytes=8 * BLOCK_BYTES)
+    with pytest.raises(ConfigError, match="kv_files_size: must be at least 2048 for this model"):
+        open_store(tmp_path, limit_bytes=8 * BLOCK_BYTES - 1)
+
+
 @pytest.mark.parametrize("kind", ["a file", "a short secret"])
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "kv"
