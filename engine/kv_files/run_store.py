@@ -193,7 +193,8 @@ class RunStore:
 
         Reads the headers of a few others, those first that were used last.
         """
-        usable, unknown = [], []
+        usable: list[tuple[int, Run]] = []
+        unknown: list[tuple[int, Run]] = []
         for at, run in found:
             is_known = run.num_equal(job.chain, at) is not None
             (usable if is_known else unknown).append((at, run))
