@@ -107,6 +107,13 @@ class FileSystem:
         """Remove a file; do nothing if it is gone."""
         path.unlink(missing_ok=True)
 
+    def used_at(self, path: Path) -> float | None:
+        """Return a file's time of change, in seconds since 1970; None: the file is gone."""
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+
     def touch(self, path: Path) -> None:
         """Set a file's time of change to now; do nothing if it is gone."""
         with contextlib.suppress(FileNotFoundError):

@@ -359,12 +359,23 @@ class RunStore:
         if self.index.num_bytes + num_bytes <= self._limit_bytes:
             return
         wanted = max(self._limit_bytes - num_bytes - int(self._limit_bytes * _FREE_SHARE), 0)
-        for run in self.index.oldest_first(time.time()):
-            if self.index.num_bytes <= wanted:
-                break
-            self._drop(run)
-            self.counts.files_evicted += 1
+        for is_last in (False, True):
+            for run in self.index.oldest_first(time.time()):
+                if self.index.num_bytes <= wanted:
+                    break
+                # In the first round, learn which files other nodes have read.
+                if is_last or not self._note_use_elsewhere(run):
+                    self._drop(run)
+                    self.counts.files_evicted += 1
         self._note_stored()
+
+    def _note_use_elsewhere(self, run: Run) -> bool:
+        """Return whether another node has read a file since this node or the last scan noted it."""
+        used_at = self._files.used_at(self._folder / run.path)
+        if used_at is None or used_at <= run.used_at + _SETTLED_S:
+            return False
+        run.used_at = used_at
+        return True
 
     def _drop(self, run: Run) -> None:
         """Remove a file."""

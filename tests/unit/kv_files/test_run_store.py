@@ -214,6 +214,21 @@ def test_long_runs_may_be_unused_for_longer_before_they_leave(tmp_path: Path) ->
     assert store.counts.bytes_stored == store.index.num_bytes <= 36_000
 
 
+def test_a_file_that_another_node_reads_stays_longer(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path, limit_bytes=36_000)
+    for seed in (1, 2):
+        write(store, blocks, chain_of(seed, 30))  # about 12 kB
+    for run in store.index.oldest_first(0.0):
+        run.used_at -= 100.0 if run.name.first == chain_of(2, 1)[0] else 200.0
+        os.utime(tmp_path / run.path, (run.used_at, run.used_at))
+    other, more = open_store(tmp_path)
+    assert read(other, more, chain_of(1, 30)).num_done == 30
+    write(store, blocks, chain_of(3, 40))
+    firsts = {name.first for name in map(RunName.parse, names(tmp_path)) if name}
+    assert firsts == {chain_of(1, 1)[0], chain_of(3, 1)[0]}
+    assert store.counts.files_evicted == 1
+
+
 def test_two_nodes_share_a_folder(tmp_path: Path) -> None:
     (one, blocks), (two, more) = open_store(tmp_path), open_store(tmp_path)
     chain = chain_of(1, NUM_BLOCKS)
