@@ -189,9 +189,9 @@ class RunStore:
             job.causes += ("absent",)
 
     def _learn(self, job: ReadJob, found: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
-        """Return the runs of which it is known how much of a chain they have.
+        """Return the runs whose number of blocks of the chain is known.
 
-        Reads the headers of a few others, those first that were used last.
+        For some of the other runs, reads the headers; the latest used files come first.
         """
         usable: list[tuple[int, Run]] = []
         unknown: list[tuple[int, Run]] = []
@@ -240,7 +240,7 @@ class RunStore:
         """Fill the blocks of one file; return whether to go on with the next file."""
         if not self._open_run(job, piece.run, piece):
             return False
-        # The clock of used files is that of the folder, for all nodes and after a restart.
+        # Other nodes, and this node after a restart, read the time of use from the file.
         piece.run.used_at = time.time()
         self._files.touch(self._folder / piece.run.path)
         return job.first + job.num_done == piece.end
@@ -317,8 +317,8 @@ class RunStore:
     def _run_before(self, job: WriteJob, chain: Sequence[BlockHash], first: int) -> Run | None:
         """Return the run that ends where a new one begins, if the new run should replace it.
 
-        So a conversation of many turns lies in few files: each has more blocks than all later
-        files together.
+        A conversation of many turns then lies in few files, because each file has more blocks than
+        all later files together.
         """
         for at, run in self.index.runs_of(job.identity, chain[:first]):
             size = run.name.num_blocks

@@ -26,7 +26,7 @@ class Switch:
 
     @property
     def is_on(self) -> bool:
-        """Return whether to try; after a pause, one try decides."""
+        """Return whether work may be tried; always after a pause."""
         return self._clock() >= self._off_until
 
     def fail(self, problem: str) -> None:
