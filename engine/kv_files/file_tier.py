@@ -35,7 +35,7 @@ from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Largest share of the free blocks that one read takes; of all blocks, that several reads hold.
+# Largest part of the free blocks for one read; largest part of all blocks for several reads.
 FREE_SHARE, MAX_SHARE = 0.75, 0.5
 MAX_WAITING_WRITES = 64
 # Reads that took fewer seconds do not tell how fast the disk is.
