@@ -283,7 +283,7 @@ class EngineConfig:
     kv_files_timeout_s: float = option(
         2.0,
         above=0,
-        most=4.0,  # after 5 s without progress, routers take a node for stuck
+        most=4.0,  # a router ejects a prefill node that finishes no prompt for 5 s
         help="With --kv-files: how long a prompt waits for files before the node computes what is "
         "missing, seconds.",
     )

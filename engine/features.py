@@ -12,6 +12,7 @@ Refuses to know: how requests are scheduled, tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from baton.telemetry.ledger import BlockHolding
 from engine.adapters import AdapterTable
@@ -209,6 +210,10 @@ class Features:
         self._scheduler.images.forget_all()
         if self.files is not None:
             self.files.drop_memory()
+
+    def block_file_copies(self) -> AbstractContextManager[object]:
+        """Return a context in which no file thread copies from or to the KV memory of a GPU."""
+        return nullcontext() if self.files is None else self.files.memory_in_use
 
     def held_by_files(self) -> list[BlockHolding]:
         """Return the blocks that are being filled from files, for the ledger."""

@@ -125,7 +125,8 @@ class ServedWeights:
             self._engine.adapters.is_suspended = True
         # First, so that no block is written to a file whose memory the workers have dropped.
         self._engine.block_pool.reset_prefix_cache()
-        self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
+        with self._engine.features.block_file_copies():
+            self._engine.executor.collective_rpc("sleep", (level.value, keeps_kv_memory))
         self.is_asleep, self.keeps_weights = True, level is not SleepLevel.DROPPED
         self._engine.features.forget_cached()
         logger.info("sleeps; its weights are %s", "kept" if self.keeps_weights else "dropped")

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,7 @@ class _NoBlocks:
     """Memory without blocks, for a store that only lists files."""
 
     block_bytes = 2**20
+    in_use = Lock()
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         raise NotImplementedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 
 import torch
 
@@ -18,11 +19,13 @@ class BlockBytes:
 
     Attributes:
         block_bytes: bytes of a block.
+        in_use: held while a thread copies from or to a GPU.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._bytes = tensor.view(len(tensor), -1).view(torch.uint8)  # [num_blocks, block_bytes]
         self.block_bytes = self._bytes.shape[1]
+        self.in_use = Lock()
         self._memory = None if tensor.is_cuda else self._bytes.view(-1).numpy().data
         self._stream = (
             torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
@@ -33,9 +36,18 @@ class BlockBytes:
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         if self._memory is not None:
             return [self._own(block_id) for block_id in block_ids]
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):  # one by one, to need no further memory of the GPU
-            return [self._bytes[block_id].cpu().numpy().data for block_id in block_ids]
+        # One by one, to need no further memory of the GPU, and to let a sleep begin between two.
+        return [self._copied(block_id) for block_id in block_ids]
+
+    def _copied(self, block_id: int) -> memoryview:
+        with self.in_use, torch.cuda.stream(self._stream):
+            self._check_allocated()
+            return self._bytes[block_id].cpu().numpy().data
+
+    def _check_allocated(self) -> None:
+        """Raise an error during a sleep; a kernel that uses freed memory would end the process."""
+        if not self._bytes.untyped_storage().nbytes():
+            raise RuntimeError("the KV memory is freed during a sleep")
 
     def room_for(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         if self._memory is not None:
@@ -47,10 +59,11 @@ class BlockBytes:
         if self._stream is None:
             return
         whole = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-        with torch.cuda.stream(self._stream):
+        with self.in_use, torch.cuda.stream(self._stream):
+            self._check_allocated()
             copied = whole.view(len(block_ids), -1).to(self._bytes.device)
             self._bytes[list(block_ids)] = copied
-        self._stream.synchronize()
+            self._stream.synchronize()
 
     def _own(self, block_id: int) -> memoryview:
         assert self._memory is not None

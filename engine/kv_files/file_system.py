@@ -30,14 +30,25 @@ class FileSystem:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def list_folders(self, path: Path) -> dict[str, float]:
-        """Return each subfolder's time of change, in seconds since 1970, by name."""
-        with os.scandir(path) as entries:
-            return {one.name: one.stat().st_mtime for one in entries if one.is_dir()}
+        """Return when each folder in a folder was changed, in seconds since 1970, by name.
+
+        Leaves out folders that another process removes meanwhile; a missing folder has none.
+        """
+        found = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir():
+                        found[entry.name] = entry.stat().st_mtime
+        return found
 
     def list_files(self, path: Path) -> list[FoundFile]:
-        """Return the files in a folder, without those that another process removes meanwhile."""
+        """Return the files in a folder.
+
+        Leaves out files that another process removes meanwhile; a missing folder has none.
+        """
         found = []
-        with os.scandir(path) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     stat = entry.stat()
@@ -47,6 +58,14 @@ class FileSystem:
     def open(self, path: Path) -> int:
         """Return a descriptor for reading a file."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def is_private(self, descriptor: int) -> bool:
+        """Return whether this user or root owns a file, and no strangers may read or write it.
+
+        The file's group may, because shared volumes give their files to a group.
+        """
+        stat = os.fstat(descriptor)
+        return stat.st_uid in (os.geteuid(), 0) and not stat.st_mode & 0o007
 
     def read_into(self, descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
         """Fill memory with a file's bytes from an offset on; return how many bytes there were."""
@@ -88,6 +107,14 @@ class FileSystem:
         """Remove a file; do nothing if it is gone."""
         path.unlink(missing_ok=True)
 
+    def used_at(self, path: Path) -> float | None:
+        """Return a file's time of change, in seconds since 1970; None: the file is gone."""
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+
     def touch(self, path: Path) -> None:
-        """Set a file's time of change to now."""
-        os.utime(path)
+        """Set a file's time of change to now; do nothing if it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)

@@ -6,10 +6,10 @@
 
     request ends -> its cached blocks that no file has -> a thread writes them as one run
 
-A read fills the prefix cache, not a request, so the scheduler treats the request as any other. The
-blocks of a read belong to the read until the thread has let go of them, also after the deadline. A
-write holds no blocks: if a block is evicted before the file is complete, the file is dropped. Used
-on the engine's thread. Refuses to know: files, steps.
+A read fills the prefix cache, not a request, so the scheduler treats the request like any other.
+The read holds its blocks until the thread no longer uses them, also after the deadline. A write
+holds no blocks: if a block is evicted before the file is complete, the file is dropped. Used on the
+engine's thread. Refuses to know: files, steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Largest share of the free blocks that a read may take, and of all blocks that reads may hold.
+# Largest part of the free blocks for one read; largest part of all blocks for several reads.
 FREE_SHARE, MAX_SHARE = 0.75, 0.5
 MAX_WAITING_WRITES = 64
 # Reads that took fewer seconds do not tell how fast the disk is.
@@ -163,7 +163,7 @@ class KVFileTier:
         return read
 
     def _allocate(self, num_blocks: int) -> list[int]:
-        """Allocate up to ``num_blocks`` blocks for a read; leave enough for running requests."""
+        """Allocate up to ``num_blocks`` blocks, and leave some for running requests."""
         pool = self._pool
         room = int(pool.num_free * FREE_SHARE)
         if self._reads:
@@ -223,7 +223,7 @@ class KVFileTier:
     def _judge(self, read: _Read, seconds: float) -> None:
         """Turn reading off for a while if computing the blocks would have been faster."""
         tokens = read.job.num_done * self._manager.block_size
-        # A read that ended without tokens tells nothing about the disk: a file may be damaged.
+        # A damaged file brings nothing, too, but does not tell how fast the disk is.
         is_stuck = not tokens and not read.job.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
@@ -300,6 +300,11 @@ class KVFileTier:
         """Let no block of an open read enter the cache: the KV memory was dropped or renamed."""
         for read in self._reads:
             read.is_void = True
+
+    @property
+    def memory_in_use(self) -> threading.Lock:
+        """Return the lock that a thread holds while it copies from or to a GPU."""
+        return self._store.memory.in_use
 
     @property
     def is_busy(self) -> bool:

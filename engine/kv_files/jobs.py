@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol
 
 from baton.kv.block_hash import BlockHash
@@ -16,9 +17,12 @@ class BlockMemory(Protocol):
 
     Attributes:
         block_bytes: bytes of a block.
+        in_use: held while a thread copies from or to a GPU; a sleep holds the lock while it frees
+            the memory.
     """
 
     block_bytes: int
+    in_use: Lock
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         """Return the bytes of blocks, which change if somebody writes to the blocks meanwhile."""

@@ -9,8 +9,8 @@ nodes need no lock. Refuses to know: requests, when a read is late.
 
 from __future__ import annotations
 
-import itertools
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +40,11 @@ _ABANDONED_S = 600.0
 # Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
 # is read again.
 _SETTLED_S = 1.0
-_CHUNK_BYTES = 2**23  # bytes read between two checks whether to stop
+_CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
+# Most headers that one read learns: thousands of conversations may have the same first blocks.
+_MOST_HEADERS = 32
+# Most bytes of a run's blocks: a run of a GPU's blocks is copied to the host before it is written.
+_MAX_RUN_BYTES = 2**30
 # When the folder is full, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
 # Minimum tokens of a run: computing fewer tokens costs less than a file.
@@ -59,9 +63,10 @@ class RunStore:
 
     Attributes:
         index: the files that are known.
+        memory: bytes of the KV cache's blocks.
         counts: counts since the start.
 
-    Raises ConfigError if the folder cannot be used.
+    Raises ConfigError if the folder cannot be used, or the limit is too small for this model.
     """
 
     def __init__(
@@ -73,11 +78,15 @@ class RunStore:
         files: FileSystem,
     ) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._memory, self._block_size, self._files = memory, block_size, files
+        self.memory, self._block_size, self._files = memory, block_size, files
         self.index = RunIndex()
         self.counts = KVFileCounts()
-        self._numbers = itertools.count()
         self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
+        least = 2 * -(-MIN_TOKENS // block_size) * memory.block_bytes
+        if limit_bytes < least:
+            raise ConfigError(
+                f"kv_files_size: must be at least {least} for this model, got {limit_bytes}"
+            )
         try:
             files.make_folder(folder)
             self._secret = self._open_secret()
@@ -87,26 +96,40 @@ class RunStore:
     def _open_secret(self) -> bytes:
         """Return the folder's secret; make it if there is none."""
         path = self._folder / SECRET
-        new = self._unfinished(self._folder)
-        self._files.write_new(new, [os.urandom(KEY_BYTES)])
         try:
-            self._files.link(new, path)  # fails if another node was faster
+            return self._read_secret(path)  # without a write, because the disk may be full
+        except FileNotFoundError:
+            self._make_secret(path)
+        return self._read_secret(path)
+
+    def _make_secret(self, path: Path) -> None:
+        new = self._unfinished(self._folder)
+        try:
+            self._files.write_new(new, [os.urandom(KEY_BYTES)])
+            self._files.link(new, path)
         except FileExistsError:
-            pass
+            pass  # another node was faster
         finally:
             self._files.remove(new)
-        found = bytearray(KEY_BYTES)
+
+    def _read_secret(self, path: Path) -> bytes:
         descriptor = self._files.open(path)
         try:
-            num_bytes = self._files.read_into(descriptor, 0, [memoryview(found)])
+            if not self._files.is_private(descriptor):
+                raise ConfigError(
+                    f"kv_files: {path}: belongs to another user, or is open to all users; whoever "
+                    "knows it can change what the model reads"
+                )
+            found = self._read_bytes(descriptor, KEY_BYTES)
         finally:
             self._files.close(descriptor)
-        if num_bytes < KEY_BYTES:
-            raise ConfigError(f"kv_files: {path}: must have {KEY_BYTES} bytes, got {num_bytes}")
-        return bytes(found)
+        if len(found) < KEY_BYTES:
+            raise ConfigError(f"kv_files: {path}: must have {KEY_BYTES} bytes, got {len(found)}")
+        return found
 
     def _unfinished(self, folder: Path) -> Path:
-        return folder / f"{_UNFINISHED}{os.getpid()}-{id(self):x}-{next(self._numbers)}"
+        """Return a name that no other node uses; nodes in containers have equal process ids."""
+        return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
     # ------------------------------------------------------------------ listing
 
@@ -166,11 +189,18 @@ class RunStore:
             job.causes += ("absent",)
 
     def _learn(self, job: ReadJob, found: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
-        """Read the headers that say how much of the chain each run has; return usable runs."""
-        usable = []
+        """Return the runs whose number of blocks of the chain is known.
+
+        For some of the other runs, reads the headers; the latest used files come first.
+        """
+        usable: list[tuple[int, Run]] = []
+        unknown: list[tuple[int, Run]] = []
         for at, run in found:
             is_known = run.num_equal(job.chain, at) is not None
-            if is_known or (not job.is_stopped and self._open_run(job, run)):
+            (usable if is_known else unknown).append((at, run))
+        unknown.sort(key=lambda one: -one[1].used_at)
+        for at, run in unknown[:_MOST_HEADERS]:
+            if not job.is_stopped and self._open_run(job, run):
                 usable.append((at, run))
         return usable
 
@@ -199,7 +229,7 @@ class RunStore:
     def _read_header(self, descriptor: int, run: Run, identity: str) -> CheckedHeader:
         prefix = self._read_bytes(descriptor, PREFIX_BYTES)
         whole = self._read_bytes(descriptor, header_bytes(prefix))
-        return check_header(self._secret, identity, self._memory.block_bytes, run.name, whole)
+        return check_header(self._secret, identity, self.memory.block_bytes, run.name, whole)
 
     def _read_bytes(self, descriptor: int, num_bytes: int) -> bytes:
         found = bytearray(num_bytes)
@@ -210,7 +240,7 @@ class RunStore:
         """Fill the blocks of one file; return whether to go on with the next file."""
         if not self._open_run(job, piece.run, piece):
             return False
-        # All nodes see this time of last use, also after a restart, as the file's time of change.
+        # Other nodes, and this node after a restart, read the time of use from the file.
         piece.run.used_at = time.time()
         self._files.touch(self._folder / piece.run.path)
         return job.first + job.num_done == piece.end
@@ -219,7 +249,7 @@ class RunStore:
         self, job: ReadJob, piece: Piece, descriptor: int, checked: CheckedHeader
     ) -> None:
         """Fill the blocks of a piece, a few at a time, and check each block's digest."""
-        size, hashes = self._memory.block_bytes, checked.header.hashes
+        size, hashes = self.memory.block_bytes, checked.header.hashes
         per_chunk = max(_CHUNK_BYTES // size, 1)
         for begin in range(piece.begin, piece.end, per_chunk):
             if job.is_stopped:
@@ -228,14 +258,14 @@ class RunStore:
             if tuple(job.chain[begin:end]) != hashes[begin - piece.at : end - piece.at]:
                 raise UnusableError("foreign", "the file has other blocks than it had before")
             block_ids = job.block_ids[begin - job.first : end - job.first]
-            room = self._memory.room_for(block_ids)
+            room = self.memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
             if self._files.read_into(descriptor, offset, room) < size * len(block_ids):
                 raise UnusableError("short", "the file is cut off")
             for place, block in enumerate(room, begin - piece.at):
                 if not checked.is_right(place, block):
                     raise UnusableError("damaged", "a block's digest is wrong")
-            self._memory.put(block_ids, room)
+            self.memory.put(block_ids, room)
             job.num_done += len(block_ids)
             self.counts.bytes_read += size * len(block_ids)
 
@@ -255,27 +285,40 @@ class RunStore:
         """Write those blocks of a job that no file has yet. Raises OSError."""
         chain = job.chain[: job.first + len(job.block_ids)]
         first = max(self.first_missing(job.identity, chain), job.first)
-        if (len(chain) - first) * self._block_size < MIN_TOKENS:
-            return
-        replaced = []
+        half = self._limit_bytes // 2
+        chain = chain[: first + half // self.memory.block_bytes]
+        most = max(min(half, _MAX_RUN_BYTES) // self.memory.block_bytes, 1)
+        while (len(chain) - first) * self._block_size >= MIN_TOKENS:
+            num_written = self._write_from(job, chain, first, most)
+            if not num_written:
+                self.counts.runs["skipped"] += 1
+                return
+            self.counts.runs["written"] += 1
+            first += num_written
+
+    def _write_from(self, job: WriteJob, chain: Sequence[BlockHash], first: int, most: int) -> int:
+        """Write one run, with at most ``most`` blocks, from a place in the chain on.
+
+        Returns how many blocks were written that no file had; 0: blocks were evicted meanwhile.
+        """
+        num_before, replaced = first, []
         while (before := self._run_before(job, chain, first)) is not None:
+            if len(chain) - before.name.start > most:
+                break  # one run cannot have the blocks of both
             replaced.append(before)
             first = before.name.start
-        most = max(self._limit_bytes // 2 // self._memory.block_bytes, 1)
         hashes = chain[first : first + most]
         if not self._write_run(job, first, hashes):
-            self.counts.runs["skipped"] += 1
-            return
-        self.counts.runs["written"] += 1
+            return 0
         for run in replaced:
-            if run.name.start + run.name.num_blocks <= first + len(hashes):
-                self._drop(run)
+            self._drop(run)
+        return first + len(hashes) - num_before
 
     def _run_before(self, job: WriteJob, chain: Sequence[BlockHash], first: int) -> Run | None:
         """Return the run that ends where a new one begins, if the new run should replace it.
 
-        So a conversation of many turns lies in few files: each has more blocks than all later
-        files together.
+        A conversation of many turns then lies in few files, because each file has more blocks than
+        all later files together.
         """
         for at, run in self.index.runs_of(job.identity, chain[:first]):
             size = run.name.num_blocks
@@ -290,7 +333,7 @@ class RunStore:
         block_ids = job.block_ids[place : place + len(hashes)]
         if not job.are_same(place):
             return False
-        blocks = self._memory.contents(block_ids)
+        blocks = self.memory.contents(block_ids)
         header = encode_header(self._secret, job.identity, first, hashes, blocks)
         num_bytes = len(header) + sum(block.nbytes for block in blocks)
         self._make_room(num_bytes)
@@ -316,12 +359,23 @@ class RunStore:
         if self.index.num_bytes + num_bytes <= self._limit_bytes:
             return
         wanted = max(self._limit_bytes - num_bytes - int(self._limit_bytes * _FREE_SHARE), 0)
-        for run in self.index.oldest_first(time.time()):
-            if self.index.num_bytes <= wanted:
-                break
-            self._drop(run)
-            self.counts.files_evicted += 1
+        for is_last in (False, True):
+            for run in self.index.oldest_first(time.time()):
+                if self.index.num_bytes <= wanted:
+                    break
+                # In the first round, learn which files other nodes have read.
+                if is_last or not self._note_use_elsewhere(run):
+                    self._drop(run)
+                    self.counts.files_evicted += 1
         self._note_stored()
+
+    def _note_use_elsewhere(self, run: Run) -> bool:
+        """Return whether another node has read a file since this node or the last scan noted it."""
+        used_at = self._files.used_at(self._folder / run.path)
+        if used_at is None or used_at <= run.used_at + _SETTLED_S:
+            return False
+        run.used_at = used_at
+        return True
 
     def _drop(self, run: Run) -> None:
         """Remove a file."""

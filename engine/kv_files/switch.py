@@ -12,7 +12,7 @@ MOST_PAUSE_S = 300.0
 
 
 class Switch:
-    """A switch for reading or for writing; each further failure doubles the pause.
+    """State of one direction of the tier: on or off. A failed try after a pause doubles the pause.
 
     Args:
         what: name for log lines, such as "reading KV from files".
@@ -26,11 +26,16 @@ class Switch:
 
     @property
     def is_on(self) -> bool:
-        """Return whether to try; the first try after a pause decides about another pause."""
+        """Return whether work may be tried; always after a pause."""
         return self._clock() >= self._off_until
 
     def fail(self, problem: str) -> None:
-        """Turn off for a while; log only the first of several failures in a row."""
+        """Turn off for a while, with one log line for a row of failures.
+
+        Failures during a pause have no effect: they belong to tries that began before the pause.
+        """
+        if not self.is_on:
+            return
         if not self._pause_s:
             logger.warning("%s is off for a while: %s", self._what, problem)
         self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), MOST_PAUSE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 
 from baton.kv.block_hash import BlockHash, BlockHasher, extra_keys_of
 from engine.kv_files.file_system import FileSystem
@@ -19,6 +20,7 @@ class Blocks:
 
     def __init__(self, num_blocks: int = 64, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
+        self.in_use = Lock()
         self.memory = memoryview(bytearray(num_blocks * block_bytes))
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:

@@ -40,4 +40,24 @@ class TroubledFiles(FileSystem):
         return super().read_into(descriptor, offset, parts)
 
 
+class CountingFiles(FileSystem):
+    """Files of this machine; ``num_opened`` counts how often a file was opened for reading."""
+
+    num_opened = 0
+
+    def open(self, path: Path) -> int:
+        self.num_opened += 1
+        return super().open(path)
+
+
+class VanishingFiles(FileSystem):
+    """Files of this machine that another process removes as soon as they have been read."""
+
+    def close(self, descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        super().close(descriptor)
+        if path.suffix == ".kv":
+            path.unlink()
+
+
 DISK_FULL, READ_ERROR = errno.ENOSPC, errno.EIO

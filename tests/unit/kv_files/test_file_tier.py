@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from baton import LLM, SamplingParams
+from baton.api.changes import SleepLevel
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import extra_keys_of
@@ -23,6 +24,7 @@ from engine.executors.base import Executor
 from engine.kv_files.file_tier import KVFileTier
 from engine.kv_files.make_tier import make_tier
 from engine.kv_files.switch import FIRST_PAUSE_S
+from engine.weights import ServedWeights
 from engine.worker.kv_cache import KVMemory, kv_cache_spec
 from node_runtime.reports.operator_views import take_ledger
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
@@ -249,6 +251,23 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
     assert engine.block_pool.num_cached == 0
     assert sum(engine.block_pool.ref_counts().values()) == 0
     assert answer(engine)[0] == expected
+    engine.close()
+
+
+def test_no_thread_copies_blocks_while_a_sleep_frees_their_memory(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(written)
+    locked: dict[str, bool] = {}
+
+    def note(name: str, *arguments: object) -> list[None]:
+        locked[name] = tier_of(engine).memory_in_use.locked()
+        return [None]
+
+    monkeypatch.setattr(engine.executor, "collective_rpc", note)
+    ServedWeights(engine, DEMO_MODEL).sleep(SleepLevel.HOST)
+    assert locked == {"sleep": True}
+    assert not tier_of(engine).memory_in_use.locked()
     engine.close()
 
 

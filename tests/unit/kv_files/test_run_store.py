@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from baton.api.errors import ConfigError
+from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import WriteJob
 from engine.kv_files.run_file import RunName
 from engine.kv_files.run_store import SECRET
@@ -20,6 +23,12 @@ from tests.fakes.engine.kv_file_stores import (
     open_store,
     read,
     write,
+)
+from tests.fakes.engine.kv_file_systems import (
+    DISK_FULL,
+    CountingFiles,
+    TroubledFiles,
+    VanishingFiles,
 )
 
 NUM_BLOCKS = 8
@@ -52,6 +61,19 @@ def test_part_of_a_file_serves_a_prompt_that_branches_off(tmp_path: Path) -> Non
     assert (job.num_done, job.causes) == (5, ("absent",))
 
 
+def test_a_read_opens_few_of_many_files_with_the_same_first_block(tmp_path: Path) -> None:
+    common, files = chain_of(0, 1), CountingFiles()
+    chains = [[*common, *chain_of(seed, 4)] for seed in range(1, 80)]
+    for chain in chains:  # a new node does not know that the first block is in a file
+        write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=files)
+    files.num_opened = 0
+    assert read(store, blocks, chains[0]).num_done == 5, "the name tells that this file fits"
+    assert files.num_opened == 32 + 1
+    assert read(store, blocks, [*common, *chain_of(100, 4)]).num_done == 1
+    assert files.num_opened == 32 + 1 + 32 + 1
+
+
 def test_turns_of_a_conversation_lie_in_few_files(tmp_path: Path) -> None:
     store, blocks = open_store(tmp_path)
     for num_turns in range(1, 9):
@@ -61,6 +83,32 @@ def test_turns_of_a_conversation_lie_in_few_files(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 1, "one read brings the whole conversation"
     restarted, _ = open_store(tmp_path)
     assert read(restarted, blocks, chain_of(1, 64)).num_done == 64
+
+
+def test_runs_that_half_the_limit_cannot_join_are_both_kept(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path, limit_bytes=36_000, memory=Blocks(90))
+    for num_blocks in (40, 90):
+        write(store, blocks, chain_of(1, num_blocks))
+    places = [(name.start, name.num_blocks) for name in map(RunName.parse, names(tmp_path)) if name]
+    assert sorted(places) == [(0, 40), (40, 50)]
+
+
+def test_a_long_chain_is_written_as_runs_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.kv_files.run_store._MAX_RUN_BYTES", 20 * BLOCK_BYTES)
+    store, blocks = open_store(tmp_path)
+    write(store, blocks, chain_of(1, 50))
+    places = [(name.start, name.num_blocks) for name in map(RunName.parse, names(tmp_path)) if name]
+    assert sorted(places) == [(0, 20), (20, 20), (40, 10)]
+    restarted, _ = open_store(tmp_path)
+    assert read(restarted, blocks, chain_of(1, 50)).num_done == 50
+
+
+def test_a_chain_of_more_than_half_the_limit_is_written_in_part(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path, limit_bytes=36_000, memory=Blocks(200))
+    write(store, blocks, chain_of(1, 200))
+    assert [name.num_blocks for name in map(RunName.parse, names(tmp_path)) if name] == [70]
 
 
 def test_nothing_is_written_twice_or_for_few_tokens(tmp_path: Path) -> None:
@@ -113,6 +161,7 @@ def file_of_another(folder: Path, secret: bytes, kind: str, seed: int) -> bytes:
     folder.mkdir(parents=True)
     if kind != "other secret":
         (folder / SECRET).write_bytes(secret)
+        (folder / SECRET).chmod(0o600)
     memory = Blocks(block_bytes=2 * BLOCK_BYTES) if kind == "other layout" else Blocks()
     store, _ = open_store(folder, memory=memory)
     salt = b"tenant" if kind == "other tenant" else b""
@@ -165,6 +214,21 @@ def test_long_runs_may_be_unused_for_longer_before_they_leave(tmp_path: Path) ->
     assert store.counts.bytes_stored == store.index.num_bytes <= 36_000
 
 
+def test_a_file_that_another_node_reads_stays_longer(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path, limit_bytes=36_000)
+    for seed in (1, 2):
+        write(store, blocks, chain_of(seed, 30))  # about 12 kB
+    for run in store.index.oldest_first(0.0):
+        run.used_at -= 100.0 if run.name.first == chain_of(2, 1)[0] else 200.0
+        os.utime(tmp_path / run.path, (run.used_at, run.used_at))
+    other, more = open_store(tmp_path)
+    assert read(other, more, chain_of(1, 30)).num_done == 30
+    write(store, blocks, chain_of(3, 40))
+    firsts = {name.first for name in map(RunName.parse, names(tmp_path)) if name}
+    assert firsts == {chain_of(1, 1)[0], chain_of(3, 1)[0]}
+    assert store.counts.files_evicted == 1
+
+
 def test_two_nodes_share_a_folder(tmp_path: Path) -> None:
     (one, blocks), (two, more) = open_store(tmp_path), open_store(tmp_path)
     chain = chain_of(1, NUM_BLOCKS)
@@ -180,6 +244,26 @@ def test_two_nodes_share_a_folder(tmp_path: Path) -> None:
     assert read(one, blocks, later).causes == ("gone",)
 
 
+def test_a_file_that_another_node_removes_after_the_read_is_no_error(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=VanishingFiles())
+    job = read(store, blocks, chain)
+    assert (job.num_done, job.causes, names(tmp_path)) == (NUM_BLOCKS, (), [])
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    folder, chain = tmp_path / "kv", chain_of(1, NUM_BLOCKS)
+    store, blocks = open_store(folder)
+    write(store, blocks, chain)
+    store.scan()
+    shutil.rmtree(folder)
+    store.scan()
+    assert (len(store.index), store.counts.bytes_stored) == (0, 0)
+    write(store, blocks, chain)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
 def test_a_block_that_changes_while_it_is_written_is_not_stored(tmp_path: Path) -> None:
     store, blocks = open_store(tmp_path)
     chain, answers = chain_of(1, NUM_BLOCKS), iter([True, False])
@@ -190,6 +274,46 @@ def test_a_block_that_changes_while_it_is_written_is_not_stored(tmp_path: Path) 
     assert not [path for path in tmp_path.glob("*/*/*") if path.is_file()]
 
 
+def test_a_node_starts_while_the_disk_is_full(tmp_path: Path) -> None:
+    chain, files = chain_of(1, NUM_BLOCKS), TroubledFiles()
+    write(*open_store(tmp_path), chain)
+    files.write_error = DISK_FULL
+    store, blocks = open_store(tmp_path, files=files)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
+def test_nothing_is_left_of_a_secret_that_cannot_be_written(tmp_path: Path) -> None:
+    class FullDisk(FileSystem):
+        def write_new(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+            path.touch()
+            raise OSError(DISK_FULL, os.strerror(DISK_FULL))
+
+    with pytest.raises(ConfigError, match=f"kv_files: .*{os.strerror(DISK_FULL)}"):
+        open_store(tmp_path, files=FullDisk())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["open to all", "of another user"])
+def test_a_secret_that_others_know_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_store(tmp_path)
+    if kind == "open to all":
+        (tmp_path / SECRET).chmod(0o604)
+    else:
+        if os.geteuid() == 0:
+            os.chown(tmp_path / SECRET, 12345, -1)
+        monkeypatch.setattr(os, "geteuid", lambda: 23456)
+    with pytest.raises(ConfigError, match=r"kv_files: .*secret: belongs to another user, or"):
+        open_store(tmp_path)
+
+
+def test_a_limit_without_room_for_a_run_is_refused(tmp_path: Path) -> None:
+    open_store(tmp_path, limit_bytes=8 * BLOCK_BYTES)
+    with pytest.raises(ConfigError, match="kv_files_size: must be at least 2048 for this model"):
+        open_store(tmp_path, limit_bytes=8 * BLOCK_BYTES - 1)
+
+
 @pytest.mark.parametrize("kind", ["a file", "a short secret"])
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "kv"
@@ -198,6 +322,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, kind: str) -> Non
     else:
         folder.mkdir()
         (folder / SECRET).write_bytes(os.urandom(5))
+        (folder / SECRET).chmod(0o600)
     with pytest.raises(ConfigError, match=r"kv_files: .*kv"):
         open_store(folder)
 
