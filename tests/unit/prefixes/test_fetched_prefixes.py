@@ -174,6 +174,26 @@ def test_only_the_last_window_of_a_window_group_travels() -> None:
     cluster.assert_at_rest()
 
 
+def test_a_prompt_waits_for_no_fetch_that_brings_another_window() -> None:
+    cluster = make(architecture=WINDOWS)
+    first_turn(cluster)
+    cluster.p.engine.block_pool.reset_prefix_cache()
+    whole = [*PROMPT, *tokens_of(tuple(PROMPT), NUM_OUT, WINDOWS), 30, 31, 32]
+    num_common = CACHED - BLOCK_SIZE
+    shorter = [*whole[:num_common], 40, 41, 42]
+    before = computed_by_p(cluster)
+    cluster.ask(("a", 2), whole, 3, CACHED)
+    cluster.ask(("b", 3), shorter, 3, num_common)
+    cluster.ask(("c", 4), [*whole, 33], 3, CACHED)
+    cluster.run(2.0)
+    assert cluster.output(("a", 2)) == tokens_of(tuple(whole), 3, WINDOWS)
+    assert cluster.output(("b", 3)) == tokens_of(tuple(shorter), 3, WINDOWS)
+    assert (cluster.fetches.counts.started, cluster.fetches.counts.received) == (2, 2)
+    num_new = [len(whole) - CACHED, len(shorter) - num_common, len(whole) + 1 - CACHED]
+    assert computed_by_p(cluster) - before == sum(num_new)
+    cluster.assert_at_rest()
+
+
 def test_two_prompts_with_one_prefix_fetch_it_once(cluster: FetchCluster) -> None:
     prompt = second_prompt()
     cluster.ask(("a", 2), prompt, 3, CACHED)
@@ -182,6 +202,19 @@ def test_two_prompts_with_one_prefix_fetch_it_once(cluster: FetchCluster) -> Non
     assert cluster.output(("a", 2)) == tokens_of(tuple(prompt), 3)
     assert cluster.output(("b", 3)) == tokens_of((*prompt, 33), 3)
     assert (cluster.fetches.counts.started, cluster.fetches.counts.received) == (1, 1)
+    cluster.assert_at_rest()
+
+
+def test_a_prompt_waits_for_no_fetch_that_brings_less_than_half(cluster: FetchCluster) -> None:
+    cluster.p.engine.block_pool.reset_prefix_cache()
+    prompt = second_prompt()
+    shorter = [*prompt[: 2 * BLOCK_SIZE], 40, 41, 42]
+    before = computed_by_p(cluster)
+    cluster.ask(("a", 2), shorter, 3, 2 * BLOCK_SIZE)
+    cluster.ask(("b", 3), prompt, 3, CACHED)
+    cluster.run(2.0)
+    assert (cluster.fetches.counts.started, cluster.fetches.counts.received) == (2, 2)
+    assert computed_by_p(cluster) - before == 3 + len(prompt) - CACHED
     cluster.assert_at_rest()
 
 
