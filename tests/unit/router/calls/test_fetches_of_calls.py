@@ -10,6 +10,7 @@ import pytest
 from baton.api.errors import NodeUnavailableError
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import PrefillCommand, ShareCommand
+from router.fleet.load.measured_line import MeasuredLine
 from router.fleet.node import Node
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.fleet.prefix_sources import BARRED_S, PrefixSource, PrefixSources, SourceTerms
@@ -20,6 +21,8 @@ from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 def fetching(scene: Scene) -> PrefixSources:
     """Let the router choose the decode node as the source of two tokens, and no other source."""
     sources = scene.pool.prefix_sources
+    pair = scene.decode.engine_id, scene.prefill.engine_id
+    sources._lines[pair] = MeasuredLine([(1.0, 0.001), (2.0, 0.001)])
 
     def choose(prefill: Node, hashes: PromptHashes, num_prompt_tokens: int) -> list[PrefixSource]:
         terms = SourceTerms("d0", 2, fetch_s=0.001, compute_s=0.002)
