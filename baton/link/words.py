@@ -391,7 +391,8 @@ class ShareCommand:
     Attributes:
         prompt_token_ids: the prefix: the first tokens of the prompt.
         cache_salt, adapter: as in the prompt's `PrefillCommand`.
-        images: the images in the prefix, without files.
+        images: the images that begin in the prefix, without files. The last one may end after the
+            prefix: hashes of blocks within an image depend on the image.
     """
 
     request_id: str
