@@ -391,8 +391,7 @@ class ShareCommand:
     Attributes:
         prompt_token_ids: the prefix: the first tokens of the prompt.
         cache_salt, adapter: as in the prompt's `PrefillCommand`.
-        images: the images that begin in the prefix, without files. The last one may end after the
-            prefix: hashes of blocks within an image depend on the image.
+        images: the images that begin in the prefix, without files; the last may end after it.
     """
 
     request_id: str

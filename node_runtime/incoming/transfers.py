@@ -117,7 +117,8 @@ class IncomingTransfers(Generic[Sent]):
         self.quarantine = Quarantine(blocks, receiver, clock)
         self.open: dict[TransferKey, Sent] = {}
         self._connected: set[str] = set()  # sending ends
-        # When a message came before its command, and the tokens that its sender has.
+        # Messages that came before their commands, by transfer and sender: when each came, and how
+        # many tokens its sender has.
         self._early: dict[tuple[TransferKey, str], tuple[float, int]] = {}
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
@@ -263,7 +264,7 @@ class IncomingTransfers(Generic[Sent]):
                 pass
 
     def _remember_early(self, key: TransferKey, engine_id: str, num_tokens: int) -> None:
-        """Keep what a sender said for the command; an ended transfer gets no command."""
+        """Store what a sender said until the command comes; ignored if the transfer has ended."""
         # The table is in the order of time, so a new entry must not keep an old place.
         self._early.pop((key, engine_id), None)
         if key in self._ended:

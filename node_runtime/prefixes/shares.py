@@ -3,9 +3,9 @@
     ShareCommand -> blocks found and held -> Start -> (granted) written -> Commit -> released
                         `---- nothing is cached: a transfer that fails at once ------^
 
-A block that is being sent has a reference, so that the prefix cache cannot evict the block. The
-prefill node ends a transfer that no prompt of it needs: other prompts may wait for the same prefix.
-Refuses to know: who computes the rest of the prompt.
+A block that is being sent has a reference, so that the prefix cache cannot evict the block. When a
+prompt is cancelled, its prefill node decides whether the transfer ends: other prompts of that node
+may wait for the same prefix. Refuses to know: who computes the rest of the prompt.
 """
 
 from __future__ import annotations
