@@ -19,7 +19,7 @@ from engine.core.request import RequestStatus
 from kvconnector.base import HandoffRecord
 from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Commit, Grant, Start
-from node_runtime.prefixes import fetches
+from node_runtime.prefixes import fetches, shares
 from node_runtime.prefixes.held_prefix import find_prefix
 from tests.fakes.handoff.fetch_cluster import TIMEOUT_S, FetchCluster
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
@@ -311,6 +311,25 @@ def test_fetches_take_a_part_of_the_blocks_only(
     cluster.run(1.5)
     assert cluster.output(("second", 2)) == tokens_of(tuple(prompt), 3)
     assert cluster.fetches.counts.lost == 1
+    cluster.assert_at_rest()
+
+
+def test_prefixes_that_are_sent_take_a_part_of_the_blocks_only(
+    cluster: FetchCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = second_prompt()
+    num_blocks = CACHED // BLOCK_SIZE
+    most = (num_blocks - 0.5) / cluster.d.engine.block_pool.num_blocks
+    monkeypatch.setattr(shares, "MAX_SHARE", most)
+    cluster.share(("shorter", 1), prompt[: CACHED - BLOCK_SIZE])
+    cluster.ask(("second", 2), prompt, 3, CACHED)
+    cluster.step("d")
+    (holding,) = cluster.shares.held()
+    assert len(holding.block_ids) == num_blocks - 1
+    cluster.p.submit(CancelCommand("shorter", 1))  # its command never comes
+    cluster.run(2.0)
+    assert cluster.output(("second", 2)) == tokens_of(tuple(prompt), 3)
+    assert (cluster.fetches.counts.received, cluster.fetches.counts.lost) == (0, 1)
     cluster.assert_at_rest()
 
 
