@@ -216,10 +216,11 @@ class Arrivals:
             del self._to_grant[place]
 
     def _place_of_oldest(self) -> int | None:
-        """Return which encoding to grant although the memory is full; None: none.
+        """Return the place in ``_to_grant`` of an encoding to grant although the memory is full.
 
         If prompts that still wait hold all received encodings, no memory becomes free until one of
-        these prompts has all its encodings. The oldest prompt gets them.
+        these prompts has all its encodings. So the oldest prompt's encodings are granted. Returns
+        None if no encoding is to be granted.
         """
         held = sum(len(one.images.received) for one in self._prompts.values())
         if not self._prompts or len(self._received) > held:

@@ -410,7 +410,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return from_message(link.EncodeCommand, message.encode, images=images)
     if kind == "share":
         token_ids = list(message.share.prompt_token_ids)
-        images = _images_from_proto(message.share.images, len(token_ids))
+        images = _images_from_proto(message.share.images, MAX_PROMPT_TOKENS)
         return from_message(
             link.ShareCommand, message.share, prompt_token_ids=token_ids, images=images
         )

@@ -391,7 +391,7 @@ class ShareCommand:
     Attributes:
         prompt_token_ids: the prefix: the first tokens of the prompt.
         cache_salt, adapter: as in the prompt's `PrefillCommand`.
-        images: the images in the prefix, without files.
+        images: the images that begin in the prefix, without files; the last may end after it.
     """
 
     request_id: str

@@ -116,8 +116,9 @@ class IncomingTransfers(Generic[Sent]):
         self._receiver, self._clock = receiver, clock
         self.quarantine = Quarantine(blocks, receiver, clock)
         self.open: dict[TransferKey, Sent] = {}
-        self._connected: set[str] = set()  # engine ids of sending ends
-        # For each message that came before its command: its time, and the tokens of its sender.
+        self._connected: set[str] = set()  # sending ends
+        # Messages that came before their commands, by transfer and sender: when each came, and how
+        # many tokens its sender has.
         self._early: dict[tuple[TransferKey, str], tuple[float, int]] = {}
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
@@ -263,8 +264,8 @@ class IncomingTransfers(Generic[Sent]):
                 pass
 
     def _remember_early(self, key: TransferKey, engine_id: str, num_tokens: int) -> None:
-        """Keep a sender's number of tokens until the command comes, unless the transfer ended."""
-        # The table is ordered by time, so an updated entry moves to the end.
+        """Store what a sender said until the command comes; ignored if the transfer has ended."""
+        # The table is in the order of time, so a new entry must not keep an old place.
         self._early.pop((key, engine_id), None)
         if key in self._ended:
             return

@@ -6,8 +6,8 @@
 A prompt waits until its fetch is received or lost, and then goes on as every prompt does: the
 engine finds in the prefix cache what is there. So a lost fetch costs only time. `IncomingTransfers`
 has the states before. A fetch is also lost if its holder has nothing more than this node, if its
-bytes are wrong, or if this node lacks free blocks. If an open fetch brings the next missing block
-of another prompt, that prompt waits for the fetch, too. Refuses to know: steps, the router.
+bytes are wrong, or if this node lacks free blocks. A prompt waits for the fetch of another prompt
+if this fetch brings at least half of the missing blocks. Refuses to know: steps, the router.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ class _Fetch(IncomingTransfer):
 
     Attributes:
         hashes: hashes of the blocks that this node lacked when the fetch was expected.
+        last_hash: hash of the last of these blocks.
         num_cached, num_blocks: logical blocks of the prefix that were cached here at the grant, and
             all of them; a logical block is one block in each KV group.
         waiters: the prompt of the fetch, unless it was cancelled, and others that need its blocks.
     """
 
     request: Request
-    hashes: list[BlockHash]
+    hashes: frozenset[BlockHash]
+    last_hash: BlockHash
     waiters: list[_Waiter]
     num_cached: int = 0
     num_blocks: int = 0
@@ -121,7 +123,6 @@ class Fetches:
         self.incoming: IncomingTransfers[_Fetch] = IncomingTransfers(
             self, WORDS, self._pool, receiver, clock
         )
-        self._coming: dict[BlockHash, TransferKey] = {}  # missing blocks, and what brings them
 
     # ------------------------------------------------------------------ prompts
 
@@ -138,12 +139,10 @@ class Fetches:
         now = self._clock()
         waiter = _Waiter(request, wait, now)
         lacking = self._lacking(request, command.fetch_num_tokens)
-        brings = (
-            self.incoming.open.get(self._coming[lacking[0]]) if self._is_coming(lacking) else None
-        )
+        other = self._find_open(lacking)
         engine_id = share_end(command.fetch_engine_id)
-        if brings is not None:
-            brings.waiters.append(waiter)
+        if other is not None:
+            other.waiters.append(waiter)
             request.awaits_prefix = True
         elif lacking and self.incoming.can_come(key, engine_id):
             fetch = _Fetch(
@@ -151,10 +150,10 @@ class Fetches:
                 received_at=received_at,
                 expires_at=now + self._timeout_s,
                 request=request,
-                hashes=lacking,
+                hashes=frozenset(lacking),
+                last_hash=lacking[-1],
                 waiters=[waiter],
             )
-            self._coming.update(dict.fromkeys(lacking, key))
             request.awaits_prefix = True
             self.counts.started += 1
             self.incoming.expect(key, fetch)
@@ -174,8 +173,25 @@ class Fetches:
         num_cached, _ = self._manager.find_initial_prefix(request)
         return request.block_hashes[num_cached // self._block_size : num_blocks]
 
-    def _is_coming(self, lacking: Sequence[BlockHash]) -> bool:
-        return bool(lacking) and lacking[0] in self._coming
+    def _find_open(self, lacking: Sequence[BlockHash]) -> _Fetch | None:
+        """Return the open fetch that brings most of a prompt's missing blocks.
+
+        Returns None if every open fetch brings less than half of these blocks: a fetch of the
+        prompt's own then saves more.
+        """
+        fetches = self.incoming.open.values()
+        if not lacking or not fetches:
+            return None
+        best = max(fetches, key=lambda fetch: self._num_brought(fetch, lacking))
+        return best if 2 * self._num_brought(best, lacking) >= len(lacking) else None
+
+    def _num_brought(self, fetch: _Fetch, lacking: Sequence[BlockHash]) -> int:
+        """Return how many of a prompt's missing blocks a fetch brings if it is not lost."""
+        if lacking[0] not in fetch.hashes:
+            return 0
+        if self._manager.slides:  # the fetch brings only the window at its end
+            return lacking.index(fetch.last_hash) + 1 if fetch.last_hash in lacking else 0
+        return sum(block_hash in fetch.hashes for block_hash in lacking)
 
     def cancel(self, request_id: str, epoch: int) -> None:
         """Let a request that has ended wait no more, and expect no prefix for it."""
@@ -265,9 +281,6 @@ class Fetches:
     def _end(self, key: TransferKey, fetch: _Fetch, *, quiet: bool) -> None:
         """End a fetch and let its prompts go on; see `IncomingTransfers.end`."""
         self.incoming.end(key, fetch, quiet=quiet)
-        for block_hash in fetch.hashes:
-            if self._coming.get(block_hash) == key:
-                del self._coming[block_hash]
         for waiter in fetch.waiters:
             waiter.wait.waited_s = self._clock() - waiter.began_at
             self._engine.features.end_fetch(waiter.request)

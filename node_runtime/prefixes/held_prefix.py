@@ -28,6 +28,9 @@ class HeldPrefix:
     last_hash: BlockHash
 
 
+NOTHING_HELD = HeldPrefix(0, (), (), b"")
+
+
 def find_prefix(
     manager: KVCacheManager,
     token_ids: Sequence[int],

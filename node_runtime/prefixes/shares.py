@@ -1,11 +1,11 @@
 """Shares: cached prefixes that this node sends to prefill nodes.
 
     ShareCommand -> blocks found and held -> Start -> (granted) written -> Commit -> released
-                        `---- nothing is cached: a transfer that fails at once ------^
+                        `---- nothing can be sent: a transfer that fails at once ----^
 
-A block that is being sent has a reference, so that the prefix cache cannot evict the block. The
-prefill node ends a transfer that no prompt of it needs: other prompts may wait for the same prefix.
-Refuses to know: who computes the rest of the prompt.
+A block that is being sent has a reference, so that the prefix cache cannot evict the block. When a
+prompt is cancelled, its prefill node decides whether the transfer ends: other prompts of that node
+may wait for the same prefix. Refuses to know: who computes the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from kvconnector.base import (
 from kvconnector.ends import Sender
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Outbox, SideWork
-from node_runtime.prefixes.held_prefix import find_prefix
+from node_runtime.prefixes.held_prefix import NOTHING_HELD, find_prefix
 
 logger = logging.getLogger(__name__)
+
+# Most of the cache's blocks that are kept from this node's requests because they are being sent.
+MAX_SHARE = 0.5
 
 
 @dataclass(slots=True)
@@ -44,8 +47,9 @@ class _Share:
     """A prefix that is being sent.
 
     Attributes:
-        num_tokens: tokens of the prefix; 0: nothing is cached.
+        num_tokens: tokens of the prefix; 0: nothing is sent.
         block_ids: this node's blocks with the prefix.
+        num_kept: number of these blocks that would be free if they were not sent.
         is_ending: whether this node has asked its sender to end the transfer.
     """
 
@@ -53,6 +57,7 @@ class _Share:
     received_at: float
     num_tokens: int
     block_ids: tuple[int, ...]
+    num_kept: int
     is_ending: bool = False
 
 
@@ -91,7 +96,10 @@ class Shares(SideWork):
     # ------------------------------------------------------------------ commands
 
     def share_prefix(self, command: ShareCommand, received_at: float) -> None:
-        """Send the longest cached part of a prefix; do nothing if the command came twice."""
+        """Send the longest cached part of a prefix, unless too many blocks are being sent.
+
+        Do nothing if the command came twice.
+        """
         key = transfer_name(command.request_id), command.epoch
         if key in self._open:
             return
@@ -101,8 +109,13 @@ class Shares(SideWork):
             extra_keys_of(command.cache_salt, command.adapter),
             [image.span for image in command.images],
         )
-        self._engine.block_pool.touch(found.block_ids)
-        self._open[key] = _Share(command, received_at, found.num_tokens, found.block_ids)
+        pool = self._engine.block_pool
+        num_kept = pool.num_free_among(found.block_ids)
+        all_kept = num_kept + sum(share.num_kept for share in self._open.values())
+        if all_kept > int(pool.num_blocks * MAX_SHARE):
+            found, num_kept = NOTHING_HELD, 0
+        pool.touch(found.block_ids)
+        self._open[key] = _Share(command, received_at, found.num_tokens, found.block_ids, num_kept)
         self._sender.start(
             *key,
             fetch_end(command.prefill_engine_id),
@@ -111,7 +124,7 @@ class Shares(SideWork):
             groups=found.groups,
         )
         if not found.num_tokens:
-            self._end(key, "nothing is cached")
+            self._end(key, "nothing is cached, or too much is being sent")
             return
         record = HandoffRecord(
             num_tokens=found.num_tokens, token_id=0, prefix=found.last_hash.hex()

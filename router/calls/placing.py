@@ -145,7 +145,7 @@ class Placer:
             prompt_token_ids=token_ids[:num_tokens],
             cache_salt=call.cache_salt,
             adapter=call.terms.adapter,
-            images=tuple(image for image in images if image.span.end <= num_tokens),
+            images=tuple(image for image in images if image.span.first < num_tokens),
         )
         return PromptSupply(encodings, source, command)
 

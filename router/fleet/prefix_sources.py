@@ -160,11 +160,13 @@ class PrefixSources:
 
     def note_receipt(self, source: PrefixSource, receipt: PrefillReceipt) -> None:
         """Measure a fetch, or bar its pair of nodes for a while if nothing came."""
+        pair = source.node.engine_id, source.prefill_engine_id
+        line = self._lines.get(pair)
+        if line is None:  # one of the nodes has left since
+            return
         if receipt.num_fetches_lost:
-            pair = source.node.engine_id, source.prefill_engine_id
             self._barred[pair] = self._clock() + BARRED_S
-        line = self._lines.get((source.node.engine_id, source.prefill_engine_id))
-        if receipt.num_fetched_tokens and line is not None:
+        if receipt.num_fetched_tokens:
             line.measure(receipt.num_fetched_tokens, receipt.fetch_wait_s)
             line.refresh()
 

@@ -22,6 +22,8 @@ COMMAND = ShareCommand(
 
 def test_all_fields_arrive() -> None:
     assert command_from_proto(command_to_proto(COMMAND)) == COMMAND
+    cut = dataclasses.replace(COMMAND, prompt_token_ids=[1, 2])  # within the image
+    assert command_from_proto(command_to_proto(cut)) == cut
     bare = dataclasses.replace(COMMAND, cache_salt=b"", adapter="", images=())
     assert command_from_proto(command_to_proto(bare)) == bare
 

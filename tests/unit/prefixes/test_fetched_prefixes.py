@@ -19,7 +19,7 @@ from engine.core.request import RequestStatus
 from kvconnector.base import HandoffRecord
 from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Commit, Grant, Start
-from node_runtime.prefixes import fetches
+from node_runtime.prefixes import fetches, shares
 from node_runtime.prefixes.held_prefix import find_prefix
 from tests.fakes.handoff.fetch_cluster import TIMEOUT_S, FetchCluster
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
@@ -174,6 +174,26 @@ def test_only_the_last_window_of_a_window_group_travels() -> None:
     cluster.assert_at_rest()
 
 
+def test_a_prompt_waits_for_no_fetch_that_brings_another_window() -> None:
+    cluster = make(architecture=WINDOWS)
+    first_turn(cluster)
+    cluster.p.engine.block_pool.reset_prefix_cache()
+    whole = [*PROMPT, *tokens_of(tuple(PROMPT), NUM_OUT, WINDOWS), 30, 31, 32]
+    num_common = CACHED - BLOCK_SIZE
+    shorter = [*whole[:num_common], 40, 41, 42]
+    before = computed_by_p(cluster)
+    cluster.ask(("a", 2), whole, 3, CACHED)
+    cluster.ask(("b", 3), shorter, 3, num_common)
+    cluster.ask(("c", 4), [*whole, 33], 3, CACHED)
+    cluster.run(2.0)
+    assert cluster.output(("a", 2)) == tokens_of(tuple(whole), 3, WINDOWS)
+    assert cluster.output(("b", 3)) == tokens_of(tuple(shorter), 3, WINDOWS)
+    assert (cluster.fetches.counts.started, cluster.fetches.counts.received) == (2, 2)
+    num_new = [len(whole) - CACHED, len(shorter) - num_common, len(whole) + 1 - CACHED]
+    assert computed_by_p(cluster) - before == sum(num_new)
+    cluster.assert_at_rest()
+
+
 def test_two_prompts_with_one_prefix_fetch_it_once(cluster: FetchCluster) -> None:
     prompt = second_prompt()
     cluster.ask(("a", 2), prompt, 3, CACHED)
@@ -182,6 +202,19 @@ def test_two_prompts_with_one_prefix_fetch_it_once(cluster: FetchCluster) -> Non
     assert cluster.output(("a", 2)) == tokens_of(tuple(prompt), 3)
     assert cluster.output(("b", 3)) == tokens_of((*prompt, 33), 3)
     assert (cluster.fetches.counts.started, cluster.fetches.counts.received) == (1, 1)
+    cluster.assert_at_rest()
+
+
+def test_a_prompt_waits_for_no_fetch_that_brings_less_than_half(cluster: FetchCluster) -> None:
+    cluster.p.engine.block_pool.reset_prefix_cache()
+    prompt = second_prompt()
+    shorter = [*prompt[: 2 * BLOCK_SIZE], 40, 41, 42]
+    before = computed_by_p(cluster)
+    cluster.ask(("a", 2), shorter, 3, 2 * BLOCK_SIZE)
+    cluster.ask(("b", 3), prompt, 3, CACHED)
+    cluster.run(2.0)
+    assert (cluster.fetches.counts.started, cluster.fetches.counts.received) == (2, 2)
+    assert computed_by_p(cluster) - before == 3 + len(prompt) - CACHED
     cluster.assert_at_rest()
 
 
@@ -278,6 +311,25 @@ def test_fetches_take_a_part_of_the_blocks_only(
     cluster.run(1.5)
     assert cluster.output(("second", 2)) == tokens_of(tuple(prompt), 3)
     assert cluster.fetches.counts.lost == 1
+    cluster.assert_at_rest()
+
+
+def test_prefixes_that_are_sent_take_a_part_of_the_blocks_only(
+    cluster: FetchCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = second_prompt()
+    num_blocks = CACHED // BLOCK_SIZE
+    most = (num_blocks - 0.5) / cluster.d.engine.block_pool.num_blocks
+    monkeypatch.setattr(shares, "MAX_SHARE", most)
+    cluster.share(("shorter", 1), prompt[: CACHED - BLOCK_SIZE])
+    cluster.ask(("second", 2), prompt, 3, CACHED)
+    cluster.step("d")
+    (holding,) = cluster.shares.held()
+    assert len(holding.block_ids) == num_blocks - 1
+    cluster.p.submit(CancelCommand("shorter", 1))  # its command never comes
+    cluster.run(2.0)
+    assert cluster.output(("second", 2)) == tokens_of(tuple(prompt), 3)
+    assert (cluster.fetches.counts.received, cluster.fetches.counts.lost) == (0, 1)
     cluster.assert_at_rest()
 
 

@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from baton.api.errors import NodeUnavailableError
+from baton.api.images import ImageSpan, PromptImage
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import PrefillCommand, ShareCommand
+from router.fleet.load.measured_line import MeasuredLine
 from router.fleet.node import Node
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.fleet.prefix_sources import BARRED_S, PrefixSource, PrefixSources, SourceTerms
@@ -20,6 +22,8 @@ from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 def fetching(scene: Scene) -> PrefixSources:
     """Let the router choose the decode node as the source of two tokens, and no other source."""
     sources = scene.pool.prefix_sources
+    pair = scene.decode.engine_id, scene.prefill.engine_id
+    sources._lines[pair] = MeasuredLine([(1.0, 0.001), (2.0, 0.001)])
 
     def choose(prefill: Node, hashes: PromptHashes, num_prompt_tokens: int) -> list[PrefixSource]:
         terms = SourceTerms("d0", 2, fetch_s=0.001, compute_s=0.002)
@@ -54,6 +58,20 @@ async def test_both_nodes_are_told_of_the_fetch() -> None:
     await scene.pause()
     until = sources._barred[scene.decode.engine_id, scene.prefill.engine_id]
     assert 0 < until - scene.pool.clock() <= BARRED_S
+    await end(scene)
+
+
+@asynchronous
+async def test_the_holder_is_told_of_an_image_that_the_prefix_cuts() -> None:
+    scene = Scene()
+    fetching(scene)
+    for node in (scene.prefill.node, scene.decode.node):
+        node.load.encodes_images = True
+    span = ImageSpan(1, 2, b"d" * 16, (1, 1, 2))
+    await scene.call(images=(PromptImage(span, b"file"),))
+    (share,) = scene.decode.of(ShareCommand)
+    assert share.prompt_token_ids == [1, 2]
+    assert share.images == (PromptImage(span),), "the hashes of its blocks depend on it"
     await end(scene)
 
 

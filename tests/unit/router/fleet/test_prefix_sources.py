@@ -154,6 +154,16 @@ def test_a_node_whose_prefix_was_lost_sends_nothing_for_a_while(fleet: Fleet) ->
     assert fleet.choose(d0=480) is not None
 
 
+def test_nothing_is_kept_of_nodes_that_left(fleet: Fleet) -> None:
+    source = fleet.choose(d0=480)
+    assert source is not None
+    lost = dataclasses.replace(PREFILL_RECEIPT, num_fetches_lost=1)
+    source.note_receipt(lost)
+    fleet.pool.remove(fleet.d[0].node)
+    source.note_receipt(lost)  # of another prompt whose prefix the node was to send
+    assert not fleet.pool.prefix_sources._barred
+
+
 def test_measured_fetches_decide(fleet: Fleet) -> None:
     source = fleet.choose(d0=480)
     assert source is not None
