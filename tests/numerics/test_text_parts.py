@@ -19,6 +19,7 @@ from models.config import ModelConfig
 from models.family import TextPart
 from models.registry import MODELS
 from tests.numerics.family_checkpoints import THREE_AXES, layers
+from tests.numerics.family_gemma4 import gemma4_layers
 from tests.numerics.tiny_models import (
     hugging_face_logits,
     make_hugging_face_model,
@@ -49,7 +50,10 @@ def names_of(architecture: str, name: str, layout: str) -> str:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     architecture = request.param
     values = THREE_AXES if "Qwen" in architecture else {}
-    values = layers("sf") if "Gemma" in architecture else values
+    values = layers("sf") if "Gemma3" in architecture else values
+    values = (
+        gemma4_layers("sf", head_dim=8, global_head_dim=8) if "Gemma4" in architecture else values
+    )
     theirs = make_hugging_face_model(
         architecture, attn_implementation="eager", tie_word_embeddings=False, **values
     )

@@ -13,7 +13,7 @@ from baton.api.outputs import FinishReason, TextDelta
 from baton.kv.residency import BlockResidency
 from baton.link.words import NodeRole
 from baton.telemetry.ledger import Ledger
-from engine.core.metrics import STEP_TOKENS, EngineMetrics
+from engine.core.metrics import STEP_TOKENS, EngineMetrics, PinCounts
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from node_runtime.reports.collector import NodeCollector
 from router.gate.admission import make_admission
@@ -84,6 +84,8 @@ class Source:
             "requests_started_by_priority": {},
             "preemptions_by_priority": {},
             "residency": BlockResidency(),
+            "pins": PinCounts(),
+            "kv_files": None,
         }
         return EngineMetrics(**{**values, **own, **steps})  # type: ignore[arg-type]  # by name
 

@@ -52,6 +52,8 @@ def test_a_new_engine_has_done_nothing_and_all_blocks_are_free(folder: str) -> N
     assert set(others.pop("steps_by_tokens")) == {0}
     for name in ("requests_started_by_priority", "preemptions_by_priority"):
         assert set(others.pop(name).values()) == {0}
+    assert set(others.pop("pins").values()) == {0}
+    assert others.pop("kv_files") is None
     assert all(one == {"counts": [0] * 12, "sum_s": 0} for one in others.pop("residency").values())
     assert set(others.values()) == {0, ()}
 
