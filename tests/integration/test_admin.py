@@ -161,7 +161,7 @@ def test_exit_codes_and_one_line_errors(operator: Operator) -> None:
     assert "BATON_ADMIN_TOKEN" in none
     nobody = operator.run("nodes", "--router", "127.0.0.1:1", code=1)
     assert nobody == "error: --router: 127.0.0.1:1 cannot be reached (is it up?)\n"
-    assert "Missing argument" in operator.run("policy", "set", code=2)
+    assert operator.run("policy", "set", code=2).startswith("error: NAME: must be given: ")
     assert "unknown routing policy 'x'" in operator.run("policy", "set", "x", code=2)
     assert operator.run("drain", "d9", code=3) == "error: there is no node 'd9'\n"
     assert operator.run("trace", "never", code=3).startswith("error: request 'never' is not")
