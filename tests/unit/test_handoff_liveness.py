@@ -54,9 +54,7 @@ def test_a_slow_write_does_not_make_anybody_suspect() -> None:
     pass_time(cluster, 20)
     cluster.settle()
     assert cluster.attempts["a", 1].is_complete
-    assert connected(cluster) == [True, True, True]
-    slow, tested = cluster.reports[-1], cluster.reports[0]
-    assert slow.bandwidth_bytes_per_s < tested.bandwidth_bytes_per_s
+    assert all(connected(cluster))
     assert_clean(cluster)
 
 
