@@ -39,6 +39,7 @@ from loadtest.targets.base import TargetOptions
 
 _MAX_FRESH_SEED = 2**31
 _IMAGE_SIZE = "512x512"
+_SLO_HELP = "Limits that a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
 
 
 def fresh_seed() -> int:
@@ -94,9 +95,7 @@ class LoadOptions:
     vocab_size: int = same_option(LoadPlan, "vocab_size")
     timeout_s: float = same_option(LoadPlan, "timeout_s")
     drain_timeout_s: float = same_option(LoadPlan, "drain_timeout_s")
-    slo: str = option(
-        "", help="Limits that a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
-    )
+    slo: str = option("", help=_SLO_HELP)
     max_lag_ms: float = option(
         10.0,
         above=0,
@@ -256,9 +255,7 @@ class CompareOptions(LoadOptions):
         above=0,
         help="Time after which nothing is sent, seconds, in each run; includes the warm-up.",
     )
-    slo: str = option(
-        help="Limits that a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
-    )
+    slo: str = option(help=_SLO_HELP)
     deployments: str = option(
         "colocated:2,1:1",
         help=f"Deployments to compare, separated by commas: {DEPLOYMENT_NOTATION}.",
@@ -282,13 +279,8 @@ class TuneOptions(LoadOptions):
         help="Requests per second: more than the defaults serve within --slo, or nothing can be "
         "gained.",
     )
-    duration_s: float = option(
-        above=0,
-        help="Time after which nothing is sent, seconds, in each trial; includes the warm-up.",
-    )
-    slo: str = option(
-        help="Limits that a good request keeps, seconds: ttft=0.5,tpot=0.05,gap=0.2,e2e=10."
-    )
+    duration_s: float = same_option(CompareOptions, "duration_s")
+    slo: str = same_option(CompareOptions, "slo")
     settings: str = option(
         "", help="Settings to search, separated by commas, in this order; empty: all."
     )
