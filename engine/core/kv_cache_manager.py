@@ -25,7 +25,7 @@ class GrantedBlocks:
     Attributes:
         first_block: number of leading blocks of the hand-off that are already cached here.
         block_ids: ids of the hand-off's other blocks, in order, which the remote node writes.
-        groups: KV cache group of each block in ``block_ids``; empty: there is only one group.
+        groups: KV cache group of each block of the hand-off, with cached ones; empty: one group.
     """
 
     first_block: int

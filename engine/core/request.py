@@ -1,4 +1,4 @@
-"""Request: one prompt on its way through an engine. Only the scheduler writes to requests.
+"""Request: one prompt on its way through an engine. The scheduler and its parts write to requests.
 
 A request has known tokens (prompt and output so far) and computed tokens (their KV is cached).
 There are no phases: in each step, computed tokens catch up with known tokens.

@@ -9,7 +9,7 @@ resuming after preemption and starting from remote KV are all cases of this rule
 
 Requests that do not run are in the waiting room (`waiting_room.py`). The time to schedule a step
 grows with the number of requests in the step, not with the number of waiting requests. Only the
-scheduler writes to requests.
+scheduler and its parts write to requests.
 """
 
 from __future__ import annotations

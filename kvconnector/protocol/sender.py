@@ -249,7 +249,7 @@ class SendMachine:
 
     def _on_send_ended(self, result: SendEnded) -> None:
         message = result.action.message
-        if not result.problem:  # the message was a Commit, after which nothing is verified
+        if not result.problem:  # only a Commit without digests wants a result
             assert isinstance(message, Commit)
             self._end(self.transfers.get((message.request_id, message.epoch)))
         elif not self.peers.send_again(result):
@@ -282,7 +282,7 @@ class SendMachine:
         self._turn.ask(Pause())  # `_post_next` runs after this action
 
     def _post_next(self) -> None:
-        """Post the next piece of this round whose peer has byte budget left and a valid lease."""
+        """Post this round's next piece that may go; end transfers with nothing left to post."""
         while self._to_post:
             transfer = self._to_post[0]
             write = self._next_write(transfer)
@@ -328,7 +328,7 @@ class SendMachine:
         self._turn.ask(Pause())  # `_post_next` runs after this action
 
     def _on_write_ended(self, result: WriteEnded) -> None:
-        if not result.key[0]:
+        if not result.key[0]:  # `NO_TRANSFER`: a probe's write
             self._probes.take_ended(result)
             return
         transfer = self.transfers.get(result.key)

@@ -58,7 +58,7 @@ class Attempt:
         self.prefill = prefill
         self.decode = decode
         self.epoch = terms.epoch
-        self._supply = terms.supply
+        self._supply = terms.supply  # what other nodes send to the prefill node
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
         self._request_id = call.scoped_id
