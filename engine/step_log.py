@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from engine.core.outputs import ScheduledRequest, SchedulerOutput, StepResult
-from engine.core.scheduler import WATERMARK, Scheduler
+from engine.core.scheduler import FREE_SHARE, Scheduler
 
 logger = logging.getLogger(__name__)
 _MOST_SHOWN = 16  # maximum number of requests in one line
@@ -66,7 +66,7 @@ class StepLog:
             return ""
         manager, pool = scheduler.kv_cache_manager, scheduler.kv_cache_manager.block_pool
         num_blocks = manager.num_blocks_for(request.num_tokens) - len(request.block_ids)
-        num_kept = int(pool.num_blocks * WATERMARK)
+        num_kept = int(pool.num_blocks * FREE_SHARE)
         if scheduler.num_running >= self._max_num_requests:
             why = f"all {self._max_num_requests} places of the batch are taken"
         elif num_blocks + num_kept > pool.num_free:

@@ -41,7 +41,7 @@ from engine.core.waiting_room import WaitingRoom
 
 # Fraction of all blocks to keep free when a waiting request is admitted. Running requests soon need
 # these blocks; without them, a request would be preempted and computed again.
-WATERMARK = 0.01
+FREE_SHARE = 0.01
 
 _NO_NUMBERS = "the model's logits are not numbers: its weights, or this node's memory, are damaged"
 
@@ -104,7 +104,7 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._prefill_tokens_beside_decodes = prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = ALL  # prompt tokens left for this step
-        self._watermark_blocks = int(kv_cache_manager.block_pool.num_blocks * WATERMARK)
+        self._reserved_blocks = int(kv_cache_manager.block_pool.num_blocks * FREE_SHARE)
         self._room = WaitingRoom(by_priority=by_priority)
         in_steps = drafting is not None and drafting.in_steps
         self._planner = StepPlanner(max_num_requests, has_next_tokens=in_steps)
@@ -151,7 +151,7 @@ class Scheduler:
                 for waiting in self._room.waiting()
                 if not self.by_priority or waiting.rank < request.rank
             ]
-            num_blocks = sum(map(manager.num_blocks_for, needed)) + self._watermark_blocks
+            num_blocks = sum(map(manager.num_blocks_for, needed)) + self._reserved_blocks
             if num_blocks > manager.block_pool.num_free:
                 return None
         if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
@@ -164,7 +164,7 @@ class Scheduler:
         """Return whether a new request would run in the next step without delaying another."""
         manager, has_slot = self.kv_cache_manager, len(self._running) < self._max_num_requests
         num_blocks = manager.num_blocks_for(manager.num_tokens_to_grant(request))
-        has_blocks = num_blocks + self._watermark_blocks <= manager.block_pool.num_free
+        has_blocks = num_blocks + self._reserved_blocks <= manager.block_pool.num_free
         return has_slot and has_blocks and not self._room
 
     def commit(self, request_id: str, token_id: int, drafts: tuple[int, ...] = ()) -> None:
@@ -481,7 +481,7 @@ class Scheduler:
             if request is None:
                 break
             # A request that runs alone may take all blocks: no other request needs the reserve.
-            num_reserved = self._watermark_blocks if self._running else 0
+            num_reserved = self._reserved_blocks if self._running else 0
             self.drafts.start(request)
             # Reserve blocks for all known tokens, not only for the first chunk. Otherwise, prompts
             # that start together would take the blocks that each of them needs to finish.

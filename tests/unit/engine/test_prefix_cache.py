@@ -246,7 +246,7 @@ def test_a_request_that_does_not_fit_beside_its_own_prefix_changes_nothing(num_s
     pool.check()
 
 
-def test_the_watermark_keeps_blocks_free_for_those_that_run_and_a_lone_one_may_take_all() -> None:
+def test_a_reserve_keeps_blocks_free_for_those_that_run_and_a_lone_one_may_take_all() -> None:
     scheduler = make_scheduler(num_blocks=200, max_num_batched_tokens=1000)
     scheduler.add_request(make_request("lone", 796, 10, max_model_len=800))
     assert "lone" in step(scheduler)[0]  # 199 of 200 blocks
