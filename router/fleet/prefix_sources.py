@@ -35,11 +35,11 @@ class SourceTerms(NamedTuple):
 
     Attributes:
         node: name of the node that holds the prefix.
-        num_tokens: tokens of the prefix that the prefill node lacks.
+        num_lacking: tokens of the prefix that the prefill node lacks.
     """
 
     node: str
-    num_tokens: int
+    num_lacking: int
     fetch_s: float
     compute_s: float
 
@@ -180,10 +180,10 @@ class PrefixSources:
         is_reached = prefill_id in self._reach.bandwidths.get(holder_id, {})
         return is_reached and barred_until <= self._clock()
 
-    def _terms(self, holder_id: str, name: str, prefill: Node, num_tokens: int) -> SourceTerms:
-        compute_s = prefill.load.prefill.per_unit * num_tokens
-        fetch_s = self._line(holder_id, prefill).seconds(num_tokens)
-        return SourceTerms(name, num_tokens, fetch_s, compute_s)
+    def _terms(self, holder_id: str, name: str, prefill: Node, num_lacking: int) -> SourceTerms:
+        compute_s = prefill.load.prefill.per_unit * num_lacking
+        fetch_s = self._line(holder_id, prefill).seconds(num_lacking)
+        return SourceTerms(name, num_lacking, fetch_s, compute_s)
 
     def _line(self, holder_id: str, prefill: Node) -> MeasuredLine:
         """Return the seconds of a fetch between two nodes, by its number of tokens."""

@@ -117,12 +117,12 @@ def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
 
 
 def _source(source: admin_pb2.PrefixSourceDescription, *, is_first: bool) -> str:
-    """Return a line that compares the expected times to fetch and to compute a cached prefix."""
+    """Return a line that compares the expected times to fetch and to compute missing tokens."""
     fetch_ms, compute_ms = format_number(source.fetch_ms), format_number(source.compute_ms)
     what = "fetched" if is_first and source.fetch_ms < source.compute_ms else "not fetched"
     return (
-        f"{source.num_tokens} tokens cached on {escape(source.node)}: {fetch_ms} ms to fetch and "
-        f"{compute_ms} ms to compute, {what}"
+        f"{source.num_tokens} tokens to get from {escape(source.node)}: {fetch_ms} ms to fetch "
+        f"and {compute_ms} ms to compute, {what}"
     )
 
 
