@@ -9,6 +9,7 @@ node computes what does not come, which costs only time. Refuses to know: links,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,12 +37,14 @@ class SourceTerms(NamedTuple):
     Attributes:
         node: name of the node that holds the prefix.
         num_lacking: tokens of the prefix that the prefill node lacks.
+        is_chosen: whether the node sends: no other source saves more time, and computing is slower.
     """
 
     node: str
     num_lacking: int
     fetch_s: float
     compute_s: float
+    is_chosen: bool = False
 
     @property
     def saved_s(self) -> float:
@@ -115,7 +118,7 @@ class PrefixSources:
     ) -> list[PrefixSource]:
         """Return the sources of a prompt's prefix; the source that saves most time comes first.
 
-        Sources that save no time are included.
+        Only the first source can be chosen. Sources that save no time are included.
 
         Args:
             holders: nodes that may send prefixes now.
@@ -131,7 +134,11 @@ class PrefixSources:
                 terms = self._terms(node.engine_id, node.name, prefill, num_tokens - own)
                 source = PrefixSource(node, prefill.engine_id, num_tokens, self, terms)
                 found.append(source)
-        return sorted(found, key=lambda source: -source.terms.saved_s)
+        found.sort(key=lambda source: -source.terms.saved_s)
+        if found and found[0].terms.saved_s > 0:
+            terms = found[0].terms._replace(is_chosen=True)
+            found[0] = dataclasses.replace(found[0], terms=terms)
+        return found
 
     def add_fetchable(
         self, cached: Mapping[str, int], nodes: Mapping[str, Node]

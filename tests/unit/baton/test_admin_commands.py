@@ -171,8 +171,9 @@ def test_explain_counts_only_the_tokens_that_the_prefill_node_lacks() -> None:
         node="d0", num_tokens=480, fetch_ms=6.1, compute_ms=210
     )
     expected = "480 tokens to get from d0: 6.1 ms to fetch and 210 ms to compute"
-    assert explain._source(source, is_first=True) == f"{expected}, fetched"
-    assert explain._source(source, is_first=False) == f"{expected}, not fetched"
+    assert explain._source(source) == f"{expected}, not fetched"
+    source.is_chosen = True
+    assert explain._source(source) == f"{expected}, fetched"
 
 
 def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:

@@ -57,7 +57,8 @@ class Fleet:
             {nodes[name].node.engine_id: num for name, num in cached.items()},
             num_tokens,
         )
-        return sources[0] if sources and sources[0].terms.saved_s > 0 else None
+        assert not any(one.terms.is_chosen for one in sources[1:])
+        return sources[0] if sources and sources[0].terms.is_chosen else None
 
 
 @pytest.fixture
