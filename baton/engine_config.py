@@ -35,6 +35,8 @@ DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 DEFAULT_KV_FILES_BYTES = 10 * GIB
+# A router ejects a prefill node that finishes no prompt for 5 s.
+MAX_PROMPT_WAIT_S = 4.0
 MAX_BATCHED_TOKENS = 2**20  # highest limit of a step's tokens; larger steps take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
@@ -278,12 +280,13 @@ class EngineConfig:
         least=2**20,
         unset="auto",
         parse=parse_bytes,
-        help="With --kv-files: maximum bytes of all files in the folder, such as 50G; auto: 10G.",
+        help="With --kv-files: maximum bytes of all files in the folder, such as 50G; auto: "
+        f"{DEFAULT_KV_FILES_BYTES // GIB}G.",
     )
     kv_files_timeout_s: float = option(
         2.0,
         above=0,
-        most=4.0,  # a router ejects a prefill node that finishes no prompt for 5 s
+        most=MAX_PROMPT_WAIT_S,
         help="With --kv-files: how long a prompt waits for files before the node computes what is "
         "missing, seconds.",
     )

@@ -34,6 +34,7 @@ from loadtest.plan import (
     Search,
     TraceReplay,
 )
+from loadtest.report.confidence import MAX_REPEATS
 from loadtest.slo import Slo
 from loadtest.targets.base import TargetOptions
 
@@ -54,7 +55,6 @@ class LoadOptions:
     node_args: str = option(
         "", help="More options of every prefill and decode node, as one string."
     )
-    encode_args: str = option("", help="More options of every encode node, as one string.")
     router_args: str = option("", help="More options of the router, as one string.")
     rate: float | None = option(
         None,
@@ -102,17 +102,6 @@ class LoadOptions:
         help="Most milliseconds of the generator's own lag (p99); above, the exit code is "
         f"{EXIT_LAGGED}.",
     )
-    find_max_goodput: bool = option(
-        False,
-        help="Search for the highest rate at which --attainment of the requests keep --slo, "
-        "beginning with --rate; each try has its own warm-up and duration.",
-    )
-    search: Search = group(Search)
-    json: str = option("", help="Write the result to this file.")
-    html: str = option(
-        "", help="Write the result to this file as one page with plots (extra: report)."
-    )
-    png: str = option("", help="Write the page's plots to this folder (extra: report).")
     log_level: str = option("warning", help="debug, info, warning or error.")
 
     def __post_init__(self) -> None:
@@ -159,7 +148,25 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(LoadOptions):
+class ReportOptions(LoadOptions):
+    """Options of the commands that report a result; raises ConfigError naming the option."""
+
+    encode_args: str = option("", help="More options of every encode node, as one string.")
+    find_max_goodput: bool = option(
+        False,
+        help="Search for the highest rate at which --attainment of the requests keep --slo, "
+        "beginning with --rate; each try has its own warm-up and duration.",
+    )
+    search: Search = group(Search)
+    json: str = option("", help="Write the result to this file.")
+    html: str = option(
+        "", help="Write the result to this file as one page with plots (extra: report)."
+    )
+    png: str = option("", help="Write the page's plots to this folder (extra: report).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(ReportOptions):
     """Options of `baton loadtest run`; raises ConfigError naming the option."""
 
     target: TargetOptions = group(TargetOptions)
@@ -244,7 +251,7 @@ class RunOptions(LoadOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions(LoadOptions):
+class CompareOptions(ReportOptions):
     """Options of `baton loadtest compare`; raises ConfigError naming the option."""
 
     up: str = option(help="Model folder, GGUF file, or hub id, for all deployments.")
@@ -281,6 +288,13 @@ class TuneOptions(LoadOptions):
     )
     duration_s: float = same_option(CompareOptions, "duration_s")
     slo: str = same_option(CompareOptions, "slo")
+    repeats: int = option(
+        3,
+        least=2,
+        most=MAX_REPEATS,
+        help="Trials of the defaults at the beginning, and of the defaults and the best choice at "
+        "the end.",
+    )
     settings: str = option(
         "", help="Settings to search, separated by commas, in this order; empty: all."
     )
@@ -298,15 +312,6 @@ class TuneOptions(LoadOptions):
     )
     cores: str = option("", help="Cores that the nodes divide, like 0-3; empty: all cores.")
 
-    def __post_init__(self) -> None:
-        LoadOptions.__post_init__(self)
-        given = [name for name in ("json", "html", "png") if getattr(self, name)]
-        if given or self.find_max_goodput:
-            raise ConfigError(
-                f"{given[0] if given else 'find_max_goodput'}: is not for tune; --state has all "
-                "trials"
-            )
-
     def identity(self, num_cores: int) -> dict[str, object]:
         """Return what the trials of a search depend on, by name."""
         names = (
@@ -319,7 +324,7 @@ class TuneOptions(LoadOptions):
         return {
             **found,
             "cores": num_cores,
-            "repeats": self.search.repeats,
+            "repeats": self.repeats,
             "version": __version__,
         }
 

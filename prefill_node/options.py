@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.api.errors import ConfigError
-from baton.engine_config import EngineConfig
+from baton.engine_config import MAX_PROMPT_WAIT_S, EngineConfig
 from baton.options import check_limits, group, option
 from node_runtime.options import NodeOptions
-
-# A router ejects a prefill node that finishes no prompt for 5 s.
-_MAX_WAIT_S = 4.0
 
 
 class PushMode(StrEnum):
@@ -51,7 +48,7 @@ class PrefillOptions(NodeOptions):
     fetch_timeout_s: float = option(
         2.0,
         above=0,
-        most=_MAX_WAIT_S,
+        most=MAX_PROMPT_WAIT_S,
         help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
         "computes the prompt, seconds.",
     )
@@ -59,8 +56,8 @@ class PrefillOptions(NodeOptions):
     def __post_init__(self) -> None:
         check_limits(self)
         wait_s = self.fetch_timeout_s + self.engine.kv_files_timeout_s
-        if self.fetch_prefixes and self.engine.kv_files and wait_s > _MAX_WAIT_S:
+        if self.fetch_prefixes and self.engine.kv_files and wait_s > MAX_PROMPT_WAIT_S:
             raise ConfigError(
                 "fetch_timeout_s: a prompt may wait for a prefix and then for files, so the sum "
-                f"with kv_files_timeout_s must be at most {_MAX_WAIT_S:g}, got {wait_s:g}"
+                f"with kv_files_timeout_s must be at most {MAX_PROMPT_WAIT_S:g}, got {wait_s:g}"
             )

@@ -605,16 +605,18 @@ class DecisionDescription(_message.Message):
     def __init__(self, placed_at: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[CandidateDescription, _Mapping]]] = ..., forecast: _Optional[_Union[PrefillForecast, _Mapping]] = ..., is_probe: bool = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSourceDescription, _Mapping]]] = ...) -> None: ...
 
 class PrefixSourceDescription(_message.Message):
-    __slots__ = ("node", "num_tokens", "fetch_ms", "compute_ms")
+    __slots__ = ("node", "num_tokens", "fetch_ms", "compute_ms", "is_chosen")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FETCH_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
     node: str
     num_tokens: int
     fetch_ms: float
     compute_ms: float
-    def __init__(self, node: _Optional[str] = ..., num_tokens: _Optional[int] = ..., fetch_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
+    is_chosen: bool
+    def __init__(self, node: _Optional[str] = ..., num_tokens: _Optional[int] = ..., fetch_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., is_chosen: bool = ...) -> None: ...
 
 class PrefillForecast(_message.Message):
     __slots__ = ("num_tokens", "wait_ms", "compute_ms", "is_measured", "measured_wait_ms", "measured_compute_ms")

@@ -16,7 +16,6 @@ from baton.processes.process import print_error, stop_event
 from loadtest.drills.site import UpOptions
 from loadtest.exit_codes import EXIT_NOTHING_CAME, EXIT_STOPPED
 from loadtest.plan import LoadPlan
-from loadtest.report.confidence import MAX_REPEATS
 from loadtest.report.report import WIDTH
 from loadtest.tuning.settings import Setting, config_text, described
 from loadtest.tuning.state import TuningState
@@ -49,14 +48,10 @@ class TuningJob:
     def __post_init__(self) -> None:
         if not self.plan.slo.limits:
             raise ConfigError("slo: must be given; goodput within it decides")
-        if not 2 <= self.repeats <= MAX_REPEATS:
-            raise ConfigError(f"repeats: must be 2 to {MAX_REPEATS}, got {self.repeats}")
         if not self.write.resolve().parent.is_dir():
             raise ConfigError(f"write: no such folder: {self.write.resolve().parent}")
         if self.write.is_dir() or self.write.resolve() == self.state.resolve():
             raise ConfigError(f"write: must be a file other than --state, got {self.write}")
-        if self.up.encode_args:
-            raise ConfigError("encode_args: tune starts no encode nodes")
         given = {word.partition("=")[0] for word in (*self.up.node_args, *self.up.router_args)}
         for setting in self.settings:
             option = setting.name.replace("_", "-")

@@ -133,7 +133,7 @@ class Placer:
         token_ids, hashes = _tokens_and_hashes(call, output_token_ids)
         sources = pool.list_prefix_sources(prefill, hashes, len(token_ids))
         self.decisions.note_sources(request_id, [source.terms for source in sources])
-        if not sources or sources[0].terms.saved_s <= 0:
+        if not sources or not sources[0].terms.is_chosen:
             return PromptSupply(encodings)
         source, images = sources[0], without_files(call.images)
         num_tokens = source.num_tokens

@@ -9,6 +9,7 @@ node computes what does not come, which costs only time. Refuses to know: links,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,13 +36,15 @@ class SourceTerms(NamedTuple):
 
     Attributes:
         node: name of the node that holds the prefix.
-        num_tokens: tokens of the prefix that the prefill node lacks.
+        num_lacking: tokens of the prefix that the prefill node lacks.
+        is_chosen: whether the node sends: no other source saves more time, and computing is slower.
     """
 
     node: str
-    num_tokens: int
+    num_lacking: int
     fetch_s: float
     compute_s: float
+    is_chosen: bool = False
 
     @property
     def saved_s(self) -> float:
@@ -115,7 +118,7 @@ class PrefixSources:
     ) -> list[PrefixSource]:
         """Return the sources of a prompt's prefix; the source that saves most time comes first.
 
-        Sources that save no time are included.
+        Only the first source can be chosen. Sources that save no time are included.
 
         Args:
             holders: nodes that may send prefixes now.
@@ -131,7 +134,11 @@ class PrefixSources:
                 terms = self._terms(node.engine_id, node.name, prefill, num_tokens - own)
                 source = PrefixSource(node, prefill.engine_id, num_tokens, self, terms)
                 found.append(source)
-        return sorted(found, key=lambda source: -source.terms.saved_s)
+        found.sort(key=lambda source: -source.terms.saved_s)
+        if found and found[0].terms.saved_s > 0:
+            terms = found[0].terms._replace(is_chosen=True)
+            found[0] = dataclasses.replace(found[0], terms=terms)
+        return found
 
     def add_fetchable(
         self, cached: Mapping[str, int], nodes: Mapping[str, Node]
@@ -180,10 +187,10 @@ class PrefixSources:
         is_reached = prefill_id in self._reach.bandwidths.get(holder_id, {})
         return is_reached and barred_until <= self._clock()
 
-    def _terms(self, holder_id: str, name: str, prefill: Node, num_tokens: int) -> SourceTerms:
-        compute_s = prefill.load.prefill.per_unit * num_tokens
-        fetch_s = self._line(holder_id, prefill).seconds(num_tokens)
-        return SourceTerms(name, num_tokens, fetch_s, compute_s)
+    def _terms(self, holder_id: str, name: str, prefill: Node, num_lacking: int) -> SourceTerms:
+        compute_s = prefill.load.prefill.per_unit * num_lacking
+        fetch_s = self._line(holder_id, prefill).seconds(num_lacking)
+        return SourceTerms(name, num_lacking, fetch_s, compute_s)
 
     def _line(self, holder_id: str, prefill: Node) -> MeasuredLine:
         """Return the seconds of a fetch between two nodes, by its number of tokens."""

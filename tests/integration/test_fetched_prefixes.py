@@ -206,6 +206,7 @@ def test_a_prefill_node_fetches_from_another(two_prefills: LocalDeployment, llm:
             (source,) = explained(two_prefills, second.request_id).prefix_sources
             assert (source.node, source.num_tokens) == (first.receipt.prefill_node, known)
             assert 0 < source.fetch_ms < source.compute_ms
+            assert source.is_chosen
         if num_exact == 2:
             break
     assert num_exact == 2

@@ -95,8 +95,8 @@ def _print(decision: admin_pb2.DecisionDescription, title: str) -> None:
         console.print("[dim]a probe: this node was not asked for long[/]")
     if decision.HasField("forecast"):
         console.print(_forecast(decision.forecast), style="dim")
-    for number, source in enumerate(decision.prefix_sources):
-        console.print(_source(source, is_first=not number), style="dim")
+    for source in decision.prefix_sources:
+        console.print(_source(source), style="dim")
     if not decision.candidates:
         console.print("this policy compares no costs", style="dim")
         return
@@ -116,13 +116,13 @@ def _forecast(forecast: admin_pb2.PrefillForecast) -> str:
     return f"{text}, measured {' and '.join(map(format_number, measured))}"
 
 
-def _source(source: admin_pb2.PrefixSourceDescription, *, is_first: bool) -> str:
-    """Return a line that compares the expected times to fetch and to compute a cached prefix."""
+def _source(source: admin_pb2.PrefixSourceDescription) -> str:
+    """Return a line that compares the expected times to fetch and to compute missing tokens."""
     fetch_ms, compute_ms = format_number(source.fetch_ms), format_number(source.compute_ms)
-    what = "fetched" if is_first and source.fetch_ms < source.compute_ms else "not fetched"
+    what = "fetched" if source.is_chosen else "not fetched"
     return (
-        f"{source.num_tokens} tokens cached on {escape(source.node)}: {fetch_ms} ms to fetch and "
-        f"{compute_ms} ms to compute, {what}"
+        f"{source.num_tokens} tokens to get from {escape(source.node)}: {fetch_ms} ms to fetch "
+        f"and {compute_ms} ms to compute, {what}"
     )
 
 

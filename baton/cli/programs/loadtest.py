@@ -164,7 +164,7 @@ def tune(options: TuneOptions) -> None:
             ),
             settings=chosen_settings(options.settings, len(cores)),
             search=options.identity(len(cores)),
-            repeats=options.search.repeats,
+            repeats=options.repeats,
             budget_s=options.budget_s,
             state=Path(options.state),
             write=Path(options.write),

@@ -221,9 +221,10 @@ def describe_decision(decision: Decision) -> admin_pb2.DecisionDescription:
         prefix_sources=[
             admin_pb2.PrefixSourceDescription(
                 node=source.node,
-                num_tokens=source.num_tokens,
+                num_tokens=source.num_lacking,
                 fetch_ms=1e3 * source.fetch_s,
                 compute_ms=1e3 * source.compute_s,
+                is_chosen=source.is_chosen,
             )
             for source in decision.sources
         ],

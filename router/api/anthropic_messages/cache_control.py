@@ -1,7 +1,9 @@
 """Reads ``cache_control``: which prefixes of a prompt a Messages request asks to keep.
 
     tools ... | system ... | message, message ...        in the order of the request
-            ^ mark       ^ mark              ^ mark      of each time, only the last mark counts
+            ^ mark       ^ mark              ^ mark
+
+A mark before a later mark with an equal or longer time does not count.
 
 A mark at the end of the conversation keeps the whole prompt and the answer. The length of another
 marked prefix is the number of tokens of the conversation up to the mark. Chat templates write tools

@@ -166,6 +166,16 @@ def test_explain_shows_what_was_expected_of_a_prompt_beside_what_it_took(
     assert explain._forecast(forecast) == f"{expected}, measured 2.1 and 101"
 
 
+def test_explain_counts_only_the_tokens_that_the_prefill_node_lacks() -> None:
+    source = admin_pb2.PrefixSourceDescription(
+        node="d0", num_tokens=480, fetch_ms=6.1, compute_ms=210
+    )
+    expected = "480 tokens to get from d0: 6.1 ms to fetch and 210 ms to compute"
+    assert explain._source(source) == f"{expected}, not fetched"
+    source.is_chosen = True
+    assert explain._source(source) == f"{expected}, fetched"
+
+
 def test_a_nodes_kv_in_use_is_not_known_before_its_first_beat() -> None:
     """The bar once showed 100 % here."""
     node = admin_pb2.NodeDescription(node_name="d0", num_blocks=100)

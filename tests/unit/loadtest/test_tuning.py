@@ -13,9 +13,10 @@ import pytest
 
 from baton.api.errors import ConfigError
 from baton.cli.config_file import PROGRAMS, read_config_file
-from baton.options import options_of
+from baton.options import make, options_of
 from loadtest.drills.site import UpOptions
 from loadtest.load.lengths import parse_lengths
+from loadtest.options import ReportOptions, TuneOptions
 from loadtest.plan import LoadPlan, OpenLoop
 from loadtest.slo import Slo
 from loadtest.tuning.execute_tuning import TuningJob, table_of, verdict_lines
@@ -185,7 +186,7 @@ def test_unknown_settings_are_refused() -> None:
 
 
 def test_a_job_needs_an_slo(tmp_path: Path) -> None:
-    def job(slo: str, repeats: int = 3) -> TuningJob:
+    def job(slo: str) -> TuningJob:
         plan = LoadPlan(
             load=OpenLoop(rate_per_s=1),
             input_lengths=parse_lengths("input_tokens", "8"),
@@ -198,7 +199,7 @@ def test_a_job_needs_an_slo(tmp_path: Path) -> None:
             up=UpOptions(model="m"),
             settings=(),
             search={},
-            repeats=repeats,
+            repeats=3,
             budget_s=1,
             state=tmp_path / "s",
             write=tmp_path / "w",
@@ -207,8 +208,17 @@ def test_a_job_needs_an_slo(tmp_path: Path) -> None:
     job("ttft=1")
     with pytest.raises(ConfigError, match="slo: must be given"):
         job("")
-    with pytest.raises(ConfigError, match="repeats: must be 2"):
-        job("ttft=1", 1)
+
+
+def test_tune_has_no_options_of_reports_and_needs_two_repeats() -> None:
+    names = {one.name for one in options_of(TuneOptions)}
+    reports = {"encode_args", "find_max_goodput", "attainment", "precision", "json", "html", "png"}
+    assert reports <= {one.name for one in options_of(ReportOptions)}
+    assert not names & reports
+    given = {"up": "m", "rate": 1.0, "duration_s": 1.0, "slo": "ttft=1"}
+    assert make(TuneOptions, given | {"repeats": 2}).repeats == 2
+    with pytest.raises(ConfigError, match="repeats: must be 2 or more"):
+        make(TuneOptions, given | {"repeats": 1})
 
 
 @pytest.mark.large

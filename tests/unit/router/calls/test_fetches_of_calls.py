@@ -26,7 +26,7 @@ def fetching(scene: Scene) -> PrefixSources:
     sources._lines[pair] = MeasuredLine([(1.0, 0.001), (2.0, 0.001)])
 
     def choose(prefill: Node, hashes: PromptHashes, num_prompt_tokens: int) -> list[PrefixSource]:
-        terms = SourceTerms("d0", 2, fetch_s=0.001, compute_s=0.002)
+        terms = SourceTerms("d0", 2, fetch_s=0.001, compute_s=0.002, is_chosen=True)
         return [PrefixSource(scene.decode.node, scene.prefill.engine_id, 2, sources, terms)]
 
     scene.pool.list_prefix_sources = choose  # type: ignore[method-assign]

@@ -57,7 +57,8 @@ class Fleet:
             {nodes[name].node.engine_id: num for name, num in cached.items()},
             num_tokens,
         )
-        return sources[0] if sources and sources[0].terms.saved_s > 0 else None
+        assert not any(one.terms.is_chosen for one in sources[1:])
+        return sources[0] if sources and sources[0].terms.is_chosen else None
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_prefill_nodes_send_to_each_other(fleet: Fleet) -> None:
     assert source is not None
     assert (source.node.name, source.num_tokens) == ("p1", 480)
     assert source.terms.node == "p1"
-    assert source.terms.num_tokens == 320
+    assert source.terms.num_lacking == 320
     assert source.terms.compute_s == pytest.approx(0.32)
     fleet.pool.remove(fleet.other_p.node)
     assert fleet.choose(p=160, p1=480) is None
