@@ -152,6 +152,52 @@ def test_requests_share_a_read(written: Path, expected: list[int]) -> None:
     engine.close()
 
 
+def conversation(number: int, num_shared: int, num_blocks: int = 7) -> list[int]:
+    """Return a prompt of some blocks, the first of which all conversations share."""
+    own = [210 + number] * (16 * (num_blocks - num_shared) + 3)
+    return PROMPT[: 16 * num_shared] + own
+
+
+@pytest.mark.parametrize(("num_shared", "num_reads"), [(2, 2), (4, 1)])
+def test_a_prompt_joins_a_read_that_brings_half_of_its_blocks(
+    tmp_path: Path, num_shared: int, num_reads: int
+) -> None:
+    prompts = [conversation(number, num_shared) for number in range(2)]
+    first = load(tmp_path)
+    for prompt in prompts:
+        ask(first, prompt=prompt)
+        run(first)
+    first.close()
+    engine = load(tmp_path)
+    files = trouble(engine)
+    files.gate.clear()
+    requests = [ask(engine, prompt=prompt) for prompt in prompts]
+    assert len(tier_of(engine)._reads) == num_reads
+    files.gate.set()
+    run(engine)
+    num_cached = [7, 7 if num_reads == 2 else num_shared]
+    assert [request.num_cached_tokens // 16 for request in requests] == num_cached
+    assert sum(engine.block_pool.ref_counts().values()) == 0
+    engine.block_pool.check()
+    engine.close()
+
+
+def test_a_prompt_joins_a_read_that_brings_all_that_files_have(tmp_path: Path) -> None:
+    first = load(tmp_path)
+    ask(first, prompt=conversation(0, 4))
+    run(first)
+    first.close()
+    engine = load(tmp_path)
+    files = trouble(engine)
+    files.gate.clear()
+    requests = [ask(engine, prompt=conversation(*sizes)) for sizes in ((0, 4), (1, 4, 14))]
+    assert len(tier_of(engine)._reads) == 1
+    files.gate.set()
+    run(engine)
+    assert [request.num_cached_tokens // 16 for request in requests] == [7, 4]
+    engine.close()
+
+
 def trouble(engine: Engine) -> TroubledFiles:
     """Give an engine's tier files with faults."""
     files = tier_of(engine)._store._files = TroubledFiles()
