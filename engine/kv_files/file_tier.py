@@ -55,7 +55,7 @@ class _Read:
         held_ids: blocks of the prefix that were cached when the read began; the read holds them.
         request_id: id of the first request, for the ledger.
         num_cached: leading blocks of the read that have entered the cache.
-        is_void: whether the blocks must not enter the cache, because the KV memory was dropped.
+        is_void: whether the blocks must not enter the cache, because the cache was emptied.
     """
 
     job: ReadJob
@@ -331,9 +331,13 @@ class KVFileTier:
             del self._tracked[request]
 
     def drop_memory(self) -> None:
-        """Let no block of an open read enter the cache: the KV memory was dropped or renamed."""
+        """Let no block of an open read enter the cache, because the cache was emptied.
+
+        Requests that wait for a read compute its blocks.
+        """
         for read in self._reads:
             read.is_void = True
+            self._let_go(read)
 
     @property
     def memory_in_use(self) -> threading.Lock:

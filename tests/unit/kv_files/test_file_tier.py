@@ -27,6 +27,7 @@ from engine.kv_files.switch import FIRST_PAUSE_S
 from engine.weights import ServedWeights
 from engine.worker.kv_cache import KVMemory, kv_cache_spec
 from node_runtime.reports.operator_views import take_ledger
+from node_runtime.threads import NodeThreads
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.demo_engine import load_demo
 from tests.fakes.engine.kv_file_systems import DISK_FULL, READ_ERROR, TroubledFiles
@@ -297,6 +298,32 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
     assert engine.block_pool.num_cached == 0
     assert sum(engine.block_pool.ref_counts().values()) == 0
     assert answer(engine)[0] == expected
+    engine.close()
+
+
+def test_blocks_of_an_open_read_do_not_enter_a_flushed_cache(
+    written: Path, expected: list[int]
+) -> None:
+    engine = load(written)
+    files = trouble(engine)
+    files.gate.clear()
+    waiting = ask(engine)
+    assert files.stands.wait(60)
+    node = SimpleNamespace(
+        _loaded=SimpleNamespace(engine=engine),
+        _loop=SimpleNamespace(call=lambda flush: flush()),
+    )
+    NodeThreads.flush_prefix_cache(cast("NodeThreads", node))
+    assert not waiting.awaits_prefix
+    assert not tier_of(engine)._coming
+    files.gate.set()
+    wait_until(lambda: all(read.job.has_ended for read in tier_of(engine)._reads), "it ends")
+    engine.features.settle_files()
+    assert engine.block_pool.num_cached == 0
+    run(engine)
+    assert (waiting.output_token_ids, waiting.num_cached_tokens) == (expected, 0)
+    assert sum(engine.block_pool.ref_counts().values()) == 0
+    engine.block_pool.check()
     engine.close()
 
 
