@@ -136,8 +136,8 @@ class Features:
         request has ended.
         """
         request.awaits_prefix = False
-        waits = self.files is not None and not request.status.is_finished
-        if not (waits and self.files is not None and self.files.begin_read(request)):
+        files, has_ended = self.files, request.status.is_finished
+        if files is None or has_ended or not files.begin_read(request):
             self._scheduler.resume(request)
 
     def submit_grammar(self, request: Request) -> None:
