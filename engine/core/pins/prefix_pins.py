@@ -127,9 +127,7 @@ class PrefixPins:
         if manager.hasher is None:
             self.counts.refused += len(terms.prefixes)
             return 0
-        manager.hasher.extend(
-            request.block_hashes, request.token_ids, request.extra_keys, request.image_spans
-        )
+        manager.extend_hashes(request, manager.hasher)
         for prefix in terms.prefixes:
             wanted = min(prefix.num_tokens or num_tokens, num_tokens)
             num_blocks = min(wanted // manager.block_size, len(request.block_hashes))
