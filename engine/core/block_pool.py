@@ -171,8 +171,8 @@ class BlockPool:
                 self.num_free -= 1
                 if is_use:
                     note_gap(now - block.freed_at)
-                    self.least_free = min(self.least_free, self.num_free)
             block.ref_count += 1
+        self.least_free = min(self.least_free, self.num_free if is_use else self.num_blocks)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference on each block; a block without references becomes free.
