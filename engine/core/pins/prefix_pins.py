@@ -100,7 +100,6 @@ class PrefixPins:
         self._kept: Counter[BlockHash] = Counter()  # number of owners that keep each block
         self._open: dict[str, tuple[Request, PinTerms]] = {}  # requests that have not ended
         self._tick_at = 0.0
-        self._pool.keeps = self._keeps
 
     # ------------------------------------------------------------------ requests
 
@@ -253,6 +252,7 @@ class PrefixPins:
     def _move(self, names: list[BlockHash]) -> None:
         """Put free blocks where the pool puts blocks that become free now, first blocks last."""
         pool = self._pool
+        pool.keeps = self._keeps if self._kept else None
         for name in reversed(names):
             block_id = pool.find(name, ANY_CLASS)
             if block_id is not None and pool.num_free_among((block_id,)):
@@ -325,3 +325,4 @@ class PrefixPins:
             kept.update(names.keys())
         assert kept == self._kept
         assert len(kept) <= self._max_blocks
+        assert (self._pool.keeps is not None) == bool(kept)

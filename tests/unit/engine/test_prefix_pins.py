@@ -71,6 +71,16 @@ def test_pins_that_begin_and_end_are_no_uses_of_their_blocks() -> None:
     pool.check()
 
 
+def test_the_pool_asks_about_freed_blocks_only_while_there_are_pins() -> None:
+    manager = make_manager(None)
+    pool, pins = manager.block_pool, PrefixPins(manager, 8, 100.0)
+    assert pool.keeps is None
+    pins.begin(make_request("a", prompt=[1] * 8), TERMS)
+    assert pool.keeps is not None
+    pins.clear()
+    assert pool.keeps is None
+
+
 def test_dropping_an_unknown_session_looks_at_no_block() -> None:
     manager = make_manager(None)
     pins = PrefixPins(manager, 8, 100.0)
