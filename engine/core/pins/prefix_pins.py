@@ -33,6 +33,8 @@ MAX_PINS = 4096
 HASHES_PER_BLOCK = 64
 ANY_CLASS = 2**31  # finds blocks of all cache classes
 TICK_S = 1.0
+# Minimum seconds between two counts of the kept blocks, because a count looks at each block.
+COUNT_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +101,7 @@ class PrefixPins:
         self._owners: dict[bytes, _Owner] = {}
         self._kept: Counter[BlockHash] = Counter()  # number of owners that keep each block
         self._open: dict[str, tuple[Request, PinTerms]] = {}  # requests that have not ended
-        self._tick_at = 0.0
+        self._tick_at = self._count_at = 0.0
 
     # ------------------------------------------------------------------ requests
 
@@ -307,9 +309,12 @@ class PrefixPins:
 
     def _count(self) -> None:
         self.counts.open = sum(len(own.pins) for own in self._owners.values())
-        self.counts.blocks = sum(
-            self._pool.find(name, ANY_CLASS) is not None for name in self._kept
-        )
+        if not self._kept:
+            self.counts.blocks = 0
+        elif (now := self._clock()) >= self._count_at:
+            self._count_at = now + COUNT_S
+            are_cached = (self._pool.find(name, ANY_CLASS) is not None for name in self._kept)
+            self.counts.blocks = sum(are_cached)
 
     # ------------------------------------------------------------------ checks
 
