@@ -261,6 +261,7 @@ def test_after_an_error_files_are_tried_again_later(
         clock.now += FIRST_PAUSE_S
         asked()
         wait_until(lambda: counted()[2] == 1, "files work again")
+        wait_until(lambda: len(caplog.records) >= 2, "the writer has logged the end of the pause")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2, lines
     assert "is off for a while" in lines[0]
