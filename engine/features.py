@@ -136,8 +136,8 @@ class Features:
         request has ended.
         """
         request.awaits_prefix = False
-        waits = self.files is not None and not request.status.is_finished
-        if not (waits and self.files is not None and self.files.begin_read(request)):
+        files, has_ended = self.files, request.status.is_finished
+        if files is None or has_ended or not files.begin_read(request):
             self._scheduler.resume(request)
 
     def submit_grammar(self, request: Request) -> None:
@@ -204,12 +204,16 @@ class Features:
             drafts = self.speculation.after_step(result, requests, drafted)
             self._scheduler.drafts.keep(result.outputs, drafts)
 
-    def forget_cached(self) -> None:
-        """Drop pins, encodings, and blocks that are read; call while no request is open."""
+    def forget_prefixes(self) -> None:
+        """Drop pins and blocks that are read from files; call when the prefix cache was emptied."""
         self.pins.clear()
-        self._scheduler.images.forget_all()
         if self.files is not None:
             self.files.drop_memory()
+
+    def forget_cached(self) -> None:
+        """Drop pins, encodings, and blocks that are read; call while no request is open."""
+        self.forget_prefixes()
+        self._scheduler.images.forget_all()
 
     def block_file_copies(self) -> AbstractContextManager[object]:
         """Return a context in which no file thread copies from or to the KV memory of a GPU."""

@@ -232,7 +232,7 @@ class NodeThreads(NodeOnThread[Node]):
             engine = self._loaded.engine
             num_prefixes = engine.block_pool.num_cached
             engine.block_pool.reset_prefix_cache()
-            engine.features.pins.clear()
+            engine.features.forget_prefixes()
             return num_prefixes
 
         return self._loop.call(flush)

@@ -99,7 +99,7 @@ class BlockPool:
     Attributes:
         num_evicted: cached blocks evicted from the prefix cache since the start.
         least_free: fewest free blocks since the start.
-        keeps: returns whether to allocate a block with this content only if no other is free.
+        keeps: returns whether to allocate a cached block after all other blocks; None: never.
         residency: how long blocks kept their cached contents.
     """
 
@@ -113,7 +113,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = self.least_free = num_blocks
         self.num_evicted = 0
-        self.keeps: Callable[[KVCacheBlock], bool] = lambda block: False
+        self.keeps: Callable[[KVCacheBlock], bool] | None = None
         self.residency = BlockResidency()
         self._clock = clock
         self._blocks: list[KVCacheBlock] = []  # by id; other blocks were never allocated
@@ -171,8 +171,8 @@ class BlockPool:
                 self.num_free -= 1
                 if is_use:
                     note_gap(now - block.freed_at)
-                    self.least_free = min(self.least_free, self.num_free)
             block.ref_count += 1
+        self.least_free = min(self.least_free, self.num_free if is_use else self.num_blocks)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference on each block; a block without references becomes free.
@@ -188,7 +188,7 @@ class BlockPool:
                 continue
             block.freed_at = now
             is_blank = block.block_hash is None
-            end = self._tail if not is_blank and self.keeps(block) else self._fence
+            end = self._tail if self.keeps and not is_blank and self.keeps(block) else self._fence
             previous = self._head if is_blank else end.previous
             block.previous, block.next = previous, previous.next
             previous.next = block.next.previous = block

@@ -113,7 +113,7 @@ class KVCacheManager:
         """
         if self.hasher is None:
             return []
-        self._extend_hashes(request, self.hasher)
+        self.extend_hashes(request, self.hasher)
         hashes = request.block_hashes[: num_tokens // self.block_size]
         return self.coordinator.longest_hit(hashes, request.cache_class)
 
@@ -170,15 +170,15 @@ class KVCacheManager:
         first = request.num_cached_blocks
         if num_full <= first:
             return
-        self._extend_hashes(request, self.hasher)
+        self.extend_hashes(request, self.hasher)
         hashes = request.block_hashes
         self.coordinator.cache(request.block_ids, hashes, first, num_full, cache_class=cache_class)
         request.num_cached_blocks = num_full
 
-    def _extend_hashes(self, request: Request, hasher: BlockHasher) -> None:
-        hasher.extend(
-            request.block_hashes, request.token_ids, request.extra_keys, request.image_spans
-        )
+    def extend_hashes(self, request: Request, hasher: BlockHasher) -> None:
+        """Append the hashes of a request's full blocks that are not computed yet."""
+        spans = request.image_spans
+        hasher.extend(request.block_hashes, request.token_ids, request.extra_keys, spans)
 
     def find_initial_prefix(self, request: Request) -> tuple[int, list[BlockHash]]:
         """Find the cached prefix of a parked request's initial tokens, without taking references.

@@ -31,7 +31,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.kv_files.file_thread import FileThread
 from engine.kv_files.jobs import ReadJob, WriteJob
-from engine.kv_files.run_index import plan_pieces
+from engine.kv_files.run_index import Run, plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
@@ -55,7 +55,7 @@ class _Read:
         held_ids: blocks of the prefix that were cached when the read began; the read holds them.
         request_id: id of the first request, for the ledger.
         num_cached: leading blocks of the read that have entered the cache.
-        is_void: whether the blocks must not enter the cache, because the KV memory was dropped.
+        is_void: whether the blocks must not enter the cache, because the cache was emptied.
     """
 
     job: ReadJob
@@ -128,17 +128,51 @@ class KVFileTier:
         first, chain = num_cached // size, request.block_hashes[:most]
         if (most - first) * size < MIN_TOKENS:
             return False
-        read = self._coming.get(chain[first]) or self._start_read(request, chain, first)
+        found = self._store.index.runs_of(self.identity, chain)
+        read = (
+            self._find_open(found, chain, first)
+            or self._start_read(request, found, chain, first)
+            or self._coming.get(chain[first])
+        )
         if read is None:
             return False
         read.waiters.append(request)
         request.awaits_prefix = True
         return True
 
-    def _start_read(self, request: Request, chain: Sequence[BlockHash], first: int) -> _Read | None:
+    def _find_open(
+        self, found: Sequence[tuple[int, Run]], chain: Sequence[BlockHash], first: int
+    ) -> _Read | None:
+        """Return the open read that brings most of those missing blocks that files have.
+
+        Returns None if every open read brings less than half of these blocks: a read of the
+        prompt's own then saves more. A file whose header is unread counts only if all its blocks
+        come after the blocks that open reads bring, because it may have few blocks of the chain.
+        """
+        coming, places = self._coming, range(first, len(chain))
+        place = next((place for place in places if chain[place] not in coming), len(chain))
+        if place == first:
+            return None
+        useful = [
+            (at, run) for at, run in found if at >= place or run.num_equal(chain, at) is not None
+        ]
+        pieces = plan_pieces(useful, chain, place)
+        end = pieces[-1].end if pieces else place
+        for block_hash in reversed(chain[(first + end - 1) // 2 : end]):
+            read = coming.get(block_hash)
+            if read is not None and read.job.first <= first:
+                return read
+        return None
+
+    def _start_read(
+        self,
+        request: Request,
+        found: Sequence[tuple[int, Run]],
+        chain: Sequence[BlockHash],
+        first: int,
+    ) -> _Read | None:
         """Start to read a chain's blocks; return None if files have too few, or are unreadable."""
-        store, misses, size = self._store, self._counts.misses, self._manager.block_size
-        found = store.index.runs_of(self.identity, chain)
+        misses, size = self._counts.misses, self._manager.block_size
         pieces = plan_pieces(found, chain, first)
         num_blocks = pieces[-1].end - first if pieces else 0
         if num_blocks * size < MIN_TOKENS:
@@ -297,9 +331,13 @@ class KVFileTier:
             del self._tracked[request]
 
     def drop_memory(self) -> None:
-        """Let no block of an open read enter the cache: the KV memory was dropped or renamed."""
+        """Let no block of an open read enter the cache, because the cache was emptied.
+
+        Requests that wait for a read compute its blocks.
+        """
         for read in self._reads:
             read.is_void = True
+            self._let_go(read)
 
     @property
     def memory_in_use(self) -> threading.Lock:

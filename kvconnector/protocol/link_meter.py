@@ -44,6 +44,8 @@ INTERVAL_S = 1.0
 REPORT_FACTOR = 1.5
 # A span of a busy link ends if this many times as many of its bytes have arrived as are in flight.
 ARRIVED_FACTOR = 4
+# Least seconds between two looks at all links. A round of I/O may take only 0.1 ms.
+LOOK_S = 0.05
 DOUBLING_S = 10.0  # seconds without a span that counts after which a low bandwidth doubles
 
 
@@ -152,6 +154,7 @@ class LinkMeter:
         self._sender = sender
         self._machine = machine
         self._links: dict[str, _Link] = {}
+        self._look_at = 0.0
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         num_before = self._sender.totals.num_bytes
@@ -175,6 +178,9 @@ class LinkMeter:
     def tick(self, now: float) -> list[Action]:
         actions = self._machine.tick(now)
         self._note_connected(actions, now)
+        if now < self._look_at:
+            return actions
+        self._look_at = now + LOOK_S
         for engine_id, link in list(self._links.items()):
             if engine_id not in self._sender.peers:
                 del self._links[engine_id]

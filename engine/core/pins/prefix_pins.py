@@ -33,6 +33,8 @@ MAX_PINS = 4096
 HASHES_PER_BLOCK = 64
 ANY_CLASS = 2**31  # finds blocks of all cache classes
 TICK_S = 1.0
+# Minimum seconds between two counts of the kept blocks, because a count looks at each block.
+COUNT_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +101,7 @@ class PrefixPins:
         self._owners: dict[bytes, _Owner] = {}
         self._kept: Counter[BlockHash] = Counter()  # number of owners that keep each block
         self._open: dict[str, tuple[Request, PinTerms]] = {}  # requests that have not ended
-        self._tick_at = 0.0
-        self._pool.keeps = self._keeps
+        self._tick_at = self._count_at = 0.0
 
     # ------------------------------------------------------------------ requests
 
@@ -127,9 +128,7 @@ class PrefixPins:
         if manager.hasher is None:
             self.counts.refused += len(terms.prefixes)
             return 0
-        manager.hasher.extend(
-            request.block_hashes, request.token_ids, request.extra_keys, request.image_spans
-        )
+        manager.extend_hashes(request, manager.hasher)
         for prefix in terms.prefixes:
             wanted = min(prefix.num_tokens or num_tokens, num_tokens)
             num_blocks = min(wanted // manager.block_size, len(request.block_hashes))
@@ -255,6 +254,7 @@ class PrefixPins:
     def _move(self, names: list[BlockHash]) -> None:
         """Put free blocks where the pool puts blocks that become free now, first blocks last."""
         pool = self._pool
+        pool.keeps = self._keeps if self._kept else None
         for name in reversed(names):
             block_id = pool.find(name, ANY_CLASS)
             if block_id is not None and pool.num_free_among((block_id,)):
@@ -309,9 +309,12 @@ class PrefixPins:
 
     def _count(self) -> None:
         self.counts.open = sum(len(own.pins) for own in self._owners.values())
-        self.counts.blocks = sum(
-            self._pool.find(name, ANY_CLASS) is not None for name in self._kept
-        )
+        if not self._kept:
+            self.counts.blocks = 0
+        elif (now := self._clock()) >= self._count_at:
+            self._count_at = now + COUNT_S
+            are_cached = (self._pool.find(name, ANY_CLASS) is not None for name in self._kept)
+            self.counts.blocks = sum(are_cached)
 
     # ------------------------------------------------------------------ checks
 
@@ -327,3 +330,4 @@ class PrefixPins:
             kept.update(names.keys())
         assert kept == self._kept
         assert len(kept) <= self._max_blocks
+        assert (self._pool.keeps is not None) == bool(kept)

@@ -9,7 +9,7 @@ import pytest
 from baton.kv.block_hash import BlockHash, BlockHasher
 from baton.kv.pins import PinTerms, PrefixPin
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.pins.prefix_pins import HASHES_PER_BLOCK, PrefixPins
+from engine.core.pins.prefix_pins import COUNT_S, HASHES_PER_BLOCK, TICK_S, PrefixPins
 from tests.fakes.engine.engine_parts import make_request
 
 BLOCK_SIZE = 2
@@ -69,6 +69,41 @@ def test_pins_that_begin_and_end_are_no_uses_of_their_blocks() -> None:
     assert sum(pool.residency.reuse_gap.counts) == 0
     assert (pool.num_free, pool.least_free) == (64, least_free)
     pool.check()
+
+
+def test_the_pool_asks_about_freed_blocks_only_while_there_are_pins() -> None:
+    manager = make_manager(None)
+    pool, pins = manager.block_pool, PrefixPins(manager, 8, 100.0)
+    assert pool.keeps is None
+    pins.begin(make_request("a", prompt=[1] * 8), TERMS)
+    assert pool.keeps is not None
+    pins.clear()
+    assert pool.keeps is None
+
+
+def test_kept_blocks_are_counted_at_times_and_pins_always() -> None:
+    manager, now = make_manager(None), [0.0]
+    pool, pins = manager.block_pool, PrefixPins(manager, 8, 100.0, clock=lambda: now[0])
+    counts = []
+    for number in range(2):
+        request = make_request(f"r{number}", prompt=[number] * 8)
+        assert manager.allocate_with_prefix(request) is not None
+        request.num_computed_tokens = 8
+        manager.cache_blocks(request)
+        pins.begin(request, PinTerms(b"tenant", b"session", (PrefixPin(100.0),)))
+        now[0] += TICK_S
+        pins.tick()
+        counts.append((pins.counts.open, pins.counts.blocks))
+    now[0] += COUNT_S
+    pins.tick()
+    counts.append((pins.counts.open, pins.counts.blocks))
+    assert counts == [(1, 4), (2, 4), (2, 8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "find", lambda *given: pytest.fail("looked"))
+        now[0] += TICK_S
+        pins.tick()
+    pins.clear()
+    assert (pins.counts.open, pins.counts.blocks) == (0, 0)
 
 
 def test_dropping_an_unknown_session_looks_at_no_block() -> None:

@@ -27,6 +27,7 @@ from engine.kv_files.switch import FIRST_PAUSE_S
 from engine.weights import ServedWeights
 from engine.worker.kv_cache import KVMemory, kv_cache_spec
 from node_runtime.reports.operator_views import take_ledger
+from node_runtime.threads import NodeThreads
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.demo_engine import load_demo
 from tests.fakes.engine.kv_file_systems import DISK_FULL, READ_ERROR, TroubledFiles
@@ -152,6 +153,52 @@ def test_requests_share_a_read(written: Path, expected: list[int]) -> None:
     engine.close()
 
 
+def conversation(number: int, num_shared: int, num_blocks: int = 7) -> list[int]:
+    """Return a prompt of some blocks, the first of which all conversations share."""
+    own = [210 + number] * (16 * (num_blocks - num_shared) + 3)
+    return PROMPT[: 16 * num_shared] + own
+
+
+@pytest.mark.parametrize(("num_shared", "num_reads"), [(2, 2), (4, 1)])
+def test_a_prompt_joins_a_read_that_brings_half_of_its_blocks(
+    tmp_path: Path, num_shared: int, num_reads: int
+) -> None:
+    prompts = [conversation(number, num_shared) for number in range(2)]
+    first = load(tmp_path)
+    for prompt in prompts:
+        ask(first, prompt=prompt)
+        run(first)
+    first.close()
+    engine = load(tmp_path)
+    files = trouble(engine)
+    files.gate.clear()
+    requests = [ask(engine, prompt=prompt) for prompt in prompts]
+    assert len(tier_of(engine)._reads) == num_reads
+    files.gate.set()
+    run(engine)
+    num_cached = [7, 7 if num_reads == 2 else num_shared]
+    assert [request.num_cached_tokens // 16 for request in requests] == num_cached
+    assert sum(engine.block_pool.ref_counts().values()) == 0
+    engine.block_pool.check()
+    engine.close()
+
+
+def test_a_prompt_joins_a_read_that_brings_all_that_files_have(tmp_path: Path) -> None:
+    first = load(tmp_path)
+    ask(first, prompt=conversation(0, 4))
+    run(first)
+    first.close()
+    engine = load(tmp_path)
+    files = trouble(engine)
+    files.gate.clear()
+    requests = [ask(engine, prompt=conversation(*sizes)) for sizes in ((0, 4), (1, 4, 14))]
+    assert len(tier_of(engine)._reads) == 1
+    files.gate.set()
+    run(engine)
+    assert [request.num_cached_tokens // 16 for request in requests] == [7, 4]
+    engine.close()
+
+
 def trouble(engine: Engine) -> TroubledFiles:
     """Give an engine's tier files with faults."""
     files = tier_of(engine)._store._files = TroubledFiles()
@@ -214,6 +261,7 @@ def test_after_an_error_files_are_tried_again_later(
         clock.now += FIRST_PAUSE_S
         asked()
         wait_until(lambda: counted()[2] == 1, "files work again")
+        wait_until(lambda: len(caplog.records) >= 2, "the writer has logged the end of the pause")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2, lines
     assert "is off for a while" in lines[0]
@@ -251,6 +299,32 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
     assert engine.block_pool.num_cached == 0
     assert sum(engine.block_pool.ref_counts().values()) == 0
     assert answer(engine)[0] == expected
+    engine.close()
+
+
+def test_blocks_of_an_open_read_do_not_enter_a_flushed_cache(
+    written: Path, expected: list[int]
+) -> None:
+    engine = load(written)
+    files = trouble(engine)
+    files.gate.clear()
+    waiting = ask(engine)
+    assert files.stands.wait(60)
+    node = SimpleNamespace(
+        _loaded=SimpleNamespace(engine=engine),
+        _loop=SimpleNamespace(call=lambda flush: flush()),
+    )
+    NodeThreads.flush_prefix_cache(cast("NodeThreads", node))
+    assert not waiting.awaits_prefix
+    assert not tier_of(engine)._coming
+    files.gate.set()
+    wait_until(lambda: all(read.job.has_ended for read in tier_of(engine)._reads), "it ends")
+    engine.features.settle_files()
+    assert engine.block_pool.num_cached == 0
+    run(engine)
+    assert (waiting.output_token_ids, waiting.num_cached_tokens) == (expected, 0)
+    assert sum(engine.block_pool.ref_counts().values()) == 0
+    engine.block_pool.check()
     engine.close()
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from baton.api.errors import BatonError
 from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver, Sender
-from kvconnector.protocol.link_meter import DOUBLING_S, ENOUGH_S, _Link
+from kvconnector.protocol.link_meter import DOUBLING_S, ENOUGH_S, LOOK_S, _Link
 from kvconnector.protocol.peers import MIN_POSTED_BYTES, QUEUE_S
 from kvconnector.transports.scratch import Scratch
 from tests.fakes.handoff.kv_memories import memory_of
@@ -145,6 +145,17 @@ def test_a_link_that_is_always_busy_is_measured() -> None:
     found = [one for one in measured if one is not None]
     assert len(found) >= 3
     assert found == pytest.approx([num_bytes / 0.01] * len(found), rel=0.05)
+
+
+def test_links_are_looked_at_less_often_than_io_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    monkeypatch.setattr(_Link, "end_busy_span", lambda link, now: looks.append(now))
+    link = Link()
+    looks.clear()
+    for _ in range(1000):
+        link.sender.loop.round()
+        link.clock.advance(LOOK_S / 100)
+    assert 9 <= len(looks) <= 11
 
 
 def test_writes_that_end_together_after_a_busy_span_do_not_make_the_link_look_fast() -> None:
