@@ -341,12 +341,12 @@ class BlockPool:
         return block_ids
 
     def _take_extents(self, num_blocks: int) -> list[int] | None:
-        """Unlink runs of blocks with consecutive ids, preferably from the first half of the window.
+        """Unlink runs of blocks with consecutive ids, preferably from the first half of the free list.
 
         While there are never-used blocks, only blank blocks are considered. Returns None if
         never-used blocks are better, because blank ones are too few or too scattered.
         """
-        # Look into the second half of the window only if the first half has too few blocks.
+        # Look into the second half of the free list only if the first half has too few blocks.
         wide = min(num_blocks * WINDOW_FACTOR, num_blocks + MAX_EXTRA)
         window = max(num_blocks, min(wide, self.num_free // 2))
         have_all = len(self._blocks) == self.num_blocks
