@@ -214,6 +214,8 @@ def test_after_an_error_files_are_tried_again_later(
         clock.now += FIRST_PAUSE_S
         asked()
         wait_until(lambda: counted()[2] == 1, "files work again")
+        # The thread that writes logs after it counts.
+        wait_until(lambda: len(caplog.records) >= 2, "both lines are logged")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2, lines
     assert "is off for a while" in lines[0]
