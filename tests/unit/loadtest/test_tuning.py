@@ -212,6 +212,7 @@ def test_a_job_needs_an_slo(tmp_path: Path) -> None:
 
 
 @pytest.mark.large
+@pytest.mark.timeout(400)
 def test_a_short_search_of_a_real_deployment(tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
     words = (
