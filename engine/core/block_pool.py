@@ -341,7 +341,7 @@ class BlockPool:
         return block_ids
 
     def _take_extents(self, num_blocks: int) -> list[int] | None:
-        """Unlink runs of blocks with consecutive ids, preferably from the first half of the free list.
+        """Unlink runs of blocks with consecutive ids, preferably from the free list's first half.
 
         While there are never-used blocks, only blank blocks are considered. Returns None if
         never-used blocks are better, because blank ones are too few or too scattered.

@@ -1,7 +1,7 @@
 """A router by hand: real node processes join it, and a test gives each of them its commands.
 
 It pairs every prefill node with every decode node, beats, and collects what nodes say. It sends a
-request again only if one node was silent. Refuses to know: names, policies, other retries.
+request again once, and only if a node was silent. Refuses to know: names, policies, other retries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from baton.link.words import (
 from baton.v1 import admin_pb2, node_pb2, node_pb2_grpc
 
 _TIMEOUT_S = 60.0
-_MAX_SILENCES = 3
 
 
 @dataclass(slots=True)
@@ -80,12 +79,17 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class HandRouter:
-    """Serves `NodeLink`; nodes are there once `wait_for` has returned."""
+    """A server of `NodeLink`; nodes are there once `wait_for_pair` has returned.
+
+    Attributes:
+        num_silences: requests that were sent again, because a node was silent.
+    """
 
     def __init__(self) -> None:
         self.address = ""
         self.nodes: dict[NodeRole, JoinedNode] = {}
         self.answers: dict[int, Answer] = {}
+        self.num_silences = 0
         self._epochs = itertools.count(1)
         self._server = grpc.aio.server()
         node_pb2_grpc.add_NodeLinkServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # generated
@@ -103,6 +107,11 @@ class HandRouter:
         nodes = self.nodes
         await until(lambda: len(nodes) == 2 and all(node.reached for node in nodes.values()))
 
+    async def _wait_for_beats(self) -> None:
+        """Wait until each node has sent a further beat."""
+        before = {role: node.beat for role, node in self.nodes.items()}
+        await until(lambda: all(node.beat is not before[role] for role, node in self.nodes.items()))
+
     async def ask(
         self,
         prompt: Sequence[int],
@@ -115,17 +124,18 @@ class HandRouter:
         """Have a prompt computed by both nodes; return what they said.
 
         On a busy machine a node may get no processor for a second, and the other node then rightly
-        fails the request. Like a real router, this one sends such a request again.
+        fails the request. Like a real router, this router then sends the request again, but once.
 
         Args:
             source: the adapter's folder, from which nodes may load it.
             of_prefill: another adapter, or none, for the prefill node alone.
         """
-        for _ in range(_MAX_SILENCES):
-            answer = await self._ask_once(prompt, params, adapter, source, of_prefill)
-            if not any("no beat of " in error.message for error in answer.errors):
-                return answer
-            await self.wait_for_pair()
+        answer = await self._ask_once(prompt, params, adapter, source, of_prefill)
+        if not any("no beat of " in error.message for error in answer.errors):
+            return answer
+        self.num_silences += 1
+        await self._wait_for_beats()
+        await self.wait_for_pair()
         return await self._ask_once(prompt, params, adapter, source, of_prefill)
 
     async def _ask_once(

@@ -16,6 +16,7 @@ from tests.hosts.programs import HostPrograms
 
 pytestmark = [
     pytest.mark.large,
+    pytest.mark.timeout(500),  # more than all waits together
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
 ]
 
@@ -47,12 +48,16 @@ def test_connecting_neither_blocks_nor_leaves_sockets_open() -> None:
             command("b", "listen"), env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        assert listener.stdout is not None
-        metadata = listener.stdout.readline().strip()
-        with network.cutting("a", "b"):
-            # A call that waited for the connection would fail, because the network is cut.
-            assert dial()["accepted"][0]
-        listener.communicate()
+        try:
+            assert listener.stdout is not None
+            metadata = listener.stdout.readline().strip()
+            with network.cutting("a", "b"):
+                # A call that waited for the connection would fail, because the network is cut.
+                assert dial()["accepted"][0]
+            listener.communicate(timeout=TIMEOUT_S)
+        finally:
+            listener.kill()
+            listener.wait()
         sockets = dial()["sockets"]
         assert max(sockets) <= sockets[0] + 1  # at most the one of the present try
 

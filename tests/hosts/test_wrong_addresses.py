@@ -14,6 +14,7 @@ from tests.hosts.programs import HostPrograms
 
 pytestmark = [
     pytest.mark.large,
+    pytest.mark.timeout(500),  # more than all waits together
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
 ]
 

@@ -38,7 +38,9 @@ class ThreadRank:
         self.beside, beside = Pipe()
         self.messages.send_bytes(ENCODER.encode(start))
         never = threading.Event().wait
-        self._thread = threading.Thread(target=rank_process.serve, args=(theirs, beside, never))
+        self._thread = threading.Thread(
+            target=rank_process.serve, args=(theirs, beside, never), daemon=True
+        )
         self._thread.start()
 
     def why_gone(self) -> str | None:
@@ -46,7 +48,8 @@ class ThreadRank:
 
     def end_rank(self) -> None:
         self.messages.close()
-        self._thread.join()
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the rank goes on after its messages end"
 
 
 class Waves:
@@ -97,8 +100,10 @@ def ranks(
         model: Any = worker.runner._model
         model.vision = encoder
     engine = make_engine(DEMO_MODEL, config, executor=executor)
-    yield engine, waves
-    engine.close()
+    try:
+        yield engine, waves
+    finally:
+        engine.close()
 
 
 def test_an_image_that_another_rank_cannot_encode_ends_its_request_alone(

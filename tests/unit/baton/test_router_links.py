@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -59,6 +60,17 @@ async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110  # what is waited for is in other objects' fields
             await asyncio.sleep(0.01)
+
+
+class CountingClock:
+    """A clock that moves by hand, and counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.now_s, self.num_reads = 0.0, 0
+
+    def __call__(self) -> float:
+        self.num_reads += 1
+        return self.now_s
 
 
 class Inbox(asyncio.Queue[int]):
@@ -274,15 +286,21 @@ async def test_a_node_without_the_token_is_refused() -> None:
 
 @pytest.mark.medium
 @asynchronous
-async def test_one_router_that_answers_is_enough_and_none_is_an_error() -> None:
+async def test_one_router_that_answers_is_enough_and_none_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     router = Router()
     silent = free_address()
     with pytest.raises(NodeUnavailableError, match=r"tried for 0\.2 s"):
         await Scene(silent, join_timeout_s=0.2).links.run()
-    scene = Scene(silent, router.address, join_timeout_s=2.5)
+    clock = CountingClock()
+    monkeypatch.setattr(router_links, "time", SimpleNamespace(monotonic=clock))
+    scene = Scene(silent, router.address)
     async with served(router), scene.running() as task:
-        await until(lambda: router.pool.nodes)
-        await asyncio.sleep(3)
+        await until(lambda: any(scene.joins))
+        clock.now_s += 100  # far more than the time for joining
+        end = clock.num_reads + 3
+        await until(lambda: task.done() or clock.num_reads >= end)
         assert not task.done()
 
 

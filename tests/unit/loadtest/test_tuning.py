@@ -222,6 +222,7 @@ def test_tune_has_no_options_of_reports_and_needs_two_repeats() -> None:
 
 
 @pytest.mark.large
+@pytest.mark.timeout(400)
 def test_a_short_search_of_a_real_deployment(tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
     words = (

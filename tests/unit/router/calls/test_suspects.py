@@ -251,7 +251,7 @@ async def test_a_link_that_breaks_in_a_trial_and_comes_back_proves_nothing() -> 
 @asynchronous
 async def test_a_node_that_comes_back_frees_who_was_suspected() -> None:
     """Break two links for a moment, one after the other."""
-    trial = Trial(return_s=60, pause_s=0.5)
+    trial = Trial(return_s=60, pause_s=30)
     await trial.scene.call(params=PARAMS)
     for index in range(2):
         hand = await trial.compute(index)

@@ -129,7 +129,8 @@ def test_a_node_whose_links_break_comes_back_with_new_certificates_and_says_what
                 await until_both_told("its certificate is of no CA in")
                 await asyncio.sleep(1)
                 assert not pool.nodes
-                assert len(told("")) == 2  # each node once, not each try
+                # Each node logs a reason once, not at each try.
+                assert len(told("its certificate is of no CA in")) == 2
                 new.issue("sim", "node/sim/sim")
                 old.ca_file.write_bytes(new.ca_file.read_bytes())
                 await until_joined(pool)
@@ -145,9 +146,9 @@ def test_who_gives_up_says_why(tmp_path: Path) -> None:
     async def run() -> None:
         async with router(authority.issue("router")) as (address, _):
             with pytest.raises(NodeUnavailableError) as caught:
-                await nodes(address, stranger, join_timeout_s=3).start()
+                await nodes(address, stranger, join_timeout_s=15).start()
             assert str(caught.value) == (
-                f"router: {address} cannot be reached (tried for 3 s): it hangs up on our "
+                f"router: {address} cannot be reached (tried for 15 s): it hangs up on our "
                 f"certificate {stranger.cert}; does it trust the CA of that?"
             )
 

@@ -186,13 +186,19 @@ def test_no_url_is_read_in_two_ways_and_only_listed_hosts_are_asked() -> None:
     asyncio.run(run())
 
 
-def test_addresses_in_other_spellings_are_not_public() -> None:
+def test_addresses_in_other_spellings_are_not_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        """Read numbers as the system's resolver does, and ask no server for names."""
+        if ":" in host:
+            return [(10, 1, 6, "", (host, port, 0, 0))]
+        return [(2, 1, 6, "", (socket.inet_ntoa(socket.inet_aton(host)), port))]
+
     async def run() -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
         fetcher = ImageFetcher(ImageOptions(image_hosts="*"))
         for host in NUMBERS:
             message = await refusal(fetcher, f"http://{host}/")
-            known = "not public", "is unknown", "is no URL"
-            assert any(one in message for one in known), (host, message)
+            assert "not public" in message or "is no URL" in message, (host, message)
 
     asyncio.run(run())
 
