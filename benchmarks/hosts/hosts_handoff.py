@@ -38,6 +38,7 @@ Part = Literal["links", "table", "variants"]
 PARTS: tuple[Part, ...] = ("links", "table", "variants")
 UNLIMITED = 0.0
 RATES = (1.0, 10.0, UNLIMITED)  # Gbit/s
+WARM_TOKENS, NUM_WARM = 4096, 3  # requests after each change of the rate
 SLOW_RATE = 0.1  # Gbit/s: slower than a prefill makes KV
 # Ways to send fewer bytes, or to check them, over the slow link
 VARIANTS = {
@@ -157,8 +158,9 @@ def measure_table(
     rows: dict[str, dict[str, Any]] = {}
     for push in pushes:
         with running(network, folder, connector, push) as programs:
-            measure(network, programs.router, UNLIMITED, min(lengths), 1)  # warms up
             for rate in rates:
+                # The sender learns the new bandwidth.
+                measure(network, programs.router, rate, min(WARM_TOKENS, max(lengths)), NUM_WARM)
                 for length in lengths:
                     number = max(1, round(requests * min(1.0, 2048 / length)))
                     found = measure(network, programs.router, rate, length, number)
