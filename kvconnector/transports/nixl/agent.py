@@ -70,9 +70,16 @@ def _find_descriptor(known: Container[int]) -> int | None:
 
     UCX also makes an epoll instance for its own thread, which watches the one of the sockets.
 
+    Returns None if messages may take another way, such as InfiniBand. They do not use shared
+    memory, which cannot tell that a peer has ended.
+
     Args:
         known: epoll instances that were there before UCX started.
     """
+    devices = os.environ["UCX_NET_DEVICES"].split(",")
+    has_tcp = {"all", "tcp"} & set(os.environ.get("UCX_TLS", "all").split(","))
+    if not has_tcp or not all(Path("/sys/class/net", device).exists() for device in devices):
+        return None
     new = {one: watched for one, watched in _epoll_instances().items() if one not in known}
     inner = [one for one in new if any(one in watched for watched in new.values())]
     return inner[0] if len(inner) == 1 else None
