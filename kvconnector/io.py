@@ -236,8 +236,14 @@ class IoLoop:
                 time.sleep(0)  # lets other threads run
 
     def _pause_s(self) -> float:
-        """Return how many seconds to pause before the next round; 0 if a GPU writes KV."""
+        """Return how many seconds to pause before the next round.
+
+        Returns 0 if a GPU writes KV, or if writes can be posted and none is in flight.
+        """
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
+            return 0.0
+        is_sending = self._core.is_moving and self._core.is_expecting
+        if is_sending and not self._writes and not self._is_on_device:
             return 0.0
         pauses = LISTENING if getattr(self._wake, "listens", False) else POLLING
         if self._core.is_moving:
