@@ -41,7 +41,6 @@ class DescriptorWaker:
 
     def __init__(self, descriptor: int) -> None:
         self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_set = False
         self._poller = select.poll()
         self._poller.register(self._flag, select.POLLIN)
         self._poller.register(descriptor, select.POLLIN)
@@ -50,15 +49,11 @@ class DescriptorWaker:
         self._count, self._counted_from = 0, time.monotonic()
 
     def set(self) -> None:
-        if not self._is_set:
-            self._is_set = True
-            os.eventfd_write(self._flag, 1)
+        os.eventfd_write(self._flag, 1)
 
     def clear(self) -> None:
-        if self._is_set:
-            self._is_set = False
-            with contextlib.suppress(BlockingIOError):  # `set` has not written yet
-                os.eventfd_read(self._flag)
+        with contextlib.suppress(BlockingIOError):  # the flag is not set
+            os.eventfd_read(self._flag)
 
     def wait(self, timeout: float | None = None) -> object:
         timeout_s = 1.0 if timeout is None else timeout
