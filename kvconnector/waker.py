@@ -71,9 +71,8 @@ class DescriptorWaker:
             self._poller.unregister(self._descriptor)
             self.listens = False
 
-    def close(self) -> None:
-        """Close the flag's own descriptor."""
-        os.close(self._flag)
+    def __del__(self) -> None:
+        os.close(self._flag)  # only now, because other threads may still set the flag
 
 
 def make_waker(descriptor: int | None) -> Waker:

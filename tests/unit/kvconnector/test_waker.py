@@ -25,7 +25,7 @@ class Scene:
         os.write(self._write_end, b"x")
 
     def close(self) -> None:
-        self.waker.close()
+        del self.waker
         for end in (self.read_end, self._write_end):
             os.close(end)
 
