@@ -116,7 +116,7 @@ class Reservations:
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0
 
-    # ------------------------------------------------------------------ in
+    # ------------------------------------------------------------------ reservations begin
 
     def add_peer(self, peer: PeerInfo) -> None:
         """Connect a prefill node that joined the router, or joined it again."""
@@ -202,7 +202,7 @@ class Reservations:
                 )
             )
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ reservations end early
 
     def cancel(self, request_id: str, epoch: int) -> None:
         """End the reservation of a request early; do nothing if the request is unknown."""

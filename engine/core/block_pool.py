@@ -335,7 +335,7 @@ class BlockPool:
             if block.next is self._fence:
                 self._unpin_first()
             block = block.next
-            self._give(block, now)
+            self._assign(block, now)
             block_ids.append(block.block_id)
         self._head.next, block.next.previous = block.next, self._head
         return block_ids
@@ -370,7 +370,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self._blocks[block_id]
             block.previous.next, block.next.previous = block.next, block.previous
-            self._give(block, now)
+            self._assign(block, now)
         return block_ids
 
     def _unpin_first(self) -> None:
@@ -380,7 +380,8 @@ class BlockPool:
         block.next.previous, fence.next = fence, block.next
         block.next, fence.previous = fence, block
 
-    def _give(self, block: KVCacheBlock, now: float) -> None:
+    def _assign(self, block: KVCacheBlock, now: float) -> None:
+        """Give a free block its first reference; evict its content, if it has any."""
         if block.block_hash is None:
             self._num_blank -= 1
         else:

@@ -71,7 +71,7 @@ class PooledAnswer:
 
     @property
     def num_cached_tokens(self) -> int:
-        return self.request.num_cached_tokens
+        return self.request.num_hit_tokens
 
 
 class OfflinePooling:
