@@ -109,7 +109,8 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        # When each `Start` without a command so far arrived, by request and engine id.
+        # Arrival times of the `Start` messages whose commands have not come, by request and engine
+        # id.
         self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0

@@ -123,7 +123,8 @@ class Arrivals:
         # Prompts that wait for encodings, by request id and epoch.
         self._prompts: dict[tuple[str, int], PromptWait] = {}
         self._to_grant: deque[TransferKey] = deque()
-        self._received: weakref.WeakSet[ImagePixels] = weakref.WeakSet()  # those that prompts hold
+        # Images whose encodings prompts hold
+        self._received: weakref.WeakSet[ImagePixels] = weakref.WeakSet()
 
     # ------------------------------------------------------------------ prompts
 

@@ -146,7 +146,7 @@ async def _run(parts: _Parts) -> None:
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
         for listen, server in servers.items():
-            # Not serving before the worker processes can read requests
+            # Health checks fail until the worker processes can read requests.
             await server.set_serving(False)
             address = await server.start(listen)
             logger.info("router of %s listens on %s", ", ".join(config.models), address)

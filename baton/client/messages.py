@@ -44,7 +44,8 @@ a data URL. A text or token ids that contain the model's image markers are given
 images, as ``{"prompt": ..., "images": [...]}``.
 """
 
-# A broken stream is resumed for this time; routers keep a resumable request for about as long.
+# Seconds for which a client tries to resume a broken stream; routers keep a resumable request for
+# about as long.
 RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
 API_KEY_VARIABLE = "BATON_API_KEY"

@@ -36,7 +36,8 @@ class BlockBytes:
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         if self._memory is not None:
             return [self._own(block_id) for block_id in block_ids]
-        # One by one, to need no further memory of the GPU, and to let a sleep begin between two.
+        # Copy block by block, so that the copies need no further GPU memory, and a sleep can begin
+        # between two copies.
         return [self._copied(block_id) for block_id in block_ids]
 
     def _copied(self, block_id: int) -> memoryview:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_MOST_PARTS = 1024  # most parts of one call (IOV_MAX)
+_MOST_PARTS = 1024  # maximum number of parts of one call (IOV_MAX)
 
 
 class FoundFile(NamedTuple):

@@ -72,8 +72,8 @@ class WordTable:
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows at once, as otherwise some row would run out in nearly every step. The
-            # index at which each row first occurs.
+            # Refill all rows at once, because otherwise some row would run out in nearly every
+            # step. `first` is the index at which each row first occurs.
             first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))

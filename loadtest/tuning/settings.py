@@ -18,7 +18,7 @@ Value = str | int | bool
 Choice = Mapping[str, Value]
 SHAPE = "shape"
 THREADS = "num_threads"
-_OF_UP = (SHAPE, THREADS)  # settings that `baton up` itself decides, so nodes' tables cannot
+_OF_UP = (SHAPE, THREADS)  # `baton up` itself decides these settings, so tables of nodes cannot
 DEFAULT_SHAPE = "1:1+local"  # the numbers of nodes of `baton up`
 
 

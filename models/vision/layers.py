@@ -212,7 +212,8 @@ class VisionLayer(nn.Module):
         self.add_module(names.attention, attention)
         self.add_module(names.mlp_norm, norms[1])
         self.add_module(names.mlp, mlp)
-        # A tuple, because torch would register modules in an attribute a second time.
+        # The modules are in a tuple, because torch would register modules in an attribute a second
+        # time.
         self._parts = (norms[0], attention, norms[1], mlp)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:

@@ -31,7 +31,7 @@ from node_runtime.prefixes.held_prefix import groups_of
 logger = logging.getLogger(__name__)
 
 WORDS = TransferWords(sender="holder", granted="FETCHING")
-# Most of the cache's blocks that fetches and their quarantine may hold together.
+# Largest share of the cache's blocks that fetches and their quarantine may hold together.
 MAX_SHARE = 0.5
 
 

@@ -53,7 +53,8 @@ class Fleet:
         )
         unreached = set(ids)
         for reached in usable.values():
-            # Usually true after one prefill node, because most reach all decode nodes
+            # The first prefill node usually makes this true, because most prefill nodes reach all
+            # decode nodes.
             if not unreached:
                 break
             unreached -= reached
@@ -83,7 +84,7 @@ class Fleet:
         if reached is None:
             usable = self._usable(prefill.engine_id)
             reached = self.decodes
-            # Rare: most prefill nodes reach all decode nodes and share one list
+            # This is rare, because most prefill nodes reach all decode nodes and share one list.
             if not usable >= self._decode_ids:
                 reached = [decode for decode in self.decodes if decode.engine_id in usable]
             self._reached[prefill.engine_id] = reached

@@ -226,6 +226,6 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A class that does not match DEL only lists some control characters, such as `[a-z\n]`, which
-    # does no harm.
+    # A class that does not match DEL, such as `[a-z\n]`, lists only a few control characters and
+    # needs no repair.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

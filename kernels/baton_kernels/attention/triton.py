@@ -170,7 +170,8 @@ class TritonAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get((capacity, sliding_window))
         if buffers is None:
-            # Not inference tensors, because a later caller may be outside of inference_mode.
+            # Make normal tensors, not inference tensors, because a later caller may be outside of
+            # inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = DecodeBuffers.allocate(capacity, shape, query)
             self._buffers[capacity, sliding_window] = buffers

@@ -85,7 +85,8 @@ class TritonLatentAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get(capacity)
         if buffers is None:
-            # Not inference tensors, because a later caller may be outside of inference_mode.
+            # Make normal tensors, not inference tensors, because a later caller may be outside of
+            # inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = self._buffers[capacity] = allocate(capacity, shape, device)
         if not self._is_planned:

@@ -564,7 +564,8 @@ def store_sums(
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-# Not specialized: another number of tokens must not recompile the kernel while serving.
+# The number of tokens is not specialized, because another number must not recompile the kernel
+# while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_kernel(
     x_ptr, code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, bias_ptr, out_ptr,
