@@ -102,7 +102,8 @@ class Reservations:
         self._clock = clock
         self._engine = engine
         self._receiver = receiver
-        self._open: dict[Key, Reservation] = {}  # those PARKED, GRANTED or RECEIVING
+        # Reservations that are PARKED, GRANTED or RECEIVING
+        self._open: dict[Key, Reservation] = {}
         self.quarantine = Quarantine(engine.block_pool, receiver, clock)
         self._grants = GrantQueue(
             engine,
@@ -341,7 +342,7 @@ class Reservations:
             reservation.block_ids = self._engine.kv_cache_manager.keep_received(
                 reservation.request, reservation.num_received_tokens
             )
-        # Without a `Start`, the peer writes nothing; a later one finds the request in `_ended`.
+        # Without a `Start`, the peer writes nothing; a later `Start` finds the request in `_ended`.
         if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:

@@ -232,7 +232,7 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
     if not config.http_listen:
         yield None
         return
-    # Imported here, because a router without HTTP does not need it.
+    # Import here, because a router without HTTP does not need it.
     from router.api.http_server import HttpServer
     from router.api.ui.page import StatusPage
 

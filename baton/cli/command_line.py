@@ -63,7 +63,7 @@ class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-
         return text.replace(_HYPHEN, "-")
 
 
-# Click's class, or in newer releases of Typer the class of its own copy of Click.
+# Base class of usage errors: Click's own, or that of the copy of Click in newer releases of Typer.
 _UsageError: Any = BadParameter.__base__
 
 

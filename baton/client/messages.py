@@ -132,7 +132,7 @@ class Progress:
         timeout_s = None
         if self._expires_at is not None:
             timeout_s = max(self._expires_at - time.monotonic(), 0)
-        # After the first token, the stream is resumed by its request id.
+        # Once the first token has arrived, the stream can be resumed by its request id.
         if self._next_output_index == 0:
             return stub.Generate(self._request, timeout=timeout_s, metadata=self._metadata)
         rest = inference_pb2.ResumeRequest(

@@ -81,7 +81,7 @@ def cpu_waits(deployment: LocalDeployment) -> dict[str, float]:
     waits = {"": 0.0}
     for child in deployment.children:
         pid = child.process.pid
-        with contextlib.suppress(OSError):  # no Linux, or the program has ended
+        with contextlib.suppress(OSError):  # this is no Linux, or the program has ended
             stat = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text("ascii")
             waits[child.name] = int(stat.split()[1]) / 1e9
     return waits

@@ -116,12 +116,12 @@ class BlockPool:
         self.keeps: Callable[[KVCacheBlock], bool] | None = None
         self.residency = BlockResidency()
         self._clock = clock
-        self._blocks: list[KVCacheBlock] = []  # by id; other blocks were never allocated
+        self._blocks: list[KVCacheBlock] = []  # blocks by id; all other blocks were never allocated
         self._num_blank = 0  # number of blank blocks, at the front of the free list
         self._head, self._fence, self._tail = (KVCacheBlock(-1) for _ in range(3))
         self._head.next, self._tail.previous = self._fence, self._fence
         self._fence.previous, self._fence.next = self._head, self._tail
-        # By hash: one block, or a dict by block id if several blocks hold the content.
+        # For each hash: one block, or a dict by block id if several blocks hold the content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
 
@@ -437,7 +437,8 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
     ordered = np.sort(np.array(candidates, dtype=np.int64))
     starts = np.concatenate(([0], np.flatnonzero(np.diff(ordered) != 1) + 1))
     lengths = np.diff(starts, append=len(ordered))
-    longest_first = np.argsort(-lengths, kind="stable")  # of equally long runs, lower ids first
+    # Equally long runs are sorted by their lowest id
+    longest_first = np.argsort(-lengths, kind="stable")
     lengths = lengths[longest_first]
     totals = np.cumsum(lengths)
     num_whole = int(np.searchsorted(totals, num_blocks))

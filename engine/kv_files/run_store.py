@@ -99,7 +99,7 @@ class RunStore:
         """Return the folder's secret; make it if there is none."""
         path = self._folder / SECRET
         try:
-            return self._read_secret(path)  # without a write, because the disk may be full
+            return self._read_secret(path)  # the disk may be full, so nothing is written
         except FileNotFoundError:
             self._make_secret(path)
         return self._read_secret(path)

@@ -407,7 +407,7 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # made while another stream was read
+            for answer in answers:  # answers that were completed while another stream was read
                 yield from answer.take_unread()
         finally:
             for request in requests:

@@ -127,7 +127,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
         # On a GPU, measure the used memory again, because libraries keep memory from the first step
-        # on. Not on a CPU, where memory that the allocator keeps after the step would count twice.
+        # on. On a CPU, this would count memory twice that the allocator keeps after the step.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
     if profile.kv_cache_bytes < 2 * spec.block_bytes:

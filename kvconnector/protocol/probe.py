@@ -45,7 +45,7 @@ MAX_POSTED = 16
 # On a slow link, fewer writes are in flight, so that the probe does not fill the link for longer
 # than this time. If the first write takes longer, its own time gives the bandwidth.
 FILLED_S = 0.75
-ROUND_S = 0.001  # most seconds per round for posting, which may copy; other peers wait meanwhile
+ROUND_S = 0.001  # maximum seconds per round for posting, which may copy; other peers wait meanwhile
 
 
 @dataclass(slots=True)

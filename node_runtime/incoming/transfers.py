@@ -145,7 +145,7 @@ class IncomingTransfers(Generic[Sent]):
             self._start(key, transfer, early[1])
 
     def refuse(self, key: TransferKey, engine_id: str) -> None:
-        """Expect no transfer, whether its sender's `Start` has come or comes later."""
+        """Refuse a transfer: cancel it if its `Start` has come, and if its `Start` comes later."""
         self._ended[key] = self._clock()
         if self._early.pop((key, engine_id), None) is not None:
             self._receiver.cancel(*key, engine_id)

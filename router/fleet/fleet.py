@@ -164,7 +164,8 @@ class Fleet:
     @functools.cached_property
     def max_model_len(self) -> int:
         """Tokens of the longest request that some pair of nodes can take; 0 without nodes."""
-        longest: dict[int, int] = {}  # by id of a list of decode nodes; prefill nodes share lists
+        # Result by id of a list of decode nodes, because prefill nodes share lists
+        longest: dict[int, int] = {}
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:
             reached = self.reached_by(prefill)

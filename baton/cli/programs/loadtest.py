@@ -39,7 +39,7 @@ def run(options: RunOptions) -> None:
     """
 
     async def main() -> int:
-        # Imported here, so that `--help` is fast.
+        # Import here, so that `--help` is fast.
         from loadtest.drills.audit import Auditor
         from loadtest.drills.faults import Fault, check_schedule
         from loadtest.drills.site import UpOptions, parse_pids
@@ -99,7 +99,7 @@ def compare(options: CompareOptions) -> None:
     """
 
     async def main() -> int:
-        # Imported here, so that `--help` is fast.
+        # Import here, so that `--help` is fast.
         from loadtest.compare import Comparison
         from loadtest.drills.site import UpOptions
         from loadtest.execute_comparison import execute_comparison
@@ -143,7 +143,7 @@ def tune(options: TuneOptions) -> None:
     """
 
     async def main() -> int:
-        # Imported here, so that `--help` is fast.
+        # Import here, so that `--help` is fast.
         from loadtest.drills.site import UpOptions
         from loadtest.plan import OpenLoop
         from loadtest.tuning.execute_tuning import TuningJob, execute_tuning

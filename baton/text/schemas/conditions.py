@@ -81,7 +81,7 @@ def _all(*schemas: Any) -> Any:
 
 
 def _without_dependencies(schema: Schema) -> Schema:
-    """Write dependencies as alternatives: a property is absent, or what depends on it holds."""
+    """Write dependencies as alternatives: the property is absent, or its condition holds."""
     found, needs = dict(schema), list[tuple[str, Any]]()
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         needs += found.pop(keyword, {}).items()

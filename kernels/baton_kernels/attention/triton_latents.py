@@ -28,7 +28,7 @@ class TritonLatentAttention:
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[int, DecodeBuffers] = {}  # by maximum number of requests
+        self._buffers: dict[int, DecodeBuffers] = {}  # buffers by maximum number of requests
         self._tiles: Tensor | None = None  # tiles of this step's prompts
         self._is_planned = False  # whether the division of this step's decodes is launched
         self._num_rows = 0  # the query's rows from here on are padding

@@ -870,7 +870,7 @@ class NativeOps:
         Returns:
             Whether all threads were pinned.
         """
-        size = (max(own | lent) // 64 + 1) * 8  # in whole words, as Linux's masks of cores
+        size = (max(own | lent) // 64 + 1) * 8  # bytes in whole words, like Linux's masks of cores
         own_set, lent_set = (
             sum(1 << core for core in cores).to_bytes(size, "little") for cores in (own, lent)
         )

@@ -52,9 +52,9 @@ from baton_kernels.triton.launch import (
 )
 from baton_kernels.triton.tile_sizes import decode_tile, shared_kib
 
-# Most programs per multiprocessor. A program's two tiles in flight take 64 KiB, so three programs
-# fit, and use all bandwidth of an H200, which needs 30 KiB in flight per multiprocessor (latency
-# times bandwidth).
+# Maximum number of programs per multiprocessor. A program's two tiles in flight take 64 KiB, so
+# three programs fit, and use all bandwidth of an H200, which needs 30 KiB in flight per
+# multiprocessor (latency times bandwidth).
 _PROGRAMS_PER_SM = 3
 _TILES_IN_FLIGHT = 2
 _OTHER_SHARED_KIB = 8  # shared memory of a program besides keys and values

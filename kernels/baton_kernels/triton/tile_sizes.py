@@ -42,7 +42,7 @@ _VARLEN = {  # at most 130 KiB
     32: TileSize(128, 8, 5),
     64: TileSize(128, 8, 5),
     128: TileSize(64, 8, 5),
-    256: TileSize(32, 8, 5),  # with 4 warps, Triton 3.6 would spill registers
+    256: TileSize(32, 8, 5),  # 8 warps, because Triton 3.6 would spill registers with 4
     512: TileSize(16, 8, 5),
 }
 # At most 97 KiB, for GPUs with 99.

@@ -58,8 +58,8 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
-        # Held while one piece of a long message is handled. So each round of the event loop handles
-        # only one piece, even if many links have long messages.
+        # A link holds this lock while it handles one piece of a long message. So each round of the
+        # event loop handles only one piece, even if many links have long messages.
         self._one_piece = asyncio.Lock()
 
     async def Link(  # gRPC prescribes this name

@@ -1,4 +1,7 @@
-"""Simple parsers: of a text, of one call, of calls or a text; and a filter for the first call."""
+"""Simple parsers:
+
+for a text, for one call, and for calls or a text; a filter keeps the first call.
+"""
 
 from __future__ import annotations
 
