@@ -289,7 +289,7 @@ class Access:
 def _network(address: str) -> str:
     """Return the name under which wrong keys from an address are counted.
 
-    This is the address, or the /64 network of an IPv6 address.
+    The name is the address, or the /64 network of an IPv6 address.
 
     All IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) lie in one /64 network, so each counts as
     its IPv4 address.

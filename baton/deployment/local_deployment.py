@@ -1,7 +1,7 @@
 """LocalDeployment: starts a router and its nodes as processes on this machine.
 
 Ray may place nodes on other machines, too. Native kernels are built before nodes start, so that one
-process builds them and none waits. The deployment then starts the processes and waits until all
+process builds them and no node waits. The deployment then starts the processes and waits until all
 pairs are connected. All processes end when this process ends: they hold a pipe of this process,
 which closes even if this process is killed.
 """

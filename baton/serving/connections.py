@@ -1,7 +1,7 @@
 """Listener: accepts TCP connections for a protocol, within limits and with timeouts.
 
 The listener accepts connections itself, so that they count for limits before their TLS handshake.
-It knows no HTTP, so the server tells when a connection is at work (has an open request).
+The listener knows no HTTP, so the server tells when a connection is at work (has an open request).
 
     accepted -> waits for a first request -> at work <-> idle
                                              (or cut off, if the peer does not read)

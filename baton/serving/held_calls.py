@@ -3,7 +3,7 @@
     a call whose message has not come      one place, and up to 8 MiB of its message
     a health watch, a reflection stream    one place while the stream lives
 
-gRPC limits both only per connection, and accepts hundreds of connections.
+gRPC limits calls and their memory only per connection, and accepts hundreds of connections.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 class BlockBytes:
     """The blocks of one worker's KV cache as bytes; a `BlockMemory`.
 
-    On a CPU, the bytes are those of the cache itself. On a GPU, they are copies, made on a stream
-    of their own, because the steps' stream may have much queued work.
+    On a CPU, the bytes are the cache's memory itself. On a GPU, the bytes are copies. A separate
+    stream makes the copies, because the steps' stream may have much queued work.
 
     Args:
         tensor: the KV cache, `[num_blocks, ...]`, contiguous.

@@ -121,7 +121,7 @@ class Watermark(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
-    """All blocks are complete in the decode node's memory; it continues from ``record``.
+    """All blocks are in the decode node's memory, and the node continues from ``record``.
 
     The other fields measure what the transfer cost, for the request's receipt.
     """

@@ -388,7 +388,8 @@ class Peers:
     def _send_anew(self, peer: Peer, action: Send) -> bool:
         """Reconnect and send, unless the back-off pause is not over or writes are in flight.
 
-        Writes in flight need the old connection. They end soon, because the peer's transfers fail.
+        Writes in flight need the old connection. These writes end soon, because the peer's
+        transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):

@@ -313,7 +313,10 @@ class ProbeSlots:
                 del self._offers[engine_id]
 
     def forget(self, engine_id: str) -> None:
-        """Forget a peer and its slot. Its late writes can spoil another peer's probe, but no KV."""
+        """Forget a peer and its slot.
+
+        The peer's late writes can spoil another's probe, but no KV.
+        """
         self._offers.pop(engine_id, None)
 
 

@@ -427,7 +427,7 @@ __all__ = [
 class LabelHead(nn.Module):
     """The head of a classification model: computes a logit per label.
 
-    Not an ``nn.Linear``, so that no packer rounds its small weight.
+    The class does not derive from ``nn.Linear``, so that no packer rounds its small weight.
     """
 
     def __init__(self, num_labels: int, hidden_size: int) -> None:

@@ -92,7 +92,7 @@ def run(options: RunOptions) -> None:
 def compare(options: CompareOptions) -> None:
     """Compare deployments, disaggregated or not, with and without encode nodes, on equal cores.
 
-    All get the same requests. Restarts each deployment before each repeat. With
+    All deployments get the same requests. Restarts each deployment before each repeat. With
     --find-max-goodput, starts each only once and compares them at the highest rate that each
     sustains. Goodput within --slo decides; effects on ITL and TTFT are shown too. Exit codes are
     the same as for `run`.
@@ -138,8 +138,8 @@ def compare(options: CompareOptions) -> None:
 def tune(options: TuneOptions) -> None:
     """Search options of nodes and router with which more requests keep an SLO; write them.
 
-    Each trial starts a deployment on this machine. Interrupted, the same command goes on with the
-    trials of --state. Exit codes are the same as for `run`.
+    Each trial starts a deployment on this machine. After an interruption, the same command
+    continues with the trials of --state. Exit codes are the same as for `run`.
     """
 
     async def main() -> int:

@@ -70,7 +70,7 @@ class RotaryPositions:
     def rotate(self, token_rows: Ints, positions: Ints) -> Ints:
         """Return the positions for RoPE of a step's tokens.
 
-        The result is ``[3, num_tokens]`` if the step has tokens of images. Otherwise it is
+        The result is ``[3, num_tokens]`` if the step has tokens of images. Otherwise the result is
         ``[num_tokens]``, because each token's three positions are equal.
 
         Args:

@@ -676,8 +676,8 @@ class NativeOps:
     def find_run(self) -> Callable[[int, int, int, int], int]:
         """Return the C function that implements `lookup.find_run` for int32 tokens.
 
-        It takes the tokens' address and number, and the minimum and maximum length of a run. It
-        returns the position after the earlier copy, or -1.
+        The function takes the tokens' address and number, and the minimum and maximum length of a
+        run. It returns the position after the earlier copy, or -1.
         """
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found

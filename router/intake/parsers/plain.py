@@ -1,7 +1,4 @@
-"""Simple parsers:
-
-for a text, for one call, and for calls or a text; a filter keeps the first call.
-"""
+"""Simple parsers: for a text, for one call, for calls or a text. A filter keeps the first call."""
 
 from __future__ import annotations
 
