@@ -88,7 +88,7 @@ def config_text(
 
     Args:
         node_args: arguments that the user gave the nodes of all trials.
-        router_args: likewise for the router.
+        router_args: arguments that the user gave the router of all trials.
     """
     given = {"node_args": [*node_args, *node_args_of(choice)], "router_args": [*router_args]}
     lines = [f"# {one}" for one in comments]
