@@ -32,7 +32,7 @@ from benchmarks.security.http2_attack import NUM_CONNECTIONS
 from tests.fakes.network.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
-# A row also counts events of these seconds, after the attackers have left.
+# Seconds for which a row still counts events after the attackers have left.
 SETTLE_S = 0.3
 _LOST = (" lost", "went away", "quarantine")
 

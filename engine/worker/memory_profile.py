@@ -89,7 +89,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     Computes a dummy of the largest step, except on a CPU with plenty of memory, where the step is
     not needed.
 
-    Raises ConfigError if two blocks do not fit, or, on a GPU, the largest step.
+    Raises ConfigError if the memory is too small for two blocks or, on a GPU, for the largest step.
     """
     model, spec, config, device = loaded.model, loaded.spec, loaded.config, loaded.device
     everyone, utilization = loaded.ranks.everyone, config.memory_utilization

@@ -316,7 +316,7 @@ class NodeLoad:
         self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
-        """Take everything that an ended request still counts for off the load."""
+        """Remove all that an ended request still adds to the load."""
         self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
