@@ -50,8 +50,8 @@ _UNKNOWN_KEY = (
     "(baton keys new)"
 )
 _BURST, _PER_SECOND = 10, 1.0  # wrong keys per address: allowed at once, and per second
-_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines about refusals, per address
-_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # audit lines about refusals and reads, all addresses
+_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines for refusals, per address
+_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # the same for refusals and reads of all addresses
 _SAME_LOOK_S = 60.0  # seconds in which equal reads make one audit line
 
 
