@@ -494,8 +494,8 @@ class LocalDeployment:
         lends = "--core-locks" in arguments
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        # Unless the user chose an audit log, each program gets a file for it, because the log file
-        # should not contain its JSON lines.
+        # Unless the user chose an audit log, each program gets a separate file for audit lines, so
+        # that the log file contains no JSON lines.
         if not _chooses_audit_log(arguments):
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         with log.open("ab") as output:  # a restart appends to the log

@@ -199,7 +199,7 @@ class KVCacheManager:
         """Allocate blocks until the request has room for ``num_tokens`` tokens.
 
         Returns:
-            The ids of added blocks, maybe none; None, with nothing changed, if too few are free.
+            The ids of the added blocks, if any. None: too few blocks are free, so nothing changed.
         """
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:

@@ -372,7 +372,7 @@ class RunStore:
         self._note_stored()
 
     def _note_use_elsewhere(self, run: Run) -> bool:
-        """Return whether another node has read a file since this node or the last scan noted it."""
+        """Note when any node last read a file; return whether that was later than noted so far."""
         used_at = self._files.used_at(self._folder / run.path)
         if used_at is None or used_at <= run.used_at + _SETTLED_S:
             return False

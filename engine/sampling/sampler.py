@@ -51,7 +51,7 @@ def sample(
             (`StepHooks.allowed_bits`).
     """
     parameters, keys = sampling.parameters, sampling.keys
-    if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any dtype, the host float32
+    if not (logits.is_cuda and _HAS_TRITON):  # only the kernel reads every dtype
         if sampling.is_greedy:
             return _as_list(_most_probable(logits, parameters, keys))
         logits = logits.float()

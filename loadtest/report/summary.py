@@ -89,7 +89,7 @@ class TokenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptReport:
-    """Figures of Baton's receipts other than times, over the ``num_receipts`` requests with one."""
+    """Figures of Baton's receipts other than times, over the requests that have a receipt."""
 
     num_receipts: int
     num_retried: int

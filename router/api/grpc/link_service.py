@@ -54,7 +54,11 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serves `Link`: one call per joined node, which lasts as long as the node is connected."""
 
     def __init__(self, pools: NodePools, access: Access | None = None) -> None:
-        """Args: access: logs which nodes joined, left or were refused."""
+        """Make the service.
+
+        Args:
+            access: logs which nodes joined, left or were refused.
+        """
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
