@@ -54,11 +54,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serves `Link`: one call per joined node, which lasts as long as the node is connected."""
 
     def __init__(self, pools: NodePools, access: Access | None = None) -> None:
-        """Make the service.
-
-        Args:
-            access: logs which nodes joined, left or were refused.
-        """
+        """Make the service; ``access`` logs which nodes joined, left or were refused."""
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
