@@ -213,7 +213,8 @@ def run(
     document: dict[str, dict[str, Any]] = dict(run.saved()) if set(parts) != set(PARTS) else {}
     with Network(HOSTS, ["ipv4"]) as network, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
-        network.enter("client")  # before gRPC has threads: they stay where they begin
+        # Called before gRPC has threads, because threads stay in the network where they begin
+        network.enter("client")
         for connector in connectors:
             if "links" in parts:
                 fast = [rate for rate in rates if rate != SLOW_RATE]
