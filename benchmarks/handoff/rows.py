@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.hosts.rows import HOSTS
 from benchmarks.page.measures import at, number, ratio, value
 from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
 
@@ -153,7 +154,7 @@ SUBJECT = Subject(
             (HANDOFF, HYBRIDS, MACS, TRANSPORTS),
         ),
         Measurement("handoff.handoff_trace", "kvconnector prefill_node decode_node"),
-        Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node"),
+        Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node", (HOSTS,)),
         Measurement("hosts.slow_link", "kvconnector router/policies router/fleet"),
     ),
     log=(

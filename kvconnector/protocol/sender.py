@@ -191,7 +191,7 @@ class SendMachine:
         if push.record is not None:
             transfer.record, transfer.last_push_at = push.record, wish.at_s
         block_bytes = self._num_bytes(transfer.engine_id, 1, push.layers)
-        write_bytes = self.peers.limit_bytes(transfer.engine_id, self._portions.write_bytes)
+        write_bytes = self.peers.piece_bytes(transfer.engine_id, self._portions.write_bytes)
         transfer.pieces += cut_push(push, max(1, write_bytes // max(1, block_bytes)))
 
     def _leave(self, engine_id: str) -> None:
