@@ -15,7 +15,7 @@ import baton_kernels
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
-from baton.kv.layers import PagedKV
+from baton.kv.layers import LayerKV, PagedKV
 from baton_kernels import reference
 from baton_kernels.quantized import QuantizedFormat
 from engine import LLM
@@ -255,7 +255,7 @@ def test_where_results_can_have_no_company(
 
 def test_layers_with_heads_too_large_for_triton_have_another_backend() -> None:
     pytest.importorskip("triton")
-    kept = (PagedKV(2, 64), PagedKV(2, 576), STATES.kv)
+    kept: tuple[LayerKV, ...] = (PagedKV(2, 64), PagedKV(2, 576), STATES.kv)
     groups = tuple(KVCacheGroup(kv, (index,)) for index, kv in enumerate(kept))
     spec = KVCacheSpec(groups, 16, torch.float32, torch.float32)
     model = ModelConfig.from_folder(DEMO_MODEL)

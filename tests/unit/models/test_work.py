@@ -10,7 +10,7 @@ import pytest
 from engine.core.metrics import EngineCounters, attended_tokens
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from models.config import ModelConfig
-from models.recipe import AttentionSpec, LayerSpec, MlpSpec, ShortConvSpec
+from models.recipe import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, ShortConvSpec
 from models.work import ModelWork, model_work
 from tests.fakes.engine.engine_parts import make_request
 
@@ -73,7 +73,8 @@ def test_each_layer_attends_with_its_own_heads(config: ModelConfig) -> None:
     state = ShortConvSpec(num_channels=8, kernel_size=3, bias=False)
     # The last three layers read the keys and values of layers 0, 1 and 0.
     shared = [replace(one, kv_distance=distance) for one, distance in ((small, 3), (large, 3))]
-    mixers = [small, large, state, *shared, replace(small, kv_distance=5)]
+    last = replace(small, kv_distance=5)
+    mixers: list[MixerSpec] = [small, large, state, *shared, last]
     layers = tuple(LayerSpec(mixer, None) for mixer in mixers)
     described = replace(config, recipe=replace(config.recipe, layers=layers))
     for kv_cache_dtype, num_bytes in (("auto", 2), ("fp8", 1)):
