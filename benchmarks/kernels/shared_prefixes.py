@@ -60,15 +60,18 @@ def run(
     Args:
         repetitions: times that attention is computed in each way; the fastest one counts.
         steps: decode steps of an engine in each way; the median counts.
-        parts: parts to measure.
+        parts: parts to measure; other parts keep their earlier results.
     """
     import torch
 
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Any]] = {"attention": {}, "steps": {}}
+    found: dict[str, dict[str, Any]] = {
+        part: run.saved().get(part, {}) for part in ("attention", "steps")
+    }
     for dtype in DTYPES:
         for case in CASES if "attention" in parts else ():
-            row = _attention(case, getattr(torch, dtype), repetitions)
+            times = repetitions * (1 if case.common else 8)  # small ratios need more
+            row = _attention(case, getattr(torch, dtype), times)
             found["attention"][f"{dtype}: {case.name}"] = row
         if "steps" in parts:
             found["steps"][dtype] = _steps(dtype, steps, run)
