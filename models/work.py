@@ -18,7 +18,7 @@ from models.recipe import AttentionSpec, LatentSpec, LayerSpec, Matrix
 
 
 class AttentionWork(NamedTuple):
-    """What attention computes and reads in all layers of a model that have the same window.
+    """Attention's FLOPs and bytes, summed over a model's layers with the same window.
 
     Attributes:
         window: number of tokens that a token attends to, the token itself included; None: all.
