@@ -228,6 +228,8 @@ PARALLEL = Source("parallel", (
               " weights, so two stages cannot be more than about 1.65 times as fast."),
     _of_ranks("PP 2, 4 prompts of 12 chunks: speed / 1 thread", "4 prompts, PP 2 / 1 thread",
               ">= 1.8", _OTHERS),
+    _of_ranks("hidden states of 24 KiB between two busy stages, p90: time / gloo's", "mail",
+              "<= 0.5"),
     _of_ranks("a rank that waits: share of a core", "idle rank, share of a core", "<= 0.01"),
     *(
         _of_ranks(f"exposed transfer {shape.replace('->', 'to')} / P1 to D1, layout {layout}",
