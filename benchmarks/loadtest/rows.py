@@ -172,7 +172,10 @@ def _tuned(load: str) -> Row:
         found = at(document, "loads", load)
         usual = f"defaults {number(found, 'default_goodput'):.2f} requests/s within the SLO"
         if not found["wins"]:
-            text = f"no setting beats the defaults ({usual}, noise {number(found, 'noise'):.2f})"
+            cut = f", cut after {len(found['trials'])} trials" if found["was_cut"] else ""
+            text = (
+                f"no setting beats the defaults ({usual}, noise {number(found, 'noise'):.2f}{cut})"
+            )
             return Found(text, not found["was_cut"])
         low, mean, high = (number(found, "gain", end) for end in ("low", "mean", "high"))
         text = f"{mean:+.2f} requests/s ({low:+.2f} to {high:+.2f}; {usual}) with"
@@ -186,8 +189,8 @@ def _tuned(load: str) -> Row:
 TUNING = Source(
     "tuning",
     tuple(map(_tuned, ("chats", "long prompts", "long answers"))),
-    "`baton loadtest tune` with SmolLM2-135M-Instruct, each load at a rate that the defaults cannot"
-    " keep; differences have 95 % intervals.",
+    "`baton loadtest tune` with SmolLM2-135M-Instruct, each load at one rate; differences have 95 %"
+    " intervals.",
     absent="not measured yet",
 )
 SUBJECT = Subject(
