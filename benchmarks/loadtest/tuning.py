@@ -1,8 +1,8 @@
 """Search better settings with `baton loadtest tune` for three loads: do they beat the defaults?
 
 SmolLM2-135M-Instruct serves each load on this machine, at a rate at which the defaults should miss
-the SLO, or nothing can be gained. A search goes on where an earlier run stopped (`build/tuning`). If a search finds
-settings, the written file then starts a deployment with `baton up --config`.
+the SLO, or nothing can be gained. A search goes on where an earlier run stopped (`build/tuning`).
+If a search finds settings, the written file then starts a deployment with `baton up --config`.
 """
 
 from __future__ import annotations
