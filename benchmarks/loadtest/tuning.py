@@ -58,7 +58,7 @@ LOADS: dict[LoadName, dict[str, Any]] = {
     "long answers": {
         "input_tokens": "32",
         "output_tokens": "96",
-        "rate": 10.0,
+        "rate": 7.0,
         "slo": "ttft=0.5,tpot=0.02",
         "settings": "shape,speculative_method",
     },
