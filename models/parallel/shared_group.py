@@ -32,7 +32,7 @@ _SLOTS, MAIL_SLOTS = 2, 8  # of a rank: for collectives, and for mail
 LARGEST_MAIL = SLOT_BYTES * MAIL_SLOTS // 2
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# How many times a rank checks another rank's flag before it yields its core: about 20 us.
+# Number of times that a rank checks another rank's flag before it yields its core: about 20 us.
 _SPINS = 1000
 
 
