@@ -6,13 +6,11 @@ The measured times also limit the next step's number of prompt tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from baton.api.outputs import FinishReason
 from baton.kv.kv_file_counts import KVFileCounts
-from baton.kv.layers import AnyKV, shared_layers
-from baton.kv.manifest import KVGroup, KVKind
 from engine.core.drafts import ALL
 from engine.core.metrics import EngineMetrics, by_sign
 from engine.core.outputs import SchedulerOutput
@@ -26,21 +24,6 @@ from models.work import model_work
 # always allowed, even if the step then takes too long. With fewer tokens, a prompt would need more
 # steps, each of which reads all weights.
 _LEAST_PART = 8
-
-
-def count_attending(
-    groups: Sequence[KVGroup], kv_layers: Sequence[AnyKV]
-) -> tuple[tuple[int | None, int], ...]:
-    """Return each group's window, and how many layers attend to the group's keys.
-
-    Layers that read another layer's keys and values count in the group of the other layer.
-    """
-    sources = shared_layers(kv_layers).values()
-    return tuple(
-        (group.window or None, len(group.layers) + sum(one in group.layers for one in sources))
-        for group in groups
-        if group.kind is not KVKind.STATE
-    )
 
 
 class StepFigures:
@@ -73,8 +56,7 @@ class StepFigures:
             weights=executor.config.weights,
             kv_cache_dtype="fp8" if memory.dtype.startswith("fp8") else "auto",
         )
-        kv_layers = [layer.mixer.kv for layer in executor.model_config.layers]
-        scheduler.counters.attended_layers = count_attending(memory.manifest.groups, kv_layers)
+        scheduler.counters.attention = self._work.attention
 
     def note_step(self, scheduled: SchedulerOutput, computed_s: float) -> None:
         """Count an ended step that took ``computed_s`` seconds; call before `Scheduler.update`."""
@@ -144,10 +126,10 @@ class StepFigures:
             steps_by_tokens=tuple(counters.steps_by_tokens),
             model_flops_total=counters.step_tokens * work.token_flops
             + counters.output_tokens * work.head_flops
-            + counters.attended * work.attended_flops,
+            + counters.attention_flops,
             weight_read_bytes_total=self.num_steps * work.weight_bytes
             + counters.experts_read * work.expert_bytes,
-            kv_read_bytes_total=counters.kv_read * work.attended_bytes,
+            kv_read_bytes_total=float(counters.kv_read_bytes),
             requests_started_by_priority=by_sign(counters.started),
             preemptions_by_priority=by_sign(counters.preempted),
             draft_steps_total=counters.draft_steps,

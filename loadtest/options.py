@@ -295,6 +295,8 @@ class TuneOptions(LoadOptions):
         help="Trials of the defaults at the beginning, and of the defaults and the best choice at "
         "the end.",
     )
+    turns: str = same_option(RunOptions, "turns")
+    turn_pause_s: float = same_option(LoadPlan, "turn_pause_s")
     settings: str = option(
         "", help="Settings to search, separated by commas, in this order; empty: all."
     )
@@ -312,12 +314,17 @@ class TuneOptions(LoadOptions):
     )
     cores: str = option("", help="Cores that the nodes divide, like 0-3; empty: all cores.")
 
+    def trial_plan(self) -> LoadPlan:
+        """Return the plan of each trial; raises ConfigError."""
+        load = OpenLoop(rate_per_s=self.rate, arrivals=self.arrivals, burstiness=self.burstiness)
+        return self.plan(load, turns=parse_lengths("turns", self.turns))
+
     def identity(self, num_cores: int) -> dict[str, object]:
         """Return what the trials of a search depend on, by name."""
         names = (
             *("up", "rate", "duration_s", "warmup_s", "slo", "arrivals", "burstiness"),
             *("input_tokens", "output_tokens", "prefix_groups", "prefix_tokens", "vocab_size"),
-            *("images", "image_size", "image_share", "image_repeats"),
+            *("images", "image_size", "image_share", "image_repeats", "turns", "turn_pause_s"),
             *("node_args", "router_args", "timeout_s", "drain_timeout_s"),
         )
         found = {name: getattr(self, name) for name in names}

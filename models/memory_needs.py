@@ -51,11 +51,13 @@ class MemoryNeeds:
     Attributes:
         weights: bytes of the weights for each value of ``--weights``.
         kv_token_bytes: bytes of one token's keys and values, over all layers.
+        kv_value_bytes: bytes of one number of a key or a value.
         block_size: tokens per KV block.
     """
 
     weights: dict[str, int]
     kv_token_bytes: int
+    kv_value_bytes: int
     block_size: int
 
     @property
@@ -97,7 +99,7 @@ def memory_needs(
     if folder is not None and native_kernels:
         stored = _stored_bytes(config, folder, dtype)
         weights["auto"] = weights["auto"] if stored is None else stored
-    return MemoryNeeds(weights, kv_token_bytes, block_size)
+    return MemoryNeeds(weights, kv_token_bytes, value_bytes, block_size)
 
 
 def memory_needs_of_folder(folder: Path) -> MemoryNeeds:

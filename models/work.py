@@ -7,12 +7,28 @@ Only matrix products count as FLOPs, and only weights and KV as bytes. Refuses t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from baton.kv.layers import shared_layers
 from models.config import ModelConfig
 from models.memory_needs import expert_matrices, layer_matrices, memory_needs
-from models.recipe import Matrix
+from models.recipe import AttentionSpec, LatentSpec, LayerSpec, Matrix
+
+
+class AttentionWork(NamedTuple):
+    """Attention's FLOPs and bytes, summed over a model's layers with the same window.
+
+    Attributes:
+        window: number of tokens that a token attends to, the token itself included; None: all.
+        flops: FLOPs per pair of a token and a token that it attends to.
+        kv_bytes: bytes of KV that are read per token that is attended to.
+    """
+
+    window: int | None
+    flops: int
+    kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +38,7 @@ class ModelWork:
     Attributes:
         token_flops: FLOPs per token, without attention to other tokens and without the output head.
         head_flops: FLOPs of the output head per token whose logits are computed.
-        attended_flops: FLOPs of one layer per pair of a token and a token that it attends to.
-        attended_bytes: bytes of KV that one layer reads per pair of a token and a token that it
-            attends to.
+        attention: work of the layers with attention, by window.
         weight_bytes: bytes of the weights that every step reads.
         expert_bytes: bytes of the experts of all layers; a step reads only the chosen experts.
         num_experts, top_k: number of experts of a layer, and number of experts per token; 0: the
@@ -33,8 +47,7 @@ class ModelWork:
 
     token_flops: float
     head_flops: float
-    attended_flops: float
-    attended_bytes: float
+    attention: tuple[AttentionWork, ...]
     weight_bytes: float
     expert_bytes: float
     num_experts: int = 0
@@ -67,7 +80,6 @@ def model_work(
     experts, moe = _size(expert_matrices(config)), config.experts
     share = 0.0 if moe is None else moe.top_k / moe.num_experts
     needs = memory_needs(config, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    num_attending = sum(layer.mixer.kv.token_values > 0 for layer in config.layers)
     head = config.vocab_size * config.hidden_size
     weight_bytes = float(needs.weights[weights])
     expert_bytes = weight_bytes * experts / max(dense + experts + head, 1)
@@ -76,13 +88,33 @@ def model_work(
     return ModelWork(
         token_flops=2.0 * (dense + share * experts),
         head_flops=2.0 * head,
-        attended_flops=float(config.attention.attended_flops),
-        attended_bytes=needs.kv_token_bytes / max(num_attending, 1),
+        attention=_attention(config.layers, needs.kv_value_bytes),
         weight_bytes=weight_bytes - expert_bytes,
         expert_bytes=expert_bytes,
         num_experts=0 if moe is None else moe.num_experts,
         top_k=0 if moe is None else moe.top_k,
     )
+
+
+def _attention(layers: Sequence[LayerSpec], value_bytes: int) -> tuple[AttentionWork, ...]:
+    """Sum up attention over the layers of each window.
+
+    A layer that reads another layer's keys and values reads as many bytes as the other layer.
+    """
+    sources = shared_layers([layer.mixer.kv for layer in layers])
+    found: dict[int | None, AttentionWork] = {}
+    for index, layer in enumerate(layers):
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionSpec | LatentSpec):
+            window = mixer.window if isinstance(mixer, AttentionSpec) else None
+            kept = layers[sources.get(index, index)].mixer.kv
+            before = found.get(window, AttentionWork(window, 0, 0))
+            found[window] = AttentionWork(
+                window,
+                before.flops + mixer.attended_flops,
+                before.kv_bytes + kept.token_values * value_bytes,
+            )
+    return tuple(found.values())
 
 
 def _size(matrices: Mapping[Matrix, int]) -> int:

@@ -209,6 +209,7 @@ class Inbox(Generic[Job]):
                 node.start_job(command, received_at)
                 self._pin(command)
         except AdapterMissingError as error:
+            node.cancel_job(command.request_id, command.epoch)  # nodes may send parts of its prompt
             outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
 
     def _pin(self, command: Job) -> None:

@@ -1,10 +1,10 @@
 """Measure models on several ranks of one machine: sums, decode steps, prompts, hand-offs.
 
-Two processes measure sums over ranks. Engines take turns with a model of about 125 million random
-float32 weights in a Qwen3 shape; each engine has its own processes. Hand-offs of the demo model run
-between real nodes. Ratios compare medians of one run, or the engines' best rounds, because other
-processes can only slow a round down. `--without` leaves parts out, which keep their earlier
-results.
+Two processes measure sums over ranks, and hidden states between stages that compute. Engines take
+turns with a model of about 125 million random float32 weights in a Qwen3 shape; each engine has its
+own processes. Hand-offs of the demo model run between real nodes. Ratios compare medians of one
+run, or the engines' best rounds, because other processes can only slow a round down. `--without`
+leaves parts out, which keep their earlier results.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ KIBIBYTES = (8, 16, 32, 64)
 # A burst has several sums over one transport without a pause, as in a step, so that neither rank
 # waits long for the other.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
+NUM_SENT, STAGE_S = 100, 0.004  # times that hidden states are sent, and seconds of a stage's step
 ONE_THREAD, STAGES = "one process, 1 thread", {"num_threads": 2, "pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
     ONE_THREAD: {"num_threads": 1},
@@ -102,6 +103,67 @@ def measure_sums() -> dict[str, dict[str, float]]:
             process.join()
     os.close(descriptor)
     return found
+
+
+# ---------------------------------------------------------------------- hidden states
+
+
+def time_mail(rank: int, folder: str, descriptor: int | None, to: Any) -> None:
+    """Compute as a stage; the second sends how many microseconds hidden states took to it."""
+    import torch
+
+    from models.parallel.torch_group import connect
+
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    ranks = connect(rank, 2, 1, folder, torch.device("cpu"), descriptor)
+    hidden = torch.zeros(8, 384, dtype=torch.float64)  # 24 KiB
+    late: list[float] = []
+    for _ in range(NUM_SENT):
+        until = time.monotonic() + STAGE_S * (1.0 if rank == 0 else 0.95)
+        while time.monotonic() < until:
+            pass
+        if rank == 0:
+            hidden = hidden.clone()
+            hidden[0, 0] = time.monotonic()
+            ranks.pass_on(hidden)
+        else:
+            came = ranks.take_over(torch.empty_like(hidden))
+            late.append(1e6 * (time.monotonic() - float(came[0, 0])))
+    if rank:
+        to.put(late[NUM_SENT // 10 :])
+    else:
+        time.sleep(0.5)  # gloo still sends
+
+
+def measure_mail() -> dict[str, dict[str, float]]:
+    """Start two stages that compute and send; return how late hidden states came, in turns."""
+    from baton_kernels.native.library import load_library
+    from models.parallel.shared_group import open_shared
+
+    load_library()
+    context = get_context("fork")
+    found: dict[str, list[float]] = {"gloo": [], "shared memory": []}
+    for _ in range(3):
+        for name, late in found.items():
+            descriptor = open_shared(2, 1) if name == "shared memory" else None
+            answers = context.Queue()
+            with tempfile.TemporaryDirectory() as folder:
+                stages = [
+                    context.Process(target=time_mail, args=(rank, folder, descriptor, answers))
+                    for rank in range(2)
+                ]
+                for process in stages:
+                    process.start()
+                late += answers.get(timeout=120)
+                for process in stages:
+                    process.join()
+            if descriptor is not None:
+                os.close(descriptor)
+    return {
+        name: {"p50": statistics.median(late), "p90": statistics.quantiles(late, n=10)[-1]}
+        for name, late in found.items()
+    }
 
 
 # ---------------------------------------------------------------------- engines
@@ -225,6 +287,7 @@ def ratios(
     sums: dict[str, dict[str, float]],
     engines: dict[str, dict[str, list[float]]],
     handovers: dict[str, dict[str, float]],
+    mail: dict[str, dict[str, float]],
 ) -> dict[str, float]:
     """Return the ratios of figures that docs/performance.md judges."""
     found: dict[str, float] = {}
@@ -232,6 +295,8 @@ def ratios(
         found["sums"] = max(
             sums["shared memory"][size] / sums["gloo"][size] for size in sums["gloo"]
         )
+    if mail:
+        found["mail"] = mail["shared memory"]["p90"] / mail["gloo"]["p90"]
     if engines:
         best = {
             name: {figure: min(values) for figure, values in figures.items()}
@@ -262,9 +327,11 @@ def ratios(
 
 
 def run(
-    run: Run, rounds: int = 2, without: Sequence[Literal["sums", "engines", "handovers"]] = ()
+    run: Run,
+    rounds: int = 2,
+    without: Sequence[Literal["sums", "engines", "handovers", "mail"]] = (),
 ) -> Document:
-    """Measure sums, engines and hand-overs.
+    """Measure sums, engines, hand-overs, and hidden states between stages.
 
     Args:
         without: names of the parts to leave out.
@@ -272,8 +339,9 @@ def run(
     sums = {} if "sums" in without else measure_sums()
     engines = {} if "engines" in without else measure_engines(rounds)
     handovers = {} if "handovers" in without else measure_handovers()
-    measured = {"sums_us": sums, "engines": engines, "handovers": handovers}
-    run.show("ratios", ratios(sums, engines, handovers))
+    mail = {} if "mail" in without else measure_mail()
+    measured = {"sums_us": sums, "engines": engines, "handovers": handovers, "mail_us": mail}
+    run.show("ratios", ratios(sums, engines, handovers, mail))
     for name, rows in measured.items():
         run.show(name, rows)
     return merge_results(run.environment, measured, run.saved())

@@ -222,6 +222,14 @@ PARALLEL = Source("parallel", (
     _of_ranks("TP 2, decode 1: speed / 1 thread", "decode TP 2 / 1 thread", ">= 1.6", _OTHERS),
     _of_ranks("PP 2, a prompt of 12 chunks: speed / 1 thread", "prompt PP 2 / 1 thread", ">= 1.7",
               "other work on the machine; 1.79 in a quieter run, see the log."),
+    _of_ranks("PP 2 (8 + 4 layers), 16 decodes: speed / 1 thread",
+              "16 decodes, PP 2, 8 + 4 layers / 1 thread", ">= 1.6",
+              "a step of 8 rows takes about 0.6 of the time of a step of 16, because both read all"
+              " weights, so two stages cannot be more than about 1.65 times as fast."),
+    _of_ranks("PP 2, 4 prompts of 12 chunks: speed / 1 thread", "4 prompts, PP 2 / 1 thread",
+              ">= 1.8", _OTHERS),
+    _of_ranks("hidden states of 24 KiB between two busy stages, p90: time / gloo's", "mail",
+              "<= 0.5"),
     _of_ranks("a rank that waits: share of a core", "idle rank, share of a core", "<= 0.01"),
     *(
         _of_ranks(f"exposed transfer {shape.replace('->', 'to')} / P1 to D1, layout {layout}",

@@ -163,10 +163,49 @@ AHEAD = Source(
     (_spills("sm_90", "0"), _spills("sm_80"), _registers("sm_90"), _registers("sm_80")),
     "Compiled ahead of time, without a GPU; `make kernels`. The same file everywhere.",
 )
+
+
+def _shared(part: str, case: str, what: str, target: str, why: str = "") -> Row:
+    def measure(document: Json) -> Found:
+        row = at(document, part)[case]
+        apart, shared, found = (number(row, name) for name in ("apart_ms", "shared_ms", "ratio"))
+        return Found(f"{found:.2f} ({apart:.2f} / {shared:.2f} ms)", found)
+
+    return Row(what, measure, target, why)
+
+
+def _least_shared(document: Json) -> Found:
+    found = {case: number(row, "ratio") for case, row in at(document, "attention").items()}
+    slowest = min(found, key=found.__getitem__)
+    return Found(f"{found[slowest]:.3f} ({slowest})", found[slowest])
+
+
+_COMMON = "32 decodes, 4,096 common tokens, 16 of their own"
+SHARED_PREFIXES = Source(
+    "shared_prefixes",
+    (
+        *(
+            _shared("attention", f"{dtype}: {_COMMON}", f"attention, {dtype}: {_COMMON}", ">= 2")
+            for dtype in ("float32", "bfloat16")
+        ),
+        *(
+            _shared(
+                "steps", dtype, f"a whole step, {dtype}: {_COMMON}", ">= 2",
+                "the other layers of 125 million weights take as long with and without sharing.",
+            )
+            for dtype in ("float32", "bfloat16")
+        ),
+        Row("the slowest of 16 cases of attention", _least_shared, ">= 0.99"),
+    ),
+    "Decodes that begin with the same blocks: time without shared spans, divided by the time with"
+    " them. Processor time of one thread, heads of the 125M shape.",
+    absent="not measured yet",
+)  # fmt: skip
 SUBJECT = Subject(
     "Kernels",
     (
         Measurement("kernels.kernels", "kernels/csrc kernels/baton_kernels/native", (KERNELS_CPU,)),
+        Measurement("kernels.shared_prefixes", "kernels/csrc", (SHARED_PREFIXES,)),
         Measurement("kernels.kernels_gpu", "kernels/baton_kernels/triton", (PRODUCTS,)),
         Measurement("tools.compile_kernels", "kernels/baton_kernels/triton", (AHEAD,)),
     ),

@@ -163,12 +163,43 @@ IMAGES = Source(
     " SmolVLM-256M's widths, a prefill node, a decode node and, in one case, an encode node.",
     absent="not measured yet",
 )
+
+
+def _tuned(load: str) -> Row:
+    """Return a row that passes if a search ended and its written file starts a deployment."""
+
+    def measure(document: Json) -> Found:
+        found = at(document, "loads", load)
+        usual = f"defaults {number(found, 'default_goodput'):.2f} requests/s within the SLO"
+        if not found["wins"]:
+            cut = f", cut after {len(found['trials'])} trials" if found["was_cut"] else ""
+            text = (
+                f"no setting beats the defaults ({usual}, noise {number(found, 'noise'):.2f}{cut})"
+            )
+            return Found(text, not found["was_cut"])
+        low, mean, high = (number(found, "gain", end) for end in ("low", "mean", "high"))
+        text = f"{mean:+.2f} requests/s ({low:+.2f} to {high:+.2f}; {usual}) with"
+        return Found(f"{text} `{found['best_text']}`", bool(found["starts"]))
+
+    return Row(
+        f"{load}: goodput of the found settings minus the defaults'", measure, "found or denied"
+    )
+
+
+TUNING = Source(
+    "tuning",
+    tuple(map(_tuned, ("chats", "long prompts", "long answers"))),
+    "`baton loadtest tune` with SmolLM2-135M-Instruct, each load at one rate; differences have 95 %"
+    " intervals.",
+    absent="not measured yet",
+)
 SUBJECT = Subject(
     "Load tests and other programs",
     (
         Measurement("loadtest.split_or_not", "loadtest engine/core router/policies", (COMPARE,)),
         Measurement("loadtest.load_generator", "loadtest", (LOAD_GENERATOR,)),
         Measurement("loadtest.loadtest_agreement", "loadtest", (AGREEMENT,)),
+        Measurement("loadtest.tuning", "loadtest/tuning engine/core router/policies", (TUNING,)),
         Measurement("loadtest.lm_eval_agreement", "models router/intake", (LM_EVAL,)),
         Measurement(
             "loadtest.text_beside_images", "encode_node engine/core/images router/fleet", (IMAGES,)

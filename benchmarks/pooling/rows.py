@@ -34,7 +34,31 @@ POOLING = Source(
     options="--peers sentence_transformers llamacpp",
     absent="not measured yet.",
 )
+BESIDE = Source(
+    "chats_beside",
+    (
+        Row(
+            "chats' ITL p99 beside a full load of embeddings, divided by that of chats alone",
+            value("ratios > itl_p99_ms", "{:.3f}"),
+            "<= 1.05",
+            "router and clients share the two cores with both nodes, and the prefill node leaves"
+            " them less of its core while it embeds.",
+        ),
+        Row("the same for ITL p50", value("ratios > itl_p50_ms", "{:.3f}")),
+        Row("the same for TTFT p50", value("ratios > ttft_p50_ms", "{:.2f}")),
+        Row(
+            "tokens embedded per second beside the chats",
+            value("rounds > beside embeddings > 0 > embedded_tokens_per_s", "{:,.0f}"),
+        ),
+    ),
+    "A router, a prefill node and a decode node, each node on one core; the model of the comparison"
+    " above in bfloat16.",
+    absent="not measured yet.",
+)
 SUBJECT = Subject(
     "Embeddings",
-    (Measurement("pooling.pooling", "engine router kernels/csrc", (POOLING,)),),
+    (
+        Measurement("pooling.pooling", "engine router kernels/csrc", (POOLING,)),
+        Measurement("pooling.chats_beside", "engine router prefill_node", (BESIDE,)),
+    ),
 )

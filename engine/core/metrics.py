@@ -183,10 +183,12 @@ class EngineCounters:
     Attributes:
         started, preempted: numbers of requests by the sign of their priority.
         experts_read: sum over steps of the fraction of all experts whose weights the step read.
-        attended_layers: (window, number of layers) pairs; window None: full attention.
-        attended: (token, attended token) pairs, summed over all layers.
-        kv_read: tokens whose KV was read, summed over steps and layers; a prompt chunk reads the KV
-            of earlier tokens once.
+        attention: (window, FLOPs, bytes) summed over the layers of each window; window None: full
+            attention. FLOPs are per pair of a token and a token that it attends to, and bytes per
+            token whose KV is read.
+        attention_flops: FLOPs of attention to other tokens.
+        kv_read_bytes: bytes of KV that were read; a prompt chunk reads the KV of earlier tokens
+            once.
     """
 
     prompt_tokens_computed: int = 0
@@ -208,9 +210,9 @@ class EngineCounters:
     received_prompt_tokens: int = 0
     step_tokens: int = 0
     experts_read: float = 0.0
-    attended_layers: tuple[tuple[int | None, int], ...] = ()
-    attended: int = 0
-    kv_read: int = 0
+    attention: tuple[tuple[int | None, int, int], ...] = ()
+    attention_flops: int = 0
+    kv_read_bytes: int = 0
     images_encoded: int = 0
     encodings_received: int = 0
     encoder_cache_hits: int = 0
@@ -239,14 +241,14 @@ class EngineCounters:
             if num_tokens == 1:
                 ends.append(end)
                 continue
-            for window, num_layers in self.attended_layers:
+            for window, flops, kv_bytes in self.attention:
                 first = 0 if window is None else max(begin + 1 - window, 0)
-                self.attended += num_layers * attended_tokens(begin, end, window)
-                self.kv_read += num_layers * (end - first)
-        for window, num_layers in self.attended_layers:
+                self.attention_flops += flops * attended_tokens(begin, end, window)
+                self.kv_read_bytes += kv_bytes * (end - first)
+        for window, flops, kv_bytes in self.attention:
             each = ends if window is None else [end if end < window else window for end in ends]
-            self.attended += num_layers * sum(each)
-            self.kv_read += num_layers * sum(each)
+            self.attention_flops += flops * sum(each)
+            self.kv_read_bytes += kv_bytes * sum(each)
 
     def note_lookup(self, request: Request) -> None:
         """Count a request's look-up in the prefix cache, at its admission or grant."""

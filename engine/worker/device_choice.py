@@ -251,15 +251,17 @@ def choose_backends(
     Raises ConfigError if the named backend cannot serve the model.
     """
     override = asked_backend(config)
-    chosen: dict[KVKind, str | None] = {}
-    for group in spec.groups:
-        kind = group.kv.kind
-        if kind in chosen:
-            continue
+    chosen: dict[tuple[KVKind, int], str | None] = {}
+    keys = [
+        (group.kv.kind, group.kv.head_dim if isinstance(group.kv, PagedKV) else 0)
+        for group in spec.groups
+    ]
+    for key in dict.fromkeys(keys):
+        kind, head_dim = key
         if kind is KVKind.STATE:
-            chosen[kind] = None
+            chosen[key] = None
             continue
-        chosen[kind], reason = choose_attention_backend(
+        chosen[key], reason = choose_attention_backend(
             device,
             override,
             spec.block_size,
@@ -267,9 +269,9 @@ def choose_backends(
             latent=kind is KVKind.LATENT,
             sinks=model.has_sinks,
             half=spec.dtype.itemsize == 2,
-            head_dim=group.kv.head_dim if isinstance(group.kv, PagedKV) else 0,
+            head_dim=head_dim,
             invariant=config.batch_invariant,
             native=config.native_kernels,
         )
-        logger.info("attention backend %s for %s layers: %s", chosen[kind], kind.value, reason)
-    return tuple(chosen[group.kv.kind] for group in spec.groups)
+        logger.info("attention backend %s for %s layers: %s", chosen[key], kind.value, reason)
+    return tuple(chosen[key] for key in keys)

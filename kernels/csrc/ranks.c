@@ -1,10 +1,13 @@
-/* Collectives of ranks on one machine through shared memory: all-reduce and all-gather.
+/* Ranks on one machine through shared memory: all-reduce and all-gather of a group, and mail between two ranks.
  *
- *     aborted | came[rank] ... | slots[rank][2] ...      each word in its own cache line, then data
+ *     aborted | flags ... | slots[rank][num_slots] ...      each flag in its own cache line, then data
  *
- * A rank writes its part into one of its two slots, raises its counter, and reads all other parts. A rank one step
- * ahead writes its other slot; no rank can be two steps ahead. Each rank adds the parts in the order of ranks, so
- * all ranks have the same bits.
+ * Collectives: a flag per rank, and two slots. A rank writes its part into one of its slots, raises its flag, and
+ * reads all other parts. A rank one step ahead writes its other slot; no rank can be two steps ahead. Each rank adds
+ * the parts in the order of ranks, so all ranks have the same bits.
+ *
+ * Mail: each rank sends to one other rank at most. A rank's slots are a ring of pieces; its first flag counts pieces
+ * sent, and its second flag pieces received, which the receiver raises. A sender waits only while the ring is full.
  *
  * Refuses to know: the numbers' meaning, how ranks are started.
  */
@@ -34,9 +37,9 @@ typedef struct {
 } flag;
 
 typedef struct {
-    int64_t rank, size, slot_bytes, spins, timeout_s;
+    int64_t rank, size, num_flags, num_slots, slot_bytes, spins, timeout_s;
     char *shared;
-    int64_t step;
+    int64_t step, received; /* numbers of the last step or piece sent, and of the last piece received */
 } rank_group;
 
 typedef struct {
@@ -46,12 +49,18 @@ typedef struct {
     void *out; /* SUM: [count]; GATHER: [size][count] */
 } collective_call;
 
-static flag *flag_of(const rank_group *g, int64_t rank) {
-    return (flag *)(g->shared + (1 + rank) * LINE);
+typedef struct {
+    int64_t num_bytes, sender;
+    rank_group *group;
+    void *data;
+} mail_call;
+
+static flag *flag_of(const rank_group *g, int64_t index) {
+    return (flag *)(g->shared + (1 + index) * LINE);
 }
 
 static char *slot_of(const rank_group *g, int64_t rank, uint32_t step) {
-    return g->shared + (1 + g->size) * LINE + (2 * rank + (step & 1)) * g->slot_bytes;
+    return g->shared + (1 + g->num_flags) * LINE + (g->num_slots * rank + step % g->num_slots) * g->slot_bytes;
 }
 
 #if defined(__linux__)
@@ -80,8 +89,8 @@ static int is_aborted(const rank_group *g) {
     return __atomic_load_n((uint32_t *)g->shared, __ATOMIC_RELAXED) != 0;
 }
 
-static void come(rank_group *g, uint32_t step) {
-    flag *f = flag_of(g, g->rank);
+static void raise_flag(const rank_group *g, int64_t index, uint32_t step) {
+    flag *f = flag_of(g, index);
     __atomic_store_n(&f->came, step, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&f->num_sleepers, __ATOMIC_SEQ_CST)) wake(f);
 }
@@ -90,8 +99,8 @@ static int64_t nanoseconds_between(const struct timespec *start, const struct ti
     return (now->tv_sec - start->tv_sec) * (int64_t)1000000000 + now->tv_nsec - start->tv_nsec;
 }
 
-static int await(const rank_group *g, int64_t rank, uint32_t step) {
-    flag *f = flag_of(g, rank);
+static int await(const rank_group *g, int64_t index, uint32_t step) {
+    flag *f = flag_of(g, index);
     for (int64_t i = 0; i < g->spins; i++) {
         if (has_come(f, step)) return 0;
 #if defined(__x86_64__)
@@ -156,7 +165,7 @@ int baton_collective(const collective_call *c) {
         int64_t count = min64(most, c->count - first);
         uint32_t step = (uint32_t)++g->step;
         memcpy(slot_of(g, g->rank, step), at(c->type, c->in, first), count * size_of(c->type));
-        come(g, step);
+        raise_flag(g, g->rank, step);
         for (int64_t rank = 0; rank < g->size; rank++) {
             if (rank == g->rank) continue;
             int failed = await(g, rank, step);
@@ -167,8 +176,32 @@ int baton_collective(const collective_call *c) {
     return 0;
 }
 
+/* Return 0, or GONE. */
+int baton_send(const mail_call *c) {
+    rank_group *g = c->group;
+    for (int64_t first = 0; first < c->num_bytes; first += g->slot_bytes) {
+        uint32_t piece = (uint32_t)++g->step;
+        if (is_aborted(g) || await(g, g->size + g->rank, piece - (uint32_t)g->num_slots)) return GONE;
+        memcpy(slot_of(g, g->rank, piece), (char *)c->data + first, min64(g->slot_bytes, c->num_bytes - first));
+        raise_flag(g, g->rank, piece);
+    }
+    return 0;
+}
+
+/* Return 0, or GONE. */
+int baton_receive(const mail_call *c) {
+    rank_group *g = c->group;
+    for (int64_t first = 0; first < c->num_bytes; first += g->slot_bytes) {
+        uint32_t piece = (uint32_t)++g->received;
+        if (is_aborted(g) || await(g, c->sender, piece)) return GONE;
+        memcpy((char *)c->data + first, slot_of(g, c->sender, piece), min64(g->slot_bytes, c->num_bytes - first));
+        raise_flag(g, g->size + c->sender, piece);
+    }
+    return 0;
+}
+
 /* Make all calls of all ranks fail from now on. */
 void baton_abort_ranks(const rank_group *g) {
     __atomic_store_n((uint32_t *)g->shared, 1, __ATOMIC_SEQ_CST);
-    for (int64_t rank = 0; rank < g->size; rank++) wake(flag_of(g, rank));
+    for (int64_t index = 0; index < g->num_flags; index++) wake(flag_of(g, index));
 }

@@ -15,9 +15,10 @@ from baton.api.errors import ConfigError
 from baton.processes.process import print_error, stop_event
 from loadtest.drills.site import UpOptions
 from loadtest.exit_codes import EXIT_NOTHING_CAME, EXIT_STOPPED
+from loadtest.options import TuneOptions, chosen_cores
 from loadtest.plan import LoadPlan
 from loadtest.report.report import WIDTH
-from loadtest.tuning.settings import Setting, config_text, described
+from loadtest.tuning.settings import Setting, chosen_settings, config_text, described
 from loadtest.tuning.state import TuningState
 from loadtest.tuning.trials import TrialRunner
 from loadtest.tuning.tune import Trial, Tried, Tuning, tune
@@ -61,9 +62,47 @@ class TuningJob:
                 )
 
 
+def job_of(options: TuneOptions) -> TuningJob:
+    """Return what a command's options ask for; raises ConfigError."""
+    cores = chosen_cores(options.cores)
+    return TuningJob(
+        plan=options.trial_plan(),
+        up=UpOptions(
+            model=options.up,
+            router_args=tuple(options.router_args.split()),
+            node_args=tuple(options.node_args.split()),
+            cores=cores,
+            lend_cores=True,  # as in `baton up`
+        ),
+        settings=chosen_settings(options.settings, len(cores)),
+        search=options.identity(len(cores)),
+        repeats=options.repeats,
+        budget_s=options.budget_s,
+        state=Path(options.state),
+        write=Path(options.write),
+        has_seed=options.seed is not None,
+    )
+
+
 async def execute_tuning(job: TuningJob) -> int:
     """Run or resume the search and return the exit code; raises BatonError."""
     stop = stop_event(asyncio.get_running_loop())
+    found = await search(job, stop)
+    if stop.is_set():
+        print_error(f"the search was stopped; the same command goes on with {job.state}")
+        return EXIT_STOPPED
+    trials = [*found.defaults, *(one.trial for one in found.tried)]
+    return 0 if any(one.goodput_per_s for one in trials) else EXIT_NOTHING_CAME
+
+
+async def search(job: TuningJob, stop: asyncio.Event) -> Tuning:
+    """Run or resume the search; print what each value did, and write the found file.
+
+    Args:
+        stop: set from outside to end the search.
+
+    Raises BatonError.
+    """
     console = Console(width=WIDTH, highlight=False)
     state = TuningState(job.state, job.search, job.plan.seed)
     if job.has_seed and state.seed != job.plan.seed:
@@ -89,11 +128,7 @@ async def execute_tuning(job: TuningJob) -> int:
         text = config_text(found.best, comments_of(found), job.up.node_args, job.up.router_args)
         job.write.write_text(text, encoding="utf-8")
         console.print(f"written: {job.write}, for `baton up --config {job.write}`")
-    if stop.is_set():
-        print_error(f"the search was stopped; the same command goes on with {job.state}")
-        return EXIT_STOPPED
-    trials = [*found.defaults, *(one.trial for one in found.tried)]
-    return 0 if any(one.goodput_per_s for one in trials) else EXIT_NOTHING_CAME
+    return found
 
 
 def trial_line(trial: Trial) -> str:

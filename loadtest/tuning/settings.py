@@ -19,7 +19,6 @@ Choice = Mapping[str, Value]
 SHAPE = "shape"
 THREADS = "num_threads"
 _OF_UP = (SHAPE, THREADS)  # `baton up` itself decides these settings, so tables of nodes cannot
-DEFAULT_SHAPE = "1:1+local"  # the numbers of nodes of `baton up`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,9 @@ def chosen_settings(text: str, num_cores: int) -> tuple[Setting, ...]:
     return tuple(known[name] for name in dict.fromkeys(names))
 
 
-def deployment_of(choice: Choice) -> Deployment:
-    """Return the numbers of nodes of a choice."""
-    return Deployment.parse(str(choice.get(SHAPE, DEFAULT_SHAPE)))
+def deployment_of(choice: Choice) -> Deployment | None:
+    """Return the numbers of nodes of a choice; None: the defaults of `baton up`."""
+    return Deployment.parse(str(choice[SHAPE])) if SHAPE in choice else None
 
 
 def node_args_of(choice: Choice) -> tuple[str, ...]:
@@ -97,8 +96,8 @@ def config_text(
             lines.append(f"{name} = {json.dumps(value)}")
     if any(name in choice for name in _OF_UP) or any(given.values()):
         lines += ["", "[up]"]
-    if SHAPE in choice:
-        shape = deployment_of(choice)
+    shape = deployment_of(choice)
+    if shape is not None:
         lines += [f"prefill = {shape.num_prefill}", f"decode = {shape.num_decode}"]
     lines += [f"{name} = {json.dumps(' '.join(words))}" for name, words in given.items() if words]
     return "\n".join(lines) + "\n"

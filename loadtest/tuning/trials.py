@@ -95,10 +95,11 @@ class TrialRunner:
 
     def _up_options(self, choice: Choice, config: Path) -> UpOptions:
         shape, given = deployment_of(choice), ("--config", str(config))
+        up = self.up
+        if shape is not None:
+            up = dataclasses.replace(up, num_prefill=shape.num_prefill, num_decode=shape.num_decode)
         return dataclasses.replace(
-            self.up,
-            num_prefill=shape.num_prefill,
-            num_decode=shape.num_decode,
+            up,
             router_args=(*given, *self.up.router_args),
             node_args=(*given, *self.up.node_args, *node_args_of(choice)),
         )

@@ -49,6 +49,22 @@ class Collective(Protocol):
         ...
 
 
+class Mail(Protocol):
+    """The part of a `Collective` that carries tensors from one rank to another."""
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Implement `Collective.send`."""
+        ...
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Implement `Collective.receive`."""
+        ...
+
+    def abort(self) -> None:
+        """Implement `Collective.abort`."""
+        ...
+
+
 class CollectiveError(RuntimeError):
     """Another rank is gone, or did not respond in time."""
 
@@ -98,12 +114,14 @@ class Ranks:
         group: the ranks of this rank's stage.
         stage_layers: number of layers of each stage; empty: all stages have equal numbers.
         expert_parallel: whether a stage's ranks have whole experts: ``auto``, ``on`` or ``off``.
+        mail: carries hidden states from each stage to the next; None: ``everyone`` does.
     """
 
     everyone: Collective = SINGLE_RANK
     group: Collective = SINGLE_RANK
     stage_layers: tuple[int, ...] = ()
     expert_parallel: str = "auto"
+    mail: Mail | None = None
 
     @property
     def num_stages(self) -> int:
@@ -137,16 +155,17 @@ class Ranks:
 
     def abort(self) -> None:
         """Make all calls of all ranks fail from now on; safe from any thread."""
-        for one in {id(one): one for one in (self.group, self.everyone)}.values():
+        ways = (self.group, self.everyone, self.mail)
+        for one in {id(one): one for one in ways if one is not None}.values():
             one.abort()
 
     def pass_on(self, hidden: Tensor) -> None:
         """Send this stage's hidden states to the next stage."""
-        self.everyone.send(hidden, self.everyone.rank + self.group.size)
+        (self.mail or self.everyone).send(hidden, self.everyone.rank + self.group.size)
 
     def take_over(self, hidden: Tensor) -> Tensor:
         """Receive the previous stage's hidden states into ``hidden``."""
-        return self.everyone.receive(hidden, self.everyone.rank - self.group.size)
+        return (self.mail or self.everyone).receive(hidden, self.everyone.rank - self.group.size)
 
 
 ALONE = Ranks()

@@ -1,7 +1,9 @@
-"""SharedGroup: ranks on one machine that sum tensors in shared memory (kernels/csrc/ranks.c).
+"""SharedGroup and SharedMail: ranks on one machine that exchange tensors in shared memory.
 
-The memory is a file without a name that each rank's process inherits, so no file is left behind.
-All other operations go through another ``Collective``. Refuses to know: how ranks start.
+A stage's ranks sum and gather tensors (SharedGroup), and a stage sends its hidden states to the
+next stage (SharedMail), both in `kernels/csrc/ranks.c`. The memory is a file without a name that
+each rank's process inherits, so no file is left behind. All other operations go through another
+``Collective``. Refuses to know: how ranks start.
 """
 
 from __future__ import annotations
@@ -10,39 +12,80 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.library import RankGroup
-from models.parallel.group import Collective, CollectiveError
+from models.parallel.group import Collective, CollectiveError, Mail
 
-# Bytes of a slot in shared memory. Each rank has two slots, and writes its tensor into them piece
+Shared = TypeVar("Shared")
+
+# Bytes of a slot in shared memory. Each rank has some slots, and writes its tensor into them piece
 # by piece; a piece has at most this size.
 SLOT_BYTES = 2**20
+_SLOTS, MAIL_SLOTS = 2, 8  # of a rank: for collectives, and for mail
+# Larger tensors do not go through the ring, because a sender would wait for the receiver.
+LARGEST_MAIL = SLOT_BYTES * MAIL_SLOTS // 2
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
 # Number of times that a rank checks another rank's flag before it yields its core: about 20 us.
 _SPINS = 1000
 
 
-def group_bytes(size: int) -> int:
-    """Return how many bytes a group of ``size`` ranks shares; unused pages take no memory."""
-    needed = (1 + size) * _LINE_BYTES + 2 * size * SLOT_BYTES
+def _num_bytes(size: int, num_flags: int, num_slots: int) -> int:
+    """Return how many bytes ``size`` ranks share; unused pages take no memory."""
+    needed = (1 + num_flags) * _LINE_BYTES + num_slots * size * SLOT_BYTES
     return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def group_bytes(size: int) -> int:
+    """Return how many bytes a group of ``size`` ranks shares."""
+    return _num_bytes(size, size, _SLOTS)
+
+
+def mail_bytes(size: int) -> int:
+    """Return how many bytes ``size`` ranks of all stages share for mail."""
+    return _num_bytes(size, 2 * size, MAIL_SLOTS)
 
 
 def open_shared(num_groups: int, size: int) -> int | None:
     """Make shared memory for several groups of ``size`` ranks; return its file descriptor.
 
-    Returns None if the system cannot make such memory, or a group has only one rank.
+    With several groups, which are the stages of a model, the groups' memory is followed by memory
+    for mail. Returns None if the system cannot make such memory, or there is only one rank.
     """
-    if not hasattr(os, "memfd_create") or size == 1:
+    num_ranks = num_groups * size
+    if not hasattr(os, "memfd_create") or num_ranks == 1:
         return None
     descriptor = os.memfd_create("baton-ranks")
-    os.ftruncate(descriptor, num_groups * group_bytes(size))
+    mail = mail_bytes(num_ranks) if num_groups > 1 else 0
+    os.ftruncate(descriptor, num_groups * group_bytes(size) + mail)
     return descriptor
+
+
+class _Memory:
+    """A part of the shared memory, as the C functions see it."""
+
+    def __init__(
+        self, ranks: Collective, descriptor: int, offset: int, num_flags: int, num_slots: int
+    ) -> None:
+        size = ranks.size
+        self._memory = mmap.mmap(descriptor, _num_bytes(size, num_flags, num_slots), offset=offset)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        has_cores = (os.cpu_count() or 1) >= size
+        spins = _SPINS if has_cores else 0
+        numbers = (ranks.rank, size, num_flags, num_slots, SLOT_BYTES, spins, _TIMEOUT_S)
+        self.group = RankGroup(*numbers, address, 0, 0)
+
+    def abort(self) -> None:
+        """Make all calls of all ranks fail from now on; safe from any thread."""
+        ops = native_ops()
+        if ops is not None:
+            ops.abort_ranks(self.group)
 
 
 class SharedGroup:
@@ -57,12 +100,8 @@ class SharedGroup:
     def __init__(self, others: Collective, descriptor: int, index: int) -> None:
         self.rank, self.size = others.rank, others.size
         self._others = others
-        num_bytes = group_bytes(self.size)
-        self._memory = mmap.mmap(descriptor, num_bytes, offset=index * num_bytes)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        has_cores = (os.cpu_count() or 1) >= self.size
-        spins = _SPINS if has_cores else 0
-        self._group = RankGroup(self.rank, self.size, SLOT_BYTES, spins, _TIMEOUT_S, address, 0)
+        offset = index * group_bytes(self.size)
+        self._memory = _Memory(others, descriptor, offset, self.size, _SLOTS)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over all ranks, in place; return ``tensor``."""
@@ -87,27 +126,84 @@ class SharedGroup:
 
     def abort(self) -> None:
         """Make all calls of all ranks fail from now on; safe from any thread."""
-        ops = native_ops()
-        if ops is not None:
-            ops.abort_ranks(self._group)
+        self._memory.abort()
         self._others.abort()
 
     def _collect(self, tensor: Tensor, gathered: Tensor | None = None) -> bool:
         ops = native_ops()
         if ops is None:
             return False
-        try:
-            return ops.collect(self._group, tensor, gathered)
-        except ConnectionAbortedError as error:
-            raise CollectiveError(str(error)) from error
+        with _as_collective_error():
+            return ops.collect(self._memory.group, tensor, gathered)
+
+
+class SharedMail:
+    """A ``Mail`` in shared memory, between the stages of a model on one machine.
+
+    Each rank sends to one other rank at most, and receives from one other rank at most.
+
+    Args:
+        others: all ranks; large tensors go through this group.
+        descriptor: file descriptor from `open_shared`.
+        num_stages: number of stages that share these ranks.
+    """
+
+    def __init__(self, others: Collective, descriptor: int, num_stages: int) -> None:
+        self._others = others
+        offset = num_stages * group_bytes(others.size // num_stages)
+        self._memory = _Memory(others, descriptor, offset, 2 * others.size, MAIL_SLOTS)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Copy ``tensor`` to where rank ``to`` finds it."""
+        ops = native_ops()
+        if ops is None or tensor.nbytes > LARGEST_MAIL:
+            self._others.send(tensor, to)
+            return
+        with _as_collective_error():
+            ops.send(self._memory.group, tensor.contiguous())
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
+        ops = native_ops()
+        if ops is None or tensor.nbytes > LARGEST_MAIL:
+            return self._others.receive(tensor, source)
+        assert tensor.is_contiguous(), "a tensor is received into one range of memory"
+        with _as_collective_error():
+            ops.receive(self._memory.group, tensor, source)
+        return tensor
+
+    def abort(self) -> None:
+        """Make all calls of all ranks fail from now on; safe from any thread."""
+        self._memory.abort()
+        self._others.abort()
+
+
+@contextlib.contextmanager
+def _as_collective_error() -> Iterator[None]:
+    try:
+        yield
+    except ConnectionAbortedError as error:
+        raise CollectiveError(str(error)) from error
 
 
 def share_memory(group: Collective, descriptor: int | None, index: int) -> Collective:
     """Return a group that sums in shared memory if all ranks can map it, else ``group``."""
     if descriptor is None or group.size == 1:
         return group
-    shared: SharedGroup | None = None
+    return _if_all_can(group, lambda: SharedGroup(group, descriptor, index)) or group
+
+
+def share_mail(everyone: Collective, descriptor: int | None, num_stages: int) -> Mail | None:
+    """Return mail in shared memory if all ranks can map it, else None."""
+    if descriptor is None or num_stages == 1:
+        return None
+    return _if_all_can(everyone, lambda: SharedMail(everyone, descriptor, num_stages))
+
+
+def _if_all_can(group: Collective, make: Callable[[], Shared]) -> Shared | None:
+    """Return what ``make`` returns if no rank fails to make it; otherwise None."""
+    shared: Shared | None = None
     with contextlib.suppress(OSError, ValueError):
-        shared = SharedGroup(group, descriptor, index)
+        shared = make()
     can = torch.tensor([int(shared is not None and native_ops() is not None)])
-    return shared if shared is not None and bool(group.all_gather(can).all()) else group
+    return shared if bool(group.all_gather(can).all()) else None

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from baton.api.errors import ConfigError
 from baton_kernels import FP8, reference
-from baton_kernels.attention import ATTENTION_BACKENDS, choose_attention_backend
+from baton_kernels.attention import (
+    ATTENTION_BACKENDS,
+    LARGEST_TRITON_HEAD,
+    choose_attention_backend,
+)
 from baton_kernels.attention.base import AttentionBackend, AttentionMetadata, AttentionOptions
 from baton_kernels.dispatch import native_ops
 from tests.numerics.paged import make_cache, make_metadata, make_tables
@@ -253,6 +257,20 @@ def test_choice_and_override() -> None:
     assert choose_attention_backend("cpu", "reference") == ("reference", "asked for by the user")
     with pytest.raises(ConfigError, match="unknown attention backend 'nope'"):
         choose_attention_backend("cpu", "nope")
+
+
+def test_heads_that_triton_cannot_compute_go_to_the_reference() -> None:
+    tile_sizes = pytest.importorskip("baton_kernels.triton.tile_sizes")
+    assert max(tile_sizes._DECODE) == max(tile_sizes._VARLEN) == LARGEST_TRITON_HEAD
+    assert choose_attention_backend("cuda:0", head_dim=512)[0] == "triton"
+    assert choose_attention_backend("cuda:0", head_dim=576) == (
+        "reference",
+        "heads have 576 numbers, and triton takes 512",
+    )
+    assert choose_attention_backend("cuda:0", "reference", head_dim=576)[0] == "reference"
+    problem = "triton takes heads of at most 512 numbers, got 576; reference takes any"
+    with pytest.raises(ConfigError, match=f"^attention_backend: {problem}$"):
+        choose_attention_backend("cuda:0", "triton", head_dim=576)
 
 
 def test_latents_have_a_backend_of_their_own() -> None:

@@ -15,8 +15,16 @@ import torch
 
 from baton_kernels.dispatch import native_ops
 from models.parallel import torch_group
-from models.parallel.group import Collective, CollectiveError
-from models.parallel.shared_group import SLOT_BYTES, SharedGroup, open_shared, share_memory
+from models.parallel.group import Collective, CollectiveError, Ranks
+from models.parallel.shared_group import (
+    LARGEST_MAIL,
+    MAIL_SLOTS,
+    SLOT_BYTES,
+    SharedGroup,
+    SharedMail,
+    open_shared,
+    share_memory,
+)
 from models.parallel.torch_group import TorchGroup
 
 pytestmark = pytest.mark.medium
@@ -114,6 +122,72 @@ def test_one_rank_tells_another(group: Group) -> None:
     assert all(torch.equal(found, sent) for found in on_all(group, run))
     heard = on_all(group, lambda rank: rank.broadcast(torch.full((3,), float(rank.rank)), 1))
     assert all(torch.equal(found, torch.ones(3)) for found in heard)
+
+
+STAGES = {"2 stages": (2, 1), "3 stages": (3, 1), "2 stages of 2": (2, 2)}
+SIZES = (
+    3,
+    1000,
+    SLOT_BYTES // 4 + 7,
+    3 * SLOT_BYTES // 4,
+    LARGEST_MAIL // 4,
+    LARGEST_MAIL // 4 + 1,
+)
+
+
+@pytest.fixture(params=STAGES.values(), ids=STAGES)
+def stages(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Ranks]]:
+    num_stages, size = request.param
+    if native_ops() is None:
+        pytest.skip("no native kernels here")
+    descriptor = open_shared(num_stages, size)
+    num_ranks = num_stages * size
+    with ThreadPoolExecutor(num_ranks) as pool:
+        made = [
+            pool.submit(torch_group.connect, rank, num_ranks, size, str(tmp_path), CPU, descriptor)
+            for rank in range(num_ranks)
+        ]
+        ranks = [one.result() for one in made]
+    assert all(isinstance(one.mail, SharedMail) for one in ranks)
+    yield ranks
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def drawn(number: int, stage: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(number * 10 + stage)
+    return torch.randn(SIZES[number % len(SIZES)], generator=draw)
+
+
+def test_each_stage_gets_what_the_stage_before_sends_in_order(stages: list[Ranks]) -> None:
+    num = 4 * len(SIZES)  # more than the ring has room for
+
+    def run(ranks: Ranks) -> bool:
+        is_right = True
+        for number in range(num):
+            if not ranks.is_first_stage:
+                expected = drawn(number, ranks.stage - 1)
+                is_right &= torch.equal(ranks.take_over(torch.empty_like(expected)), expected)
+            if not ranks.is_last_stage:
+                ranks.pass_on(drawn(number, ranks.stage))
+        return is_right
+
+    with ThreadPoolExecutor(len(stages)) as pool:
+        assert all(pool.map(run, stages))
+
+
+def test_a_stage_may_be_ahead_of_the_next_and_is_told_of_its_end(stages: list[Ranks]) -> None:
+    first, second = (next(one for one in stages if one.stage == number) for number in (0, 1))
+    for number in range(MAIL_SLOTS):  # nobody receives yet
+        first.pass_on(torch.full((5,), float(number)))
+    assert float(second.take_over(torch.empty(5))[0]) == 0.0
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(lambda: [first.pass_on(torch.zeros(3)) for _ in range(2)])
+        second.abort()
+        with pytest.raises(CollectiveError, match="gone"):
+            sent.result()
+    with pytest.raises(CollectiveError, match="gone"):
+        second.take_over(torch.empty(5))
 
 
 def test_who_waits_for_a_rank_that_is_gone_is_told(group: Group) -> None:

@@ -25,13 +25,14 @@ from baton.deployment.local_deployment import LocalDeployment
 from engine import LLM
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import run_deployment
+from tests.property.num_examples import num_draws
 
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(600)]
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = [[3 + (i * 37 + j * 11) % 4000 for j in range(20 + 9 * i)] for i in range(6)]
 VERSIONS = ("old", "new")
-NUM_UPDATES = 4
+NUM_UPDATES = num_draws(4)
 
 
 @dataclass

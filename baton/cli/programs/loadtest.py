@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import typer
 
@@ -144,33 +143,9 @@ def tune(options: TuneOptions) -> None:
 
     async def main() -> int:
         # Import here, so that `--help` is fast.
-        from loadtest.drills.site import UpOptions
-        from loadtest.plan import OpenLoop
-        from loadtest.tuning.execute_tuning import TuningJob, execute_tuning
-        from loadtest.tuning.settings import chosen_settings
+        from loadtest.tuning.execute_tuning import execute_tuning, job_of
 
-        load = OpenLoop(
-            rate_per_s=options.rate, arrivals=options.arrivals, burstiness=options.burstiness
-        )
-        cores = chosen_cores(options.cores)
-        job = TuningJob(
-            plan=options.plan(load),
-            up=UpOptions(
-                model=options.up,
-                router_args=tuple(options.router_args.split()),
-                node_args=tuple(options.node_args.split()),
-                cores=cores,
-                lend_cores=True,  # as in `baton up`
-            ),
-            settings=chosen_settings(options.settings, len(cores)),
-            search=options.identity(len(cores)),
-            repeats=options.repeats,
-            budget_s=options.budget_s,
-            state=Path(options.state),
-            write=Path(options.write),
-            has_seed=options.seed is not None,
-        )
-        return await execute_tuning(job)
+        return await execute_tuning(job_of(options))
 
     _run(options, main)
 

@@ -52,6 +52,7 @@ _OVER_LATENTS = {"triton": "triton_latents"}
 # tokens of the image.
 WITH_ROW_ENDS = ("reference", "cpu", "native")
 _TRITON = ("triton", "triton_invariant", "triton_latents", *_FOR_PROMPTS.values())
+LARGEST_TRITON_HEAD = 512  # `triton.tile_sizes` has no tiles for larger heads
 
 
 def choose_attention_backend(
@@ -102,6 +103,8 @@ def choose_attention_backend(
             raise ConfigError(f"kv_cache_dtype: fp8 with {override}: {problem}")
         return override, "asked for by the user"
     name, reason = _fastest(device, native=native)
+    if name == "triton" and head_dim > LARGEST_TRITON_HEAD:
+        return "reference", f"heads have {head_dim} numbers, and triton takes {LARGEST_TRITON_HEAD}"
     if name == "triton" and half and not (fp8 or sinks):
         found = _library_for_prompts(device, block_size, head_dim)
         if found is not None:
@@ -207,6 +210,11 @@ def _reason_against_fp8(name: str, device: torch.device | str) -> str | None:
 def _check(name: str, block_size: int, device: torch.device | str, head_dim: int = 0) -> None:
     if name in _TRITON and find_spec("triton") is None:
         raise ConfigError("attention_backend: triton is not installed")
+    if name in _TRITON and head_dim > LARGEST_TRITON_HEAD:
+        raise ConfigError(
+            f"attention_backend: {name} takes heads of at most {LARGEST_TRITON_HEAD} numbers, got "
+            f"{head_dim}; reference takes any"
+        )
     if name in _LIBRARY_OF:
         problem = _reason_against_library(_LIBRARY_OF[name], block_size, device, head_dim)
         if problem is not None:
@@ -248,6 +256,7 @@ def _reason_against_library(
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "LARGEST_TRITON_HEAD",
     "WITH_ROW_ENDS",
     "choose_attention_backend",
     "wanted_block_size",

@@ -263,9 +263,9 @@ class RankGroup(Structure):
     """The C struct ``rank_group`` in ranks.c."""
 
     _fields_ = (
-        *_fields(c_int64, "rank size slot_bytes spins timeout_s"),
+        *_fields(c_int64, "rank size num_flags num_slots slot_bytes spins timeout_s"),
         ("shared", c_void_p),
-        ("step", c_int64),
+        *_fields(c_int64, "step received"),
     )
 
 
@@ -275,6 +275,15 @@ class CollectiveCall(Structure):
     _fields_ = (
         *_fields(c_int64, "type kind count"),
         *_fields(c_void_p, "group in out"),
+    )
+
+
+class MailCall(Structure):
+    """The C struct ``mail_call`` in ranks.c."""
+
+    _fields_ = (
+        *_fields(c_int64, "num_bytes sender"),
+        *_fields(c_void_p, "group data"),
     )
 
 
@@ -327,6 +336,7 @@ _STRUCTS: dict[str, type[Structure]] = {
     "recurrence_call": RecurrenceCall,
     "rank_group": RankGroup,
     "collective_call": CollectiveCall,
+    "mail_call": MailCall,
     "places_call": PlacesCall,
     "lenders_call": LendersCall,
     "tape_entry": TapeEntry,
@@ -358,6 +368,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_store_latent": (c_int, [POINTER(LatentStoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
     "baton_collective": (c_int, [POINTER(CollectiveCall)]),
+    "baton_send": (c_int, [POINTER(MailCall)]),
+    "baton_receive": (c_int, [POINTER(MailCall)]),
     "baton_place_threads": (c_int, [POINTER(PlacesCall)]),
     "baton_watch_lenders": (c_int, [POINTER(LendersCall)]),
     "baton_abort_ranks": (None, [POINTER(RankGroup)]),

