@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -21,7 +21,7 @@ from baton.access.tls_refusal import why_refused
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.link.admin_answers import AdminAnswers, Answer
 from baton.link.message_cuts import has_many_logprobs
-from baton.link.node_end import NodeEnd, merge_steps
+from baton.link.node_end import NodeEnd, merge_reports, merge_steps
 from baton.link.words import (
     BEAT_INTERVAL_S,
     AbortAll,
@@ -29,6 +29,8 @@ from baton.link.words import (
     AdminReply,
     NodeEvent,
     NodeRegistration,
+    PeerReport,
+    PeerReports,
     RouterCommand,
 )
 from baton.serving.rpc import bearer, open_channel
@@ -58,6 +60,7 @@ class RouterLink:
         answer: answers operators' questions; None: questions are not answered.
         tls: this node's certificates, which are read again for each new stream.
         server_name: name that the router's certificate must have; empty: the address's host.
+        connected_peers: returns the latest reports on the peers to which this node is connected.
 
     Attributes:
         problem: why TLS prevents the link; empty if TLS does not prevent it.
@@ -75,6 +78,7 @@ class RouterLink:
         answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
         server_name: str = "",
+        connected_peers: Callable[[], Iterable[PeerReport]] = tuple,
     ) -> None:
         self.router = router
         self.problem = ""
@@ -88,6 +92,7 @@ class RouterLink:
         self._metadata = bearer(node_token)
         self._tls = tls
         self._server_name = server_name
+        self._connected_peers = connected_peers
         self._admin = AdminAnswers(answer, self._send_part)
 
     @property
@@ -202,6 +207,8 @@ class RouterLink:
             return
         while not self._events.empty():  # events left over from an earlier link
             self._events.get_nowait()
+        if self._end.batches_peers:  # the router waits for this message, even if it is empty
+            self._events.put_nowait(PeerReports(tuple(self._connected_peers())))
         self._stop_telling()
         await self._on_joined(True)
         logger.info("joined router %s as %s", self.router, self._node_name)
@@ -260,8 +267,10 @@ class RouterLink:
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
             events = [await self._events.get()]
-            while isinstance(events[-1], tuple) and not self._events.empty():
+            while isinstance(events[-1], tuple | PeerReport) and not self._events.empty():
                 events.append(self._events.get_nowait())
+            if self._end.batches_peers:
+                events = merge_reports(events)
             messages = [one for event in merge_steps(events) for one in await self._say(event)]
             for message in messages:
                 try:

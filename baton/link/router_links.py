@@ -29,7 +29,9 @@ from baton.link.words import (
     NodeEvent,
     NodeRegistration,
     PeerReport,
+    PeerReports,
     PeerUpdate,
+    PeerUpdates,
     RequestDelta,
     RouterCommand,
     ServingState,
@@ -77,6 +79,9 @@ class RouterLinks:
         tls: TlsOptions = NO_TLS,
     ) -> None:
         self.reached: set[str] = set()
+        # By engine id: the latest reports on the peers to which this node is connected, for routers
+        # that it joins later.
+        self._connected: dict[str, PeerReport] = {}
         self._routers = routers
         self._registration = registration
         self._submit = submit
@@ -121,6 +126,7 @@ class RouterLinks:
         self._peers.clear()
         self._seers.clear()
         self.reached.clear()
+        self._connected.clear()
         await self._on_joined(False)
 
     def join(self, registration: NodeRegistration) -> None:
@@ -148,8 +154,14 @@ class RouterLinks:
                         link.emit(tuple(deltas))
 
     def _note_reach(self, report: PeerReport) -> None:
-        """Keep which nodes of the other role of a pair this node reaches."""
-        if not (report.is_encode_node or is_prefix_end(report.engine_id)):
+        """Keep which peers this node reaches."""
+        if is_prefix_end(report.engine_id):
+            return
+        if report.connected:
+            self._connected[report.engine_id] = report
+        else:
+            self._connected.pop(report.engine_id, None)
+        if not report.is_encode_node:
             note = self.reached.add if report.connected else self.reached.discard
             note(report.engine_id)
 
@@ -262,6 +274,7 @@ class RouterLinks:
             answer=self._answer,
             tls=self._tls,
             server_name=host,
+            connected_peers=self._connected.values,
         )
 
     def _take(self, address: str, command: RouterCommand | AbortAll) -> None:
@@ -276,18 +289,36 @@ class RouterLinks:
             case DrainSeen():
                 if self._drain.state is not ServingState.SERVING:
                     self._seers.add(address)
-            case PeerUpdate(engine_id=engine_id, removed=True):
-                routers = self._peers.get(engine_id, set())
-                routers.discard(address)
-                if not routers:  # a peer counts as alive as long as a router lists it
-                    self._peers.pop(engine_id, None)
-                    self.reached.discard(engine_id)
-                    self._submit(command)
-            case PeerUpdate(engine_id=engine_id):
-                self._peers.setdefault(engine_id, set()).add(address)
-                self._submit(command)
+            case PeerUpdate():
+                self._take_update(address, command)
+            case PeerUpdates():
+                for update in command.updates:
+                    self._take_update(address, update)
+                self._take_known(address, command.known)
             case _:
                 self._submit(command)
+
+    def _take_known(self, address: str, engine_ids: Sequence[str]) -> None:
+        """Note that a router lists peers that this node has reported; answer which ones it lost."""
+        unknown = tuple(one for one in engine_ids if one not in self._connected)
+        if unknown:
+            self._links[address].emit(PeerReports(unknown=unknown))
+        for engine_id in self._connected.keys() & set(engine_ids):
+            self._peers.setdefault(engine_id, set()).add(address)
+
+    def _take_update(self, address: str, update: PeerUpdate) -> None:
+        """Pass on that a peer joined, or left the last router that lists it."""
+        routers = self._peers.setdefault(update.engine_id, set())
+        if not update.removed:
+            routers.add(address)
+            self._submit(update)
+            return
+        routers.discard(address)
+        if not routers:  # a peer counts as alive as long as a router lists it
+            del self._peers[update.engine_id]
+            self.reached.discard(update.engine_id)
+            self._connected.pop(update.engine_id, None)
+            self._submit(update)
 
 
 def _by_router(deltas: Sequence[RequestDelta]) -> dict[str, list[RequestDelta]]:

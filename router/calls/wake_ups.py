@@ -20,6 +20,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from router.calls.busy_clock import BusyClock
+
 BUSY_SHARE = 0.6
 LONGEST_REST_S = 0.05
 WOKEN_AT_ONCE = 256  # maximum number of readers woken in one round of the event loop
@@ -29,24 +31,24 @@ TURNS_AT_ONCE = 16
 class WakeUps:
     """Wakes readers in waves; each event loop has one instance.
 
-    A wave begins as soon as the process has used a CPU for less than `BUSY_SHARE` of the time since
-    the last wave began, at the latest `LONGEST_REST_S` after the last wave.
+    A wave begins as soon as the process was busy for less than `BUSY_SHARE` of the time since the
+    last wave began, at the latest `LONGEST_REST_S` after the last wave.
 
     Args:
         clock: returns seconds.
-        cpu_clock: returns the CPU seconds that the process has used.
+        busy_clock: returns for how many seconds the process was busy; None: a `BusyClock`.
     """
 
     def __init__(
         self,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        cpu_clock: Callable[[], float] = time.process_time,
+        busy_clock: Callable[[], float] | None = None,
     ) -> None:
         self._clock = clock
-        self._cpu_clock = cpu_clock
+        self._busy_clock = busy_clock or BusyClock()
         self._waiters: list[asyncio.Future[None]] = []
-        self._began = self._cpu_began = 0.0
+        self._began = self._busy_began = 0.0
 
     def add_waiter(self, waiter: asyncio.Future[None]) -> None:
         """Wake this reader, by setting its future, with the next wave."""
@@ -57,12 +59,12 @@ class WakeUps:
 
     def _look(self) -> None:
         """Begin a wave if the process was idle enough since the last one, else check later."""
-        busy_s = self._cpu_clock() - self._cpu_began
+        busy_s = self._busy_clock() - self._busy_began
         rest_s = self._began + min(busy_s / BUSY_SHARE, LONGEST_REST_S) - self._clock()
         if rest_s > 0:
             asyncio.get_running_loop().call_later(rest_s, self._look)
             return
-        self._began, self._cpu_began = self._clock(), self._cpu_clock()
+        self._began, self._busy_began = self._clock(), self._busy_clock()
         waiters, self._waiters = self._waiters, []
         self._wake(iter(waiters))
 

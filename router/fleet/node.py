@@ -6,10 +6,11 @@ A leg is one node's part of an attempt. The node passes deltas to the attempts t
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,6 +168,15 @@ class Node:
         self.clock = clock
         self.load = NodeLoad(self.registration, shared, clock)
         self.health = health
+
+    def share_compatibility(self, others: Iterable[Node]) -> None:
+        """Keep the same mapping as another node if both are equal; thousands of nodes may be."""
+        for other in others:
+            if other.registration.compatibility == self.registration.compatibility:
+                same = other.registration.compatibility
+                self.registration = dataclasses.replace(self.registration, compatibility=same)
+                self.identity = other.identity
+                return
 
     @property
     def name(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,20 +14,20 @@ from baton.link.words import (
 )
 from router.fleet.node import Node
 
-logger = logging.getLogger(__name__)
-
 MAX_SAID_CHARS = 128
-# Roles in the order in which data travels: a node sends to nodes of the next role.
-_ORDER = (NodeRole.ENCODE, NodeRole.PREFILL, NodeRole.DECODE)
+# Places of roles in the order in which data travels: a node sends to nodes of the next role.
+_ORDER = {NodeRole.ENCODE: 0, NodeRole.PREFILL: 1, NodeRole.DECODE: 2}
 _PAIRED = ({NodeRole.PREFILL, NodeRole.DECODE}, {NodeRole.ENCODE, NodeRole.PREFILL})
 
 
 def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
     """Return whether two nodes may exchange KV or encodings, by their roles and options."""
-    roles = {one.role, other.role}
-    if NodeRole.ENCODE in roles:
-        return roles in _PAIRED and bool(one.encodings_peer_info or other.encodings_peer_info)
-    return roles in _PAIRED
+    if one.role is other.role:
+        return False
+    if one.role is not NodeRole.ENCODE and other.role is not NodeRole.ENCODE:
+        return True
+    receiver = other if one.role is NodeRole.ENCODE else one
+    return receiver.role is NodeRole.PREFILL and bool(receiver.encodings_peer_info)
 
 
 def may_fetch(one: NodeRegistration, other: NodeRegistration) -> bool:
@@ -45,7 +44,8 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     Returns an empty text if there is none. With an encode node, only the entries that the encode
     node has are compared, because encodings depend on them alone.
     """
-    if one.compatibility == other.compatibility:  # fast, because this runs for every pair
+    # Fast, because this runs for every pair; the pool shares equal mappings
+    if one.compatibility is other.compatibility or one.compatibility == other.compatibility:
         return ""
     keys = one.compatibility.keys() | other.compatibility.keys()
     for node in (one, other):
@@ -68,25 +68,7 @@ def _short(said: str | None) -> str:
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
-def introduce(node: Node, peers: Iterable[Node]) -> None:
-    """Tell a node that joined about its compatible peers, and these peers about the node."""
-    for other in peers:
-        problem = incompatibility(node.registration, other.registration)
-        if problem and not may_meet(node.registration, other.registration):
-            continue  # the two would only have sent cached prefixes to each other
-        if problem:
-            report = PeerReport("", False, problem=problem)
-            node.reports[other.engine_id] = other.reports[node.engine_id] = report
-            is_other_revision = node.registration.revision != other.registration.revision
-            # During a rollout, nodes of different revisions join on purpose, so this is no warning.
-            level = logging.DEBUG if is_other_revision else logging.WARNING
-            logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
-            continue
-        node.send(_update_about(other, node))
-        other.send(_update_about(node, other))
-
-
-def _update_about(node: Node, reader: Node) -> PeerUpdate:
+def update_about(node: Node, reader: Node) -> PeerUpdate:
     """Return the message that tells ``reader`` how to connect to ``node``."""
     told, its, info = node.registration, reader.registration, node.registration.peer_info
     if its.role is NodeRole.ENCODE:
@@ -192,7 +174,8 @@ class Reach:
 
     def note_report(self, one: Node, other: Node) -> None:
         """Update the state of a pair, because one of its nodes reported on the other."""
-        sender, receiver = sorted((one, other), key=lambda n: _ORDER.index(n.registration.role))
+        is_sender = _ORDER[one.registration.role] < _ORDER[other.registration.role]
+        sender, receiver = (one, other) if is_sender else (other, one)
         there, back = sender.reports.get(receiver.engine_id), receiver.reports.get(sender.engine_id)
         self.note(sender.engine_id, receiver.engine_id, there, back)
 
