@@ -37,9 +37,7 @@ logger = logging.getLogger(__name__)
 # Number of parts of a beat interval over which the beats of nodes are spread, so that not all nodes
 # send at once.
 _NUM_BEAT_SLICES = 10
-# Maximum number of nodes that join at a time: a router tells all nodes of the other role about each
-# new node.
-_MAX_JOINING = 16
+_MAX_JOINING = 16  # default of the number of nodes that join at a time
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
 
@@ -77,6 +75,7 @@ class SimCluster:
         tls: certificates of the nodes.
         make_links: makes the links to routers, see `SimNode`.
         outputs: source of the model's outputs; None: tokens are hashes of the prompt.
+        max_joining: maximum number of nodes that join at a time.
 
     Raises:
         ModelLoadError: the model's configuration cannot be read.
@@ -98,6 +97,7 @@ class SimCluster:
         tls: TlsOptions = NO_TLS,
         make_links: Callable[..., NodeLinks] = RouterLinks,
         outputs: OutputSource | None = None,
+        max_joining: int = _MAX_JOINING,
     ) -> None:
         if num_prefill < 0 or num_decode < 0 or num_prefill + num_decode == 0:
             raise ConfigError(
@@ -112,6 +112,7 @@ class SimCluster:
         self._node_token = node_token
         self._tls = tls
         self._make_links = make_links
+        self._max_joining = max_joining
         self._network = KVNetwork()
         roles = [(NodeRole.PREFILL, "p", num_prefill), (NodeRole.DECODE, "d", num_decode)]
         self._roles = {
@@ -141,8 +142,8 @@ class SimCluster:
         self._started = (time.perf_counter(), time.process_time())
         self._jobs = [asyncio.create_task(self._beat())]
         try:
-            for first in range(0, len(self.names), _MAX_JOINING):
-                some = self.names[first : first + _MAX_JOINING]
+            for first in range(0, len(self.names), self._max_joining):
+                some = self.names[first : first + self._max_joining]
                 await asyncio.gather(*(self.restart(name) for name in some))
         except BaseException:
             await self.stop()

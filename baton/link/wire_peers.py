@@ -71,7 +71,9 @@ def peer_updates_from_proto(message: node_pb2.PeerUpdates) -> link.PeerUpdates:
     ]
     updates = [link.PeerUpdate(engine_id, removed=True) for engine_id in message.removed]
     updates += [
-        link.PeerUpdate(engine_id, info, removed=False, fetch_peer_info=fetch, share_peer_info=share)
+        link.PeerUpdate(
+            engine_id, info, removed=False, fetch_peer_info=fetch, share_peer_info=share
+        )
         for engine_id, info, fetch, share in zip(engine_ids, *columns, strict=True)
     ]
     return link.PeerUpdates(tuple(updates), tuple(message.known))

@@ -16,7 +16,7 @@ _MAX_BYTES = 128
 
 
 class BusyClock:
-    """Returns the CPU seconds of the process, plus the seconds for which one thread waited for a CPU.
+    """Clock of the process's CPU seconds plus the seconds for which a thread waited for a CPU.
 
     The thread is the one that makes the first call. If the kernel does not tell its waiting time,
     only the CPU seconds count.

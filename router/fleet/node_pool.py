@@ -53,7 +53,7 @@ from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
-from router.fleet.pairing import Reach, are_peers, receives_from, why_no_pair
+from router.fleet.pairing import Reach, are_peers, num_pairs_lost, receives_from, why_no_pair
 from router.fleet.peers.introductions import Introductions
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
@@ -628,6 +628,16 @@ class NodePool:
     def num_pairs_connected(self) -> int:
         """Number of connected pairs of nodes, including nodes that get no requests."""
         return sum(map(len, self._reach.bandwidths.values()))
+
+    @property
+    def num_pairs_down(self) -> int:
+        """Number of compatible pairs of which one node does not reach the other, or is lost."""
+        return self._reach.num_down + num_pairs_lost(self._nodes.values(), self.lost)
+
+    def list_slowest_pairs(self, most: int) -> list[tuple[float, str, str]]:
+        """Return bandwidth, prefill and decode node of the slowest connected pairs."""
+        prefills = [node.engine_id for node in self._of(NodeRole.PREFILL)]
+        return self._reach.list_slowest(prefills, most)
 
     def is_eligible(self, node: Node) -> bool:
         """Return whether a node may get new requests, whatever its health."""

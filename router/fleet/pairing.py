@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from baton.link.words import (
     REVISION,
@@ -102,26 +104,17 @@ def receives_from(prefill: Node, encode: Node) -> bool:
     return report is not None and report.connected
 
 
-def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
-    """Count pairs of compatible nodes that are not connected.
+def num_pairs_lost(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
+    """Count pairs that are not connected because one of the two nodes left unexpectedly.
 
-    A pair is down if one of the two nodes reports that it is not connected to the other, or if one
-    of them left unexpectedly. Nobody reports on a lost node, so each lost node counts as one pair
-    with every node of the other role and the same revision; an encode node, only with prefill
-    nodes that receive encodings.
+    Nobody reports on a lost node, so each lost node counts as one pair with every node of the other
+    role and the same revision; an encode node, only with prefill nodes that receive encodings.
     """
-    nodes = list(nodes)
-    down: set[frozenset[str]] = set()
-    for node in nodes:
-        for engine_id, report in node.reports.items():
-            # the report on an incompatible node has no engine id
-            if report.engine_id and not report.connected:
-                down.add(frozenset((node.engine_id, engine_id)))
     present: Counter[tuple[NodeRole, str, bool]] = Counter()
     for node in nodes:
         said = node.registration
         present[said.role, said.revision, bool(said.encodings_peer_info)] += 1
-    return len(down) + sum(
+    return sum(
         count
         for one in lost
         for (other, revision, receives), count in present.items()
@@ -171,6 +164,28 @@ class Reach:
 
     def __init__(self) -> None:
         self.bandwidths: dict[str, dict[str, float]] = {}
+        # Sending and receiving node of each pair of which one reports that it is not connected
+        self._down: set[tuple[str, str]] = set()
+
+    @property
+    def num_down(self) -> int:
+        """Number of pairs of which one node reports that it is not connected to the other."""
+        return len(self._down)
+
+    def list_slowest(self, senders: Iterable[str], most: int) -> list[tuple[float, str, str]]:
+        """Return bandwidth, sender and receiver of at most this many pairs, the slowest first.
+
+        Pairs whose bandwidth is unknown come last.
+        """
+
+        def pairs() -> Iterator[tuple[float, str, str]]:
+            for sender in senders:
+                reached = self.bandwidths.get(sender, {})
+                yield from zip(reached.values(), itertools.repeat(sender), reached)
+
+        slowest = heapq.nsmallest(most, (pair for pair in pairs() if pair[0]))
+        unknown = (pair for pair in pairs() if not pair[0])
+        return slowest + list(itertools.islice(unknown, most - len(slowest)))
 
     def note_report(self, one: Node, other: Node) -> None:
         """Update the state of a pair, because one of its nodes reported on the other."""
@@ -178,6 +193,10 @@ class Reach:
         sender, receiver = (one, other) if is_sender else (other, one)
         there, back = sender.reports.get(receiver.engine_id), receiver.reports.get(sender.engine_id)
         self.note(sender.engine_id, receiver.engine_id, there, back)
+        if (there and not there.connected) or (back and not back.connected):
+            self._down.add((sender.engine_id, receiver.engine_id))
+        else:
+            self._down.discard((sender.engine_id, receiver.engine_id))
 
     def note(
         self, sender: str, receiver: str, there: PeerReport | None, back: PeerReport | None
@@ -203,3 +222,5 @@ class Reach:
         self.bandwidths.pop(engine_id, None)
         for reached in self.bandwidths.values():
             reached.pop(engine_id, None)
+        if self._down:
+            self._down = {pair for pair in self._down if engine_id not in pair}
