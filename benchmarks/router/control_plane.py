@@ -32,7 +32,7 @@ from sim_node.options import SimOptions
 
 HASH_BYTES = 32
 POLL_S, STEADY_S = 0.25, 5.0
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 
 
 async def serve_nodes(address: str, num_nodes: int, num_blocks: int) -> None:

@@ -139,6 +139,7 @@ class Node:
         num_bytes: size of the node's registration in bytes.
         changes_weights: whether an operator told the node to change its weights: the node drains,
             leaves, and joins again.
+        name, engine_id, role: as in the registration; attributes, because they are read often.
     """
 
     registration: NodeRegistration
@@ -151,6 +152,9 @@ class Node:
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
     changes_weights: bool = False
+    name: str = field(init=False)
+    engine_id: str = field(init=False)
+    role: NodeRole = field(init=False)
     num_bytes: int = field(init=False)
     clock: Callable[[], float] = field(init=False)
     load: NodeLoad = field(init=False)
@@ -158,6 +162,9 @@ class Node:
     identity: Identity = field(init=False)
 
     def __post_init__(self) -> None:
+        registration = self.registration
+        self.name, self.engine_id = registration.node_name, registration.engine_id
+        self.role = registration.role
         self.identity = identity_of(self.registration.compatibility)
         self.num_bytes = num_bytes_of(self.registration)
 
@@ -179,17 +186,9 @@ class Node:
                 return
 
     @property
-    def name(self) -> str:
-        return self.registration.node_name
-
-    @property
     def weights(self) -> str:
         """Version of the model weights on the node; empty: unknown."""
         return self.registration.compatibility.get("weights", "")
-
-    @property
-    def engine_id(self) -> str:
-        return self.registration.engine_id
 
     @property
     def num_open(self) -> int:

@@ -12,7 +12,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -155,6 +155,11 @@ class NodePool:
     @property
     def nodes(self) -> list[Node]:
         return sorted(self._nodes.values(), key=lambda n: (n.registration.role.value, n.name))
+
+    @property
+    def members(self) -> Collection[Node]:
+        """All nodes that have joined, in the order in which they joined."""
+        return self._nodes.values()
 
     @property
     def num_nodes(self) -> int:
@@ -355,7 +360,7 @@ class NodePool:
         Removes the node's earlier link, if it is still listed: a node may notice a broken link
         before the router does.
         """
-        for old in self.nodes:
+        for old in list(self._nodes.values()):
             if node.name == old.name or node.engine_id == old.engine_id:
                 self.remove(old, "joined again")
                 old.hang_up()
@@ -480,7 +485,7 @@ class NodePool:
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = self.clock()
-        for node in self.nodes:
+        for node in list(self._nodes.values()):
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1

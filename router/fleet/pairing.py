@@ -17,8 +17,6 @@ from baton.link.words import (
 from router.fleet.node import Node
 
 MAX_SAID_CHARS = 128
-# Places of roles in the order in which data travels: a node sends to nodes of the next role.
-_ORDER = {NodeRole.ENCODE: 0, NodeRole.PREFILL: 1, NodeRole.DECODE: 2}
 _PAIRED = ({NodeRole.PREFILL, NodeRole.DECODE}, {NodeRole.ENCODE, NodeRole.PREFILL})
 
 
@@ -189,14 +187,17 @@ class Reach:
 
     def note_report(self, one: Node, other: Node) -> None:
         """Update the state of a pair, because one of its nodes reported on the other."""
-        is_sender = _ORDER[one.registration.role] < _ORDER[other.registration.role]
-        sender, receiver = (one, other) if is_sender else (other, one)
-        there, back = sender.reports.get(receiver.engine_id), receiver.reports.get(sender.engine_id)
-        self.note(sender.engine_id, receiver.engine_id, there, back)
-        if (there and not there.connected) or (back and not back.connected):
-            self._down.add((sender.engine_id, receiver.engine_id))
-        else:
-            self._down.discard((sender.engine_id, receiver.engine_id))
+        # Encode nodes send to prefill nodes, and prefill nodes to decode nodes
+        is_receiver = one.role is NodeRole.DECODE or other.role is NodeRole.ENCODE
+        sender, receiver = (other, one) if is_receiver else (one, other)
+        sender_id, receiver_id = sender.engine_id, receiver.engine_id
+        there, back = sender.reports.get(receiver_id), receiver.reports.get(sender_id)
+        self.note(sender_id, receiver_id, there, back)
+        is_down = (there and not there.connected) or (back and not back.connected)
+        if is_down:
+            self._down.add((sender_id, receiver_id))
+        elif self._down:
+            self._down.discard((sender_id, receiver_id))
 
     def note(
         self, sender: str, receiver: str, there: PeerReport | None, back: PeerReport | None

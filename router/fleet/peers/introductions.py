@@ -158,10 +158,12 @@ class Introductions:
 
     def _tell(self, reader: Node, peer: Node) -> None:
         """Tell a node about a compatible peer, with the next news if the node reads these."""
-        early = self._early.get(reader.engine_id, {}).pop(peer.engine_id, None)
-        if early is not None and may_meet(reader.registration, peer.registration):
-            reader.reports[peer.engine_id] = early
-            self._reach.note_report(reader, peer)
+        early = self._early.get(reader.engine_id)
+        if early and may_meet(reader.registration, peer.registration):
+            report = early.pop(peer.engine_id, None)
+            if report is not None:
+                reader.reports[peer.engine_id] = report
+                self._reach.note_report(reader, peer)
         if not reader.registration.batches_peers:
             reader.send(update_about(peer, reader))
             return
