@@ -43,7 +43,7 @@ async def test_a_router_that_a_node_joins_later_knows_its_peers_at_once() -> Non
             await until(lambda: met(scene) == ["d0-0", "d1-0"])  # d0 is not met again
             # The peer is alive as long as one of the two routers lists it
             one.pool.remove(one.pool.nodes[0])
-            await until(lambda: len(scene.links._peers["d0-0"]) == 1)
+            await until(lambda: len(scene.links._peers._listed_by["d0-0"]) == 1)
             assert "d0-0" in scene.links.reached
 
 
@@ -54,7 +54,7 @@ async def test_a_node_that_lost_a_peer_that_a_router_lists_is_told_of_it_again()
     scene.links.emit(PeerReport("d0-0", True, "t"))
     async with served(router), scene.running():
         await until(lambda: router.pool.nodes)
-        scene.links._connected.clear()
+        scene.links._peers.connected.clear()
         decode_at(router)
         await until(lambda: met(scene) == ["d0-0"])
         assert router.pool.num_pairs_connected == 0
