@@ -40,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
 _ASK_WHY_INTERVAL_S = 5.0
-REGISTER_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
+# A router that a thousand nodes join at once answers late. A node that gave up would join again,
+# which is more work for the router.
+REGISTER_TIMEOUT_S = 10.0
 _PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
 # Status codes after which retrying does not help, because the node's identity or rights are wrong.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -61,6 +64,7 @@ class RouterLink:
         tls: this node's certificates, which are read again for each new stream.
         server_name: name that the router's certificate must have; empty: the address's host.
         connected_peers: returns the latest reports on the peers to which this node is connected.
+        turns: limits how many links of this process connect at a time; None: no limit.
 
     Attributes:
         problem: why TLS prevents the link; empty if TLS does not prevent it.
@@ -79,6 +83,7 @@ class RouterLink:
         tls: TlsOptions = NO_TLS,
         server_name: str = "",
         connected_peers: Callable[[], Iterable[PeerReport]] = tuple,
+        turns: asyncio.Semaphore | None = None,
     ) -> None:
         self.router = router
         self.problem = ""
@@ -93,6 +98,7 @@ class RouterLink:
         self._tls = tls
         self._server_name = server_name
         self._connected_peers = connected_peers
+        self._turns = turns or contextlib.nullcontext()
         self._admin = AdminAnswers(answer, self._send_part)
 
     @property
@@ -193,11 +199,8 @@ class RouterLink:
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
         call = stub.Link(metadata=self._metadata)
         try:
-            async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                # If the router refused the call, `write` fails, and `read` raises the reason.
-                with contextlib.suppress(asyncio.InvalidStateError):
-                    await call.write(self._end.register())
-                first = await call.read()
+            async with self._turns:
+                first = await self._register(call)
         except TimeoutError:  # the router accepts connections but sends nothing
             return
         if not isinstance(first, node_pb2.RouterMessage):
@@ -224,6 +227,16 @@ class RouterLink:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _register(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> Any:
+        """Register and return the answer; raises TimeoutError."""
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await call.wait_for_connection()
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            # If the router refused the call, `write` fails, and `read` raises the reason.
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await call.write(self._end.register())
+            return await call.read()
 
     async def _send_part(self, reply: AdminReply) -> None:
         """Queue a part of an operator's answer when no event waits, so that tokens are not delayed.

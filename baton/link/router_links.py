@@ -131,7 +131,7 @@ class RouterLinks:
         node_token: authorizes this node to join.
         answer: answers operators' questions; None: questions are not answered.
         tls: this node's certificates.
-
+        turns: limits how many links of this process connect at a time; None: no limit.
     """
 
     def __init__(
@@ -147,8 +147,10 @@ class RouterLinks:
         node_token: str = "",
         answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
+        turns: asyncio.Semaphore | None = None,
     ) -> None:
         self._peers = ListedPeers(submit)
+        self._turns = turns
         self._routers = routers
         self._registration = registration
         self._submit = submit
@@ -328,6 +330,7 @@ class RouterLinks:
             tls=self._tls,
             server_name=host,
             connected_peers=self._peers.connected.values,
+            turns=self._turns,
         )
 
     def _take(self, address: str, command: RouterCommand | AbortAll) -> None:

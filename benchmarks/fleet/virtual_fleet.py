@@ -79,7 +79,7 @@ class VirtualRouter:
         self.dispatcher = Dispatcher(pool, POLICIES.load(policy)(), admission=admission)
         # Clients wake up at once for first tokens, last tokens and failures, and every 50 ms for
         # others.
-        self.dispatcher.wake_ups = WakeUps(clock=clock, busy_clock=cpu_clock or clock)
+        self.dispatcher.wake_ups = WakeUps(clock=clock, cpu_clock=cpu_clock or clock)
         self._numbers = itertools.count()
 
     def call(

@@ -31,7 +31,7 @@ from sim_node.cluster import SimCluster
 from sim_node.options import SimOptions
 
 HASH_BYTES = 32
-POLL_S, STEADY_S = 0.25, 5.0
+POLL_S, STEADY_S = 0.5, 5.0
 LIMIT_S = 60.0
 
 

@@ -110,13 +110,14 @@ class Introductions:
         self._introduce(node)
 
     def tell_again(self, node: Node, reports: PeerReports) -> None:
-        """Tell a node how to reach the peers that it does not know, although it reported them."""
+        """Introduce a node again to listed peers that it does not know any more."""
         for engine_id in reports.unknown:
             peer = self._here.get(engine_id)
             if peer is not None and are_peers(node, peer):
                 node.reports.pop(engine_id, None)
                 self._reach.note_report(node, peer)
                 self._tell(node, peer)
+                self._tell(peer, node)
 
     def remove(self, node: Node) -> None:
         """Forget a node that left, and tell its peers."""
@@ -140,8 +141,9 @@ class Introductions:
         for other in self._peers_of(node):
             problem = incompatibility(node.registration, other.registration)
             if not problem:
-                self._tell(node, other)
-                self._tell(other, node)
+                are_connected = self._are_connected(node, other)
+                self._tell(node, other, is_known=are_connected)
+                self._tell(other, node, is_known=are_connected)
             # Otherwise the two would only have sent cached prefixes to each other
             elif may_meet(node.registration, other.registration):
                 _note_problem(node, other, problem)
@@ -156,23 +158,39 @@ class Introductions:
             and (may_meet(other.registration, said) or may_fetch(other.registration, said))
         ]
 
-    def _tell(self, reader: Node, peer: Node) -> None:
+    def _are_connected(self, one: Node, other: Node) -> bool:
+        """Return whether both nodes have reported that they are connected, so that both know it.
+
+        If one of them has forgotten the other, both are told in full, because they connect again
+        faster if both know that they must.
+        """
+        self._take_early(one, other)
+        self._take_early(other, one)
+        there, back = one.reports.get(other.engine_id), other.reports.get(one.engine_id)
+        return (
+            there is not None
+            and back is not None
+            and there.connected
+            and back.connected
+            # Nodes report only how they exchange KV, so they are told of other ends in any case
+            and not may_fetch(one.registration, other.registration)
+        )
+
+    def _take_early(self, node: Node, peer: Node) -> None:
+        """Take over the report that a node sent on a peer before the peer joined."""
+        early = self._early.get(node.engine_id)
+        report = early.pop(peer.engine_id, None) if early else None
+        if report is not None and may_meet(node.registration, peer.registration):
+            node.reports[peer.engine_id] = report
+            self._reach.note_report(node, peer)
+
+    def _tell(self, reader: Node, peer: Node, *, is_known: bool = False) -> None:
         """Tell a node about a compatible peer, with the next news if the node reads these."""
-        early = self._early.get(reader.engine_id)
-        if early and may_meet(reader.registration, peer.registration):
-            report = early.pop(peer.engine_id, None)
-            if report is not None:
-                reader.reports[peer.engine_id] = report
-                self._reach.note_report(reader, peer)
-        if not reader.registration.batches_peers:
+        if reader.registration.batches_peers:
+            update = None if is_known else update_about(peer, reader)
+            self._news_for(reader).joined[peer.engine_id] = update
+        else:
             reader.send(update_about(peer, reader))
-            return
-        report = reader.reports.get(peer.engine_id)
-        is_known = report is not None and report.connected
-        # A node reports only how it exchanges KV, so it is told of other ends in any case
-        is_known = is_known and not may_fetch(reader.registration, peer.registration)
-        update = None if is_known else update_about(peer, reader)
-        self._news_for(reader).joined[peer.engine_id] = update
 
     def _news_for(self, reader: Node) -> _News:
         """Return the news for a node, which are sent soon."""

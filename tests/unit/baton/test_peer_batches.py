@@ -27,6 +27,13 @@ def decode_at(router: Router, name: str = "d0") -> HandNode:
     return HandNode(router.pool, make_registration(name, NodeRole.DECODE))
 
 
+def connected_decode_at(router: Router) -> None:
+    """Join d0, which reports first that it is connected to the node of `Scene`."""
+    said = make_registration("d0", NodeRole.DECODE)
+    d0 = HandNode(router.pool, dataclasses.replace(said, batches_peers=True))
+    router.pool.on_event(d0.node, PeerReports((PeerReport("p0-0", True, "t"),)))
+
+
 @asynchronous
 async def test_a_router_that_a_node_joins_later_knows_its_peers_at_once() -> None:
     one, other = Router(), Router()
@@ -36,7 +43,7 @@ async def test_a_router_that_a_node_joins_later_knows_its_peers_at_once() -> Non
         await until(lambda: met(scene) == ["d0-0"])
         scene.links.emit(PeerReport("d0-0", True, "t", "", 5.0))
         await until(lambda: one.pool.num_pairs_connected == 1)
-        decode_at(other)
+        connected_decode_at(other)
         decode_at(other, "d1")
         async with served(other):
             await until(lambda: other.pool.num_pairs_connected == 1)
@@ -55,7 +62,7 @@ async def test_a_node_that_lost_a_peer_that_a_router_lists_is_told_of_it_again()
     async with served(router), scene.running():
         await until(lambda: router.pool.nodes)
         scene.links._peers.connected.clear()
-        decode_at(router)
+        connected_decode_at(router)
         await until(lambda: met(scene) == ["d0-0"])
         assert router.pool.num_pairs_connected == 0
 

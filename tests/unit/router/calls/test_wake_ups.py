@@ -16,7 +16,7 @@ class Clocks:
         self.busy_s = 10.0
 
     def make(self) -> WakeUps:
-        return WakeUps(clock=lambda: self.now_s, busy_clock=lambda: self.busy_s)
+        return WakeUps(clock=lambda: self.now_s, cpu_clock=lambda: self.busy_s)
 
 
 def sleeper(wake_ups: WakeUps) -> asyncio.Future[None]:

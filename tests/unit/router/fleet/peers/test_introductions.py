@@ -100,22 +100,35 @@ async def test_reports_on_peers_that_join_later_count_when_they_join() -> None:
     p0.report("d0-0")
     assert pool.num_pairs_connected == 0
     d0 = BatchNode(pool, "d0", D)
-    d0.report()
+    d0.report("p0-0")
     assert pool.num_pairs_connected == 1
     await until_told(p0, d0)
     assert p0.news() == [PeerUpdates((), ("d0-0",))]
-    (news,) = d0.news()
-    assert [update.engine_id for update in news.updates] == ["p0-0"]
+    assert d0.news() == [PeerUpdates((), ("p0-0",))]
+
+
+@asynchronous
+async def test_a_peer_that_has_forgotten_a_node_is_met_by_both() -> None:
+    """If only the peer were told, the node would notice only by the peer's silence."""
+    pool = make_pool()
+    p0 = BatchNode(pool, "p0", P)
+    p0.report("d0-0")
+    (d0,) = join(pool, "d0")
+    await until_told(p0, d0)
+    for node, other in ((p0, "d0-0"), (d0, "p0-0")):
+        (news,) = node.news()
+        assert [update.engine_id for update in news.updates] == [other]
+        assert not news.known
 
 
 @asynchronous
 async def test_a_listed_peer_that_a_node_has_lost_meanwhile_is_told_in_full() -> None:
     pool = make_pool()
-    (d0,) = join(pool, "d0")
-    p0 = BatchNode(pool, "p0", P)
+    p0, d0 = BatchNode(pool, "p0", P), BatchNode(pool, "d0", D)
     p0.report("d0-0")
+    d0.report("p0-0")
     await until_told(p0, d0)
-    p0.news()
+    assert p0.news() == [PeerUpdates((), ("d0-0",))]
     p0.report(unknown=("d0-0", "nobody", "p0-0"))
     assert pool.num_pairs_connected == 0
     await until_told(p0)

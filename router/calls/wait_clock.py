@@ -1,25 +1,23 @@
-"""BusyClock: for how long this process has had something to do.
+"""WaitClock: for how long the event loop's thread has waited for a CPU.
 
 A router that shares its core with other processes uses little CPU time even if it always has
-something to do. It must not take itself for idle, so the time for which its event loop waited for a
-CPU counts, too.
+something to do. It must not take itself for idle.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _MAX_BYTES = 128
 
 
-class BusyClock:
-    """Clock of the process's CPU seconds plus the seconds for which a thread waited for a CPU.
+class WaitClock:
+    """Clock of the seconds for which a thread was ready to run, and other threads had its CPU.
 
-    The thread is the one that makes the first call. If the kernel does not tell its waiting time,
-    only the CPU seconds count.
+    The thread is the one that makes the first call. The clock stands still if the kernel does not
+    count these seconds.
     """
 
     def __init__(self) -> None:
@@ -27,9 +25,6 @@ class BusyClock:
         self._is_open = False
 
     def __call__(self) -> float:
-        return time.process_time() + self._waited_s()
-
-    def _waited_s(self) -> float:
         if not self._is_open:
             self._is_open = True
             try:
