@@ -51,7 +51,6 @@ from sim_node.executor import SimExecutor, engine_config
 from sim_node.faults import FaultSpec
 from sim_node.options import SimModel, SimOptions
 
-
 IDLE_BEATS = 4
 
 
