@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_S = 5_000.0
 # Bytes of the peer infos in one message; a longer message would hold up beats and commands.
 MAX_NEWS_BYTES = 2**20
-MAX_EARLY = 4096  # reports that are kept of one node on peers that have not joined yet
+# Reports of one node on peers that have not joined yet: their number, and for how long they are
+# kept. After a restart of a router, its nodes join again within seconds.
+MAX_EARLY, EARLY_S = 4096, 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,14 @@ class _News:
             yield PeerUpdates(tuple(updates), known)
 
 
+@dataclass(slots=True, eq=False)
+class _Early:
+    """A node's first reports on peers that have not joined yet, and until when they are kept."""
+
+    until: float
+    reports: dict[str, PeerReport]
+
+
 class Introductions:
     """Introduces the nodes of one pool to each other.
 
@@ -84,8 +94,7 @@ class Introductions:
         self._reach = reach
         self._clock = clock
         self._here: dict[str, Node] = {}  # introduced nodes, by engine id
-        # By engine ids of a node and of a peer that has not joined yet: the node's first report.
-        self._early: dict[str, dict[str, PeerReport]] = {}
+        self._early: dict[str, _Early] = {}  # by engine id of the node that reported; oldest first
         self._news: dict[str, _News] = {}  # by engine id of the reader
         self._is_due = False
         self._rest_until = -math.inf
@@ -105,16 +114,24 @@ class Introductions:
         """
         if node.engine_id in self._here:
             return
+        now = self._clock()
+        for engine_id, early in list(self._early.items()):
+            if early.until > now:
+                break
+            del self._early[engine_id]
         connected = [one for one in strangers if one.connected and not one.problem]
-        self._early[node.engine_id] = {one.engine_id: one for one in connected[:MAX_EARLY]}
+        reports = {one.engine_id: one for one in connected[:MAX_EARLY]}
+        self._early[node.engine_id] = _Early(now + EARLY_S, reports)
         self._introduce(node)
 
     def tell_again(self, node: Node, reports: PeerReports) -> None:
         """Introduce a node again to listed peers that it does not know any more."""
         for engine_id in reports.unknown:
             peer = self._here.get(engine_id)
-            if peer is not None and are_peers(node, peer):
-                node.reports.pop(engine_id, None)
+            # A node reports a peer before it is listed, so each report allows one answer
+            if peer is None or node.reports.pop(engine_id, None) is None:
+                continue
+            if are_peers(node, peer):
                 self._reach.note_report(node, peer)
                 self._tell(node, peer)
                 self._tell(peer, node)
@@ -123,10 +140,11 @@ class Introductions:
         """Forget a node that left, and tell its peers."""
         self._early.pop(node.engine_id, None)
         self._news.pop(node.engine_id, None)
-        if self._here.pop(node.engine_id, None) is None:
-            return
+        was_introduced = self._here.pop(node.engine_id, None) is not None
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
+            if not was_introduced:
+                continue
             if not other.registration.batches_peers:
                 other.send(PeerUpdate(node.engine_id, removed=True))
                 continue
@@ -179,7 +197,7 @@ class Introductions:
     def _take_early(self, node: Node, peer: Node) -> None:
         """Take over the report that a node sent on a peer before the peer joined."""
         early = self._early.get(node.engine_id)
-        report = early.pop(peer.engine_id, None) if early else None
+        report = early.reports.pop(peer.engine_id, None) if early and early.reports else None
         if report is not None and may_meet(node.registration, peer.registration):
             node.reports[peer.engine_id] = report
             self._reach.note_report(node, peer)
