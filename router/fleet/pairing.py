@@ -106,7 +106,8 @@ def num_pairs_lost(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> i
     """Count pairs that are not connected because one of the two nodes left unexpectedly.
 
     Nobody reports on a lost node, so each lost node counts as one pair with every node of the other
-    role and the same revision; an encode node, only with prefill nodes that receive encodings.
+    role and the same revision. A lost encode node counts only with prefill nodes that receive
+    encodings.
     """
     present: Counter[tuple[NodeRole, str, bool]] = Counter()
     for node in nodes:
