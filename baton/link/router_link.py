@@ -98,7 +98,9 @@ class RouterLink:
         self._tls = tls
         self._server_name = server_name
         self._connected_peers = connected_peers
-        self._turns = turns or contextlib.nullcontext()
+        self._turns: contextlib.AbstractAsyncContextManager[None] = (
+            turns or contextlib.nullcontext()
+        )
         self._admin = AdminAnswers(answer, self._send_part)
 
     @property
