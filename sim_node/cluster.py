@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 from baton.access.tls import NO_TLS, TlsOptions
@@ -37,9 +38,8 @@ logger = logging.getLogger(__name__)
 # Number of parts of a beat interval over which the beats of nodes are spread, so that not all nodes
 # send at once.
 _NUM_BEAT_SLICES = 10
-# Maximum number of nodes that join at a time: a router tells all nodes of the other role about each
-# new node.
-_MAX_JOINING = 16
+_MAX_JOINING = 16  # default of the number of nodes that join at a time
+_MAX_CONNECTING = 32  # maximum number of links of the process that connect at a time
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
 
@@ -75,8 +75,9 @@ class SimCluster:
         join_timeout_s: seconds for which to try to reach the router.
         node_token: authorizes the nodes to join.
         tls: certificates of the nodes.
-        make_links: makes the links to routers, see `SimNode`.
+        make_links: makes the links to routers, see `SimNode`; None: real links.
         outputs: source of the model's outputs; None: tokens are hashes of the prompt.
+        max_joining: maximum number of nodes that join at a time.
 
     Raises:
         ModelLoadError: the model's configuration cannot be read.
@@ -96,8 +97,9 @@ class SimCluster:
         join_timeout_s: float = 30.0,
         node_token: str = "",
         tls: TlsOptions = NO_TLS,
-        make_links: Callable[..., NodeLinks] = RouterLinks,
+        make_links: Callable[..., NodeLinks] | None = None,
         outputs: OutputSource | None = None,
+        max_joining: int = _MAX_JOINING,
     ) -> None:
         if num_prefill < 0 or num_decode < 0 or num_prefill + num_decode == 0:
             raise ConfigError(
@@ -111,7 +113,10 @@ class SimCluster:
         self._join_timeout_s = join_timeout_s
         self._node_token = node_token
         self._tls = tls
-        self._make_links = make_links
+        # In real fleets, each node has a process of its own to connect in.
+        turns = asyncio.Semaphore(_MAX_CONNECTING)
+        self._make_links = make_links or partial(RouterLinks, turns=turns)
+        self._max_joining = max_joining
         self._network = KVNetwork()
         roles = [(NodeRole.PREFILL, "p", num_prefill), (NodeRole.DECODE, "d", num_decode)]
         self._roles = {
@@ -141,8 +146,8 @@ class SimCluster:
         self._started = (time.perf_counter(), time.process_time())
         self._jobs = [asyncio.create_task(self._beat())]
         try:
-            for first in range(0, len(self.names), _MAX_JOINING):
-                some = self.names[first : first + _MAX_JOINING]
+            for first in range(0, len(self.names), self._max_joining):
+                some = self.names[first : first + self._max_joining]
                 await asyncio.gather(*(self.restart(name) for name in some))
         except BaseException:
             await self.stop()

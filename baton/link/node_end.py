@@ -28,6 +28,8 @@ from baton.link.words import (
     NodeEvent,
     NodeRegistration,
     NodeRole,
+    PeerReport,
+    PeerReports,
     PrefillCommand,
     Refusal,
     RequestDelta,
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # A router that sends nothing during more beats of this node has stopped, or the network is dead.
 MAX_MISSED_BEATS = 6
+# Maximum number of reports on peers, and of characters of their problems, in one message.
+MAX_PEER_REPORTS, MAX_PROBLEM_CHARS = 2**10, 2**19
 
 Asked = RouterCommand | AdminCall | tuple[RequestDelta]
 # Commands with a request id, which must be unique among routers.
@@ -62,14 +66,18 @@ class NodeEnd:
         router_id: id of the router's process; empty before the first link.
         joined: whether the node is linked now.
         obstacle: why the router refuses this node for now; empty if it does not refuse.
+        batches_peers: whether the router reads `PeerReports`, and waits for a first one.
     """
 
     def __init__(self, registration: NodeRegistration) -> None:
         self.router_id = ""
         self.joined = False
         self.obstacle = ""
+        self.batches_peers = False
         # Each router gets another key, so that no router can pose as this node at another router.
-        self._registration = dataclasses.replace(registration, process_key=secrets.token_bytes(16))
+        self._registration = dataclasses.replace(
+            registration, process_key=secrets.token_bytes(16), batches_peers=True
+        )
         self._num_missed_beats = 0
 
     def register(self) -> node_pb2.NodeMessage:
@@ -88,6 +96,7 @@ class NodeEnd:
             if problem := protocol_problem(self._registration.protocol, own=theirs):
                 raise ConfigError(problem)
             self.router_id = message.registered.router_id
+            self.batches_peers = message.registered.batches_peers
             self.joined, self._num_missed_beats = True, 0
         elif not message.registered.may_retry:
             raise ConfigError(f"the router refused this node: {self.obstacle}")
@@ -117,9 +126,9 @@ class NodeEnd:
         # The router sent invalid data, which is no error of this program.
         except InvalidRequestError as error:
             logger.warning("refused a command: %s", error)
-            # No answer is needed, because the prefill node encodes or computes itself what does not
-            # come.
-            if message.HasField("encode") or message.HasField("share"):
+            # Other commands need no answer: the prefill node encodes or computes itself what does
+            # not come.
+            if message.WhichOneof("message") not in ("prefill", "decode"):
                 return None
             return self._refuse(message, str(error))
         if isinstance(command, _OF_A_REQUEST):
@@ -157,6 +166,31 @@ def _with_send_time(delta: RequestDelta, now: float) -> RequestDelta:
         return delta
     receipt = dataclasses.replace(delta.prefill, send_s=max(now - delta.sampled_at, 0.0))
     return msgspec.structs.replace(delta, prefill=receipt, sampled_at=0.0)
+
+
+def merge_reports(events: Sequence[NodeEvent]) -> list[NodeEvent]:
+    """Merge consecutive reports on peers, for a router that reads `PeerReports`."""
+    merged = list[NodeEvent]()
+    reports, num_chars = list[PeerReport](), 0
+
+    def flush() -> None:
+        nonlocal num_chars
+        if reports:
+            merged.append(PeerReports(tuple(reports)))
+        reports.clear()
+        num_chars = 0
+
+    for event in events:
+        if isinstance(event, PeerReport):
+            reports.append(event)
+            num_chars += len(event.problem)
+            if len(reports) >= MAX_PEER_REPORTS or num_chars >= MAX_PROBLEM_CHARS:
+                flush()
+        else:
+            flush()
+            merged.append(event)
+    flush()
+    return merged
 
 
 def merge_steps(events: Sequence[NodeEvent]) -> list[NodeEvent]:

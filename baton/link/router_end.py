@@ -34,7 +34,11 @@ def registered(
         problem: why the router refuses the node; empty: the node joins.
     """
     answer = node_pb2.Registered(
-        problem=problem, router_id=router_id, may_retry=may_retry, protocol=PROTOCOL
+        problem=problem,
+        router_id=router_id,
+        may_retry=may_retry,
+        protocol=PROTOCOL,
+        batches_peers=not problem,
     )
     return node_pb2.RouterMessage(registered=answer)
 

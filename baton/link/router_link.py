@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -21,7 +21,7 @@ from baton.access.tls_refusal import why_refused
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.link.admin_answers import AdminAnswers, Answer
 from baton.link.message_cuts import has_many_logprobs
-from baton.link.node_end import NodeEnd, merge_steps
+from baton.link.node_end import NodeEnd, merge_reports, merge_steps
 from baton.link.words import (
     BEAT_INTERVAL_S,
     AbortAll,
@@ -29,6 +29,8 @@ from baton.link.words import (
     AdminReply,
     NodeEvent,
     NodeRegistration,
+    PeerReport,
+    PeerReports,
     RouterCommand,
 )
 from baton.serving.rpc import bearer, open_channel
@@ -38,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
 _ASK_WHY_INTERVAL_S = 5.0
-REGISTER_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
+# A router that a thousand nodes join at once answers late. A node that gave up would join again,
+# which is more work for the router.
+REGISTER_TIMEOUT_S = 10.0
 _PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
 # Status codes after which retrying does not help, because the node's identity or rights are wrong.
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -58,6 +63,8 @@ class RouterLink:
         answer: answers operators' questions; None: questions are not answered.
         tls: this node's certificates, which are read again for each new stream.
         server_name: name that the router's certificate must have; empty: the address's host.
+        connected_peers: returns the latest reports on the peers to which this node is connected.
+        turns: limits how many links of this process connect at a time; None: no limit.
 
     Attributes:
         problem: why TLS prevents the link; empty if TLS does not prevent it.
@@ -75,6 +82,8 @@ class RouterLink:
         answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
         server_name: str = "",
+        connected_peers: Callable[[], Iterable[PeerReport]] = tuple,
+        turns: asyncio.Semaphore | None = None,
     ) -> None:
         self.router = router
         self.problem = ""
@@ -88,6 +97,10 @@ class RouterLink:
         self._metadata = bearer(node_token)
         self._tls = tls
         self._server_name = server_name
+        self._connected_peers = connected_peers
+        self._turns: contextlib.AbstractAsyncContextManager[None] = (
+            turns or contextlib.nullcontext()
+        )
         self._admin = AdminAnswers(answer, self._send_part)
 
     @property
@@ -188,11 +201,8 @@ class RouterLink:
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
         call = stub.Link(metadata=self._metadata)
         try:
-            async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                # If the router refused the call, `write` fails, and `read` raises the reason.
-                with contextlib.suppress(asyncio.InvalidStateError):
-                    await call.write(self._end.register())
-                first = await call.read()
+            async with self._turns:
+                first = await self._register(call)
         except TimeoutError:  # the router accepts connections but sends nothing
             return
         if not isinstance(first, node_pb2.RouterMessage):
@@ -202,6 +212,8 @@ class RouterLink:
             return
         while not self._events.empty():  # events left over from an earlier link
             self._events.get_nowait()
+        if self._end.batches_peers:  # the router waits for this message, even if it is empty
+            self._events.put_nowait(PeerReports(tuple(self._connected_peers())))
         self._stop_telling()
         await self._on_joined(True)
         logger.info("joined router %s as %s", self.router, self._node_name)
@@ -217,6 +229,16 @@ class RouterLink:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _register(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> Any:
+        """Register and return the answer; raises TimeoutError."""
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await call.wait_for_connection()
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            # If the router refused the call, `write` fails, and `read` raises the reason.
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await call.write(self._end.register())
+            return await call.read()
 
     async def _send_part(self, reply: AdminReply) -> None:
         """Queue a part of an operator's answer when no event waits, so that tokens are not delayed.
@@ -260,8 +282,10 @@ class RouterLink:
     async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         while True:
             events = [await self._events.get()]
-            while isinstance(events[-1], tuple) and not self._events.empty():
+            while isinstance(events[-1], tuple | PeerReport) and not self._events.empty():
                 events.append(self._events.get_nowait())
+            if self._end.batches_peers:
+                events = merge_reports(events)
             messages = [one for event in merge_steps(events) for one in await self._say(event)]
             for message in messages:
                 try:

@@ -29,7 +29,9 @@ from baton.link.words import (
     NodeEvent,
     NodeRegistration,
     PeerReport,
+    PeerReports,
     PeerUpdate,
+    PeerUpdates,
     RequestDelta,
     RouterCommand,
     ServingState,
@@ -40,6 +42,79 @@ logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 10.0
 _FIRST_RESOLVE_INTERVAL_S = 0.5
+
+
+class ListedPeers:
+    """The peers that a node's routers list, and which of them the node is connected to.
+
+    Args:
+        submit: receives the news for the node: which peers joined, and which left all routers.
+
+    Attributes:
+        connected: the latest reports on the peers to which the node is connected, by engine id; for
+            routers that the node joins later.
+        reached: engine ids of these peers; the encode nodes of a prefill node do not count.
+    """
+
+    def __init__(self, submit: Callable[[PeerUpdate], None]) -> None:
+        self.connected: dict[str, PeerReport] = {}
+        self.reached: set[str] = set()
+        self._submit = submit
+        # Engine id -> addresses of the routers that list the peer.
+        self._listed_by: dict[str, set[str]] = {}
+
+    def note_report(self, report: PeerReport) -> None:
+        """Note what the node reports on a peer."""
+        if is_prefix_end(report.engine_id):
+            return
+        if report.connected:
+            self.connected[report.engine_id] = report
+        else:
+            self.connected.pop(report.engine_id, None)
+        if not report.is_encode_node:
+            note = self.reached.add if report.connected else self.reached.discard
+            note(report.engine_id)
+
+    def take(self, address: str, command: PeerUpdate | PeerUpdates) -> PeerReports | None:
+        """Pass on news of the router at this address; return an answer for the router, or None."""
+        if isinstance(command, PeerUpdate):
+            self._take_update(address, command)
+            return None
+        for update in command.updates:
+            self._take_update(address, update)
+        for engine_id in self.connected.keys() & set(command.known):
+            self._listed_by.setdefault(engine_id, set()).add(address)
+        unknown = tuple(one for one in command.known if one not in self.connected)
+        return PeerReports(unknown=unknown) if unknown else None
+
+    def _take_update(self, address: str, update: PeerUpdate) -> None:
+        routers = self._listed_by.setdefault(update.engine_id, set())
+        if not update.removed:
+            routers.add(address)
+            self._submit(update)
+            return
+        routers.discard(address)
+        if not routers:  # a peer counts as alive as long as a router lists it
+            self._forget(update.engine_id)
+            self._submit(update)
+
+    def _forget(self, engine_id: str) -> None:
+        self._listed_by.pop(engine_id, None)
+        self.connected.pop(engine_id, None)
+        self.reached.discard(engine_id)
+
+    def forget_router(self, address: str) -> None:
+        """Note that a router's list is out of date, because the link to it broke."""
+        for routers in self._listed_by.values():
+            routers.discard(address)
+
+    def leave(self) -> None:
+        """Forget all peers, because the node leaves all routers."""
+        for engine_id in list(self._listed_by):
+            self._forget(engine_id)
+            self._submit(PeerUpdate(engine_id, removed=True))
+        self.connected.clear()
+        self.reached.clear()
 
 
 class RouterLinks:
@@ -56,10 +131,7 @@ class RouterLinks:
         node_token: authorizes this node to join.
         answer: answers operators' questions; None: questions are not answered.
         tls: this node's certificates.
-
-    Attributes:
-        reached: engine ids of the peers that this node is connected to. The encode nodes of a
-            prefill node do not count.
+        turns: limits how many links of this process connect at a time; None: no limit.
     """
 
     def __init__(
@@ -75,8 +147,10 @@ class RouterLinks:
         node_token: str = "",
         answer: Answer | None = None,
         tls: TlsOptions = NO_TLS,
+        turns: asyncio.Semaphore | None = None,
     ) -> None:
-        self.reached: set[str] = set()
+        self._peers = ListedPeers(submit)
+        self._turns = turns
         self._routers = routers
         self._registration = registration
         self._submit = submit
@@ -90,10 +164,13 @@ class RouterLinks:
         self._links: dict[str, RouterLink] = {}  # by address
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._seers: set[str] = set()  # addresses of routers that know that this node drains
-        # Engine id -> addresses of the routers that list the peer.
-        self._peers: dict[str, set[str]] = {}
         self._is_away = False  # True from `leave` until `join`
         self._resolve_at = 0.0
+
+    @property
+    def reached(self) -> set[str]:
+        """Engine ids of the peers that this node is connected to; see `ListedPeers`."""
+        return self._peers.reached
 
     @property
     def all_know_drain(self) -> bool:
@@ -116,11 +193,8 @@ class RouterLinks:
         for link in links:
             if (lost := link.leave()) is not None:
                 self._submit(lost)
-        for engine_id in list(self._peers):
-            self._submit(PeerUpdate(engine_id, removed=True))
-        self._peers.clear()
+        self._peers.leave()
         self._seers.clear()
-        self.reached.clear()
         await self._on_joined(False)
 
     def join(self, registration: NodeRegistration) -> None:
@@ -135,7 +209,7 @@ class RouterLinks:
         Call this on the thread of the event loop.
         """
         if isinstance(event, PeerReport):
-            self._note_reach(event)
+            self._peers.note_report(event)
         if not isinstance(event, tuple):
             for link in self._links.values():
                 link.emit(event)
@@ -146,12 +220,6 @@ class RouterLinks:
                 for link in self._links.values():
                     if link.router_id == router_id:
                         link.emit(tuple(deltas))
-
-    def _note_reach(self, report: PeerReport) -> None:
-        """Keep which nodes of the other role of a pair this node reaches."""
-        if not (report.is_encode_node or is_prefix_end(report.engine_id)):
-            note = self.reached.add if report.connected else self.reached.discard
-            note(report.engine_id)
 
     def beat(self, beat: NodeBeat) -> None:
         """Report load and serving state to all routers."""
@@ -248,8 +316,7 @@ class RouterLinks:
         async def on_joined(joined: bool) -> None:
             self._seers.discard(address)
             if not joined:  # the router's list of peers is out of date
-                for routers in self._peers.values():
-                    routers.discard(address)
+                self._peers.forget_router(address)
             await self._on_joined(any(link.joined for link in self._links.values()))
 
         return RouterLink(
@@ -262,6 +329,8 @@ class RouterLinks:
             answer=self._answer,
             tls=self._tls,
             server_name=host,
+            connected_peers=self._peers.connected.values,
+            turns=self._turns,
         )
 
     def _take(self, address: str, command: RouterCommand | AbortAll) -> None:
@@ -276,16 +345,10 @@ class RouterLinks:
             case DrainSeen():
                 if self._drain.state is not ServingState.SERVING:
                     self._seers.add(address)
-            case PeerUpdate(engine_id=engine_id, removed=True):
-                routers = self._peers.get(engine_id, set())
-                routers.discard(address)
-                if not routers:  # a peer counts as alive as long as a router lists it
-                    self._peers.pop(engine_id, None)
-                    self.reached.discard(engine_id)
-                    self._submit(command)
-            case PeerUpdate(engine_id=engine_id):
-                self._peers.setdefault(engine_id, set()).add(address)
-                self._submit(command)
+            case PeerUpdate() | PeerUpdates():
+                answer = self._peers.take(address, command)
+                if answer is not None:
+                    self._links[address].emit(answer)
             case _:
                 self._submit(command)
 

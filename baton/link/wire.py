@@ -15,6 +15,12 @@ from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
 from baton.kv.pins import PinTerms, PrefixPin
 from baton.link import words as link
+from baton.link.wire_peers import (
+    peer_reports_from_proto,
+    peer_reports_to_proto,
+    peer_updates_from_proto,
+    peer_updates_to_proto,
+)
 from baton.link.wire_pooling import pooling_from_proto, pooling_to_proto
 from baton.telemetry.spans import TraceContext, parse_traceparent
 from baton.v1 import admin_pb2, inference_pb2, node_pb2, types_pb2
@@ -252,6 +258,8 @@ def node_event_to_proto(event: link.NodeEvent) -> node_pb2.NodeMessage:
         error = None if event.error is None else to_message(node_pb2.RequestError, event.error)
         reply = to_message(node_pb2.AdminReply, event, error=error)
         return node_pb2.NodeMessage(admin_reply=reply)
+    if isinstance(event, link.PeerReports):
+        return node_pb2.NodeMessage(peer_reports=peer_reports_to_proto(event))
     return node_pb2.NodeMessage(peer_report=to_message(node_pb2.PeerReport, event))
 
 
@@ -270,6 +278,8 @@ def node_event_from_proto(message: node_pb2.NodeMessage) -> link.NodeEvent | Non
         return beat_from_proto(message.beat)
     if kind == "peer_report":
         return from_message(link.PeerReport, message.peer_report)
+    if kind == "peer_reports":
+        return peer_reports_from_proto(message.peer_reports)
     if kind == "kv_events":
         return from_message(link.KVCacheEvents, message.kv_events)
     if kind == "admin_reply":
@@ -292,6 +302,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         return node_pb2.RouterMessage(registered=to_message(node_pb2.Registered, command))
     if isinstance(command, link.PeerUpdate):
         return node_pb2.RouterMessage(peer_update=to_message(node_pb2.PeerUpdate, command))
+    if isinstance(command, link.PeerUpdates):
+        return node_pb2.RouterMessage(peer_updates=peer_updates_to_proto(command))
     if isinstance(command, link.PrefillCommand):
         messages = {**_messages_of(command), "pooling": pooling_to_proto(command.pooling)}
         prefill = to_message(node_pb2.PrefillCommand, command, **messages)
@@ -400,6 +412,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return refusal if refusal.problem else None
     if kind == "peer_update":
         return from_message(link.PeerUpdate, message.peer_update)
+    if kind == "peer_updates":
+        return peer_updates_from_proto(message.peer_updates)
     if kind == "prefill":
         pooling = pooling_from_proto(message.prefill)
         return _request_from_proto(link.PrefillCommand, message.prefill, pooling=pooling)

@@ -104,6 +104,7 @@ class NodeRegistration:
             start of an encode node.
         fetch_peer_info, share_peer_info: how other nodes reach the ends at which this node receives
             and from which it sends cached prefixes; empty: it has no such end.
+        batches_peers: whether the node reads `PeerUpdates`, and begins a link with `PeerReports`.
     """
 
     node_name: str
@@ -131,6 +132,7 @@ class NodeRegistration:
     encode_times: tuple[StepTime, ...] = ()
     fetch_peer_info: bytes = b""
     share_peer_info: bytes = b""
+    batches_peers: bool = False
 
     @property
     def revision(self) -> str:
@@ -215,8 +217,8 @@ class NodeBeat:
     num_decoding_images: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReport:
+# A fleet has two reports for each pair of nodes, so reports must be small and quickly made.
+class PeerReport(msgspec.Struct, frozen=True, gc=False):
     """The state of a node's KV connection to a peer.
 
     Attributes:
@@ -230,6 +232,18 @@ class PeerReport:
     problem: str = ""
     bandwidth_bytes_per_s: float = 0.0
     is_encode_node: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReports:
+    """Reports on several peers, for a router that reads such messages.
+
+    Attributes:
+        unknown: engine ids of `PeerUpdates.known` to which this node is not connected any more.
+    """
+
+    reports: tuple[PeerReport, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,14 +292,19 @@ class AdminReply:
 
 
 NodeEvent = (
-    tuple[RequestDelta, ...] | StepDeltas | NodeBeat | PeerReport | KVCacheEvents | AdminReply
+    tuple[RequestDelta, ...]
+    | StepDeltas
+    | NodeBeat
+    | PeerReport
+    | PeerReports
+    | KVCacheEvents
+    | AdminReply
 )
 
 # ------------------------------------------------------------------ router -> node
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUpdate:
+class PeerUpdate(msgspec.Struct, frozen=True, gc=False):
     """News that a possible partner of this node joined (``peer_info``) or left (``removed``).
 
     Attributes:
@@ -301,6 +320,20 @@ class PeerUpdate:
     removed: bool = False
     fetch_peer_info: bytes = b""
     share_peer_info: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUpdates:
+    """Several updates about peers, for a node that reads such messages. Handled by the link.
+
+    Attributes:
+        updates: removals, and then peers that joined.
+        known: engine ids of peers that joined, and to which the node has reported that it is
+            connected.
+    """
+
+    updates: tuple[PeerUpdate, ...] = ()
+    known: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,6 +511,7 @@ class AdminCall:
 RouterCommand = (
     Refusal
     | PeerUpdate
+    | PeerUpdates
     | PrefillCommand
     | DecodeCommand
     | EncodeCommand

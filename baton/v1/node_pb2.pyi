@@ -18,23 +18,25 @@ SERVING_STATE_DRAINING: ServingState
 SERVING_STATE_DRAINED: ServingState
 
 class NodeMessage(_message.Message):
-    __slots__ = ("register", "deltas", "beat", "peer_report", "kv_events", "admin_reply")
+    __slots__ = ("register", "deltas", "beat", "peer_report", "kv_events", "admin_reply", "peer_reports")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     PEER_REPORT_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     ADMIN_REPLY_FIELD_NUMBER: _ClassVar[int]
+    PEER_REPORTS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     deltas: StepDeltas
     beat: NodeBeat
     peer_report: PeerReport
     kv_events: KVCacheEvents
     admin_reply: AdminReply
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ...) -> None: ...
+    peer_reports: PeerReports
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., deltas: _Optional[_Union[StepDeltas, _Mapping]] = ..., beat: _Optional[_Union[NodeBeat, _Mapping]] = ..., peer_report: _Optional[_Union[PeerReport, _Mapping]] = ..., kv_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., admin_reply: _Optional[_Union[AdminReply, _Mapping]] = ..., peer_reports: _Optional[_Union[PeerReports, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters", "encodes_images", "encodings_peer_info", "encode_times", "fetch_peer_info", "share_peer_info")
+    __slots__ = ("node_name", "engine_id", "role", "version", "address", "peer_info", "compatibility", "max_model_len", "num_blocks", "block_size", "prefix_hash", "kv_bytes_per_token", "computes_prompts", "process_key", "tensor_parallel_size", "pipeline_parallel_size", "protocol", "step_times", "decode_times", "loads_adapters", "encodes_images", "encodings_peer_info", "encode_times", "fetch_peer_info", "share_peer_info", "batches_peers")
     class CompatibilityEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +69,7 @@ class Register(_message.Message):
     ENCODE_TIMES_FIELD_NUMBER: _ClassVar[int]
     FETCH_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
     SHARE_PEER_INFO_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_PEERS_FIELD_NUMBER: _ClassVar[int]
     node_name: str
     engine_id: str
     role: _types_pb2.NodeRole
@@ -92,7 +95,8 @@ class Register(_message.Message):
     encode_times: _containers.RepeatedCompositeFieldContainer[StepTime]
     fetch_peer_info: bytes
     share_peer_info: bytes
-    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ..., encodes_images: bool = ..., encodings_peer_info: _Optional[bytes] = ..., encode_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., fetch_peer_info: _Optional[bytes] = ..., share_peer_info: _Optional[bytes] = ...) -> None: ...
+    batches_peers: bool
+    def __init__(self, node_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[_types_pb2.NodeRole, str]] = ..., version: _Optional[str] = ..., address: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., compatibility: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefix_hash: _Optional[str] = ..., kv_bytes_per_token: _Optional[float] = ..., computes_prompts: bool = ..., process_key: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., protocol: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., decode_times: _Optional[_Iterable[_Union[DecodeTime, _Mapping]]] = ..., loads_adapters: bool = ..., encodes_images: bool = ..., encodings_peer_info: _Optional[bytes] = ..., encode_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., fetch_peer_info: _Optional[bytes] = ..., share_peer_info: _Optional[bytes] = ..., batches_peers: bool = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("num_tokens", "seconds")
@@ -216,6 +220,30 @@ class PeerReport(_message.Message):
     is_encode_node: bool
     def __init__(self, engine_id: _Optional[str] = ..., connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., bandwidth_bytes_per_s: _Optional[float] = ..., is_encode_node: bool = ...) -> None: ...
 
+class PeerReports(_message.Message):
+    __slots__ = ("groups", "unknown")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[PeerReportGroup]
+    unknown: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, groups: _Optional[_Iterable[_Union[PeerReportGroup, _Mapping]]] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PeerReportGroup(_message.Message):
+    __slots__ = ("connected", "transport", "problem", "is_encode_node", "engine_ids", "bandwidths_bytes_per_s")
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    IS_ENCODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTHS_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    connected: bool
+    transport: str
+    problem: str
+    is_encode_node: bool
+    engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    bandwidths_bytes_per_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, connected: bool = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ..., is_encode_node: bool = ..., engine_ids: _Optional[_Iterable[str]] = ..., bandwidths_bytes_per_s: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class KVCacheEvents(_message.Message):
     __slots__ = ("sequence", "snapshot", "stored", "removed")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -241,7 +269,7 @@ class AdminReply(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., part: _Optional[bytes] = ..., last: bool = ..., error: _Optional[_Union[RequestError, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode", "share", "drop_pins")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode", "share", "drop_pins", "peer_updates")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +283,7 @@ class RouterMessage(_message.Message):
     ENCODE_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     DROP_PINS_FIELD_NUMBER: _ClassVar[int]
+    PEER_UPDATES_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
     prefill: PrefillCommand
@@ -268,19 +297,22 @@ class RouterMessage(_message.Message):
     encode: EncodeCommand
     share: ShareCommand
     drop_pins: DropPins
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ..., drop_pins: _Optional[_Union[DropPins, _Mapping]] = ...) -> None: ...
+    peer_updates: PeerUpdates
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ..., drop_pins: _Optional[_Union[DropPins, _Mapping]] = ..., peer_updates: _Optional[_Union[PeerUpdates, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("problem", "router_id", "may_retry", "protocol")
+    __slots__ = ("problem", "router_id", "may_retry", "protocol", "batches_peers")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     MAY_RETRY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_PEERS_FIELD_NUMBER: _ClassVar[int]
     problem: str
     router_id: str
     may_retry: bool
     protocol: int
-    def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ..., may_retry: bool = ..., protocol: _Optional[int] = ...) -> None: ...
+    batches_peers: bool
+    def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ..., may_retry: bool = ..., protocol: _Optional[int] = ..., batches_peers: bool = ...) -> None: ...
 
 class PeerUpdate(_message.Message):
     __slots__ = ("engine_id", "peer_info", "removed", "fetch_peer_info", "share_peer_info")
@@ -295,6 +327,22 @@ class PeerUpdate(_message.Message):
     fetch_peer_info: bytes
     share_peer_info: bytes
     def __init__(self, engine_id: _Optional[str] = ..., peer_info: _Optional[bytes] = ..., removed: bool = ..., fetch_peer_info: _Optional[bytes] = ..., share_peer_info: _Optional[bytes] = ...) -> None: ...
+
+class PeerUpdates(_message.Message):
+    __slots__ = ("removed", "engine_ids", "peer_infos", "fetch_peer_infos", "share_peer_infos", "known")
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PEER_INFOS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_PEER_INFOS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_PEER_INFOS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    removed: _containers.RepeatedScalarFieldContainer[str]
+    engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    peer_infos: _containers.RepeatedScalarFieldContainer[bytes]
+    fetch_peer_infos: _containers.RepeatedScalarFieldContainer[bytes]
+    share_peer_infos: _containers.RepeatedScalarFieldContainer[bytes]
+    known: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, removed: _Optional[_Iterable[str]] = ..., engine_ids: _Optional[_Iterable[str]] = ..., peer_infos: _Optional[_Iterable[bytes]] = ..., fetch_peer_infos: _Optional[_Iterable[bytes]] = ..., share_peer_infos: _Optional[_Iterable[bytes]] = ..., known: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PromptImage(_message.Message):
     __slots__ = ("first", "num_tokens", "digest", "frames", "rows", "columns", "data")

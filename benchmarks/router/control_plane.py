@@ -1,9 +1,10 @@
-"""Measure a router with many nodes: joining, beats, and a restart with many cached blocks.
+"""Measure a router with many nodes: joining at once, beats, and a restart with many cached blocks.
 
 Simulated nodes, half of them prefill nodes and half decode nodes, run in one process, each with a
-connection of its own to a real router process. When the router restarts, all nodes join again at
-once, report all pairs, and send the hashes of all blocks in their prefix caches. Compare CPU
-seconds of the router, because the simulated nodes need about as much of the machine.
+connection of its own to a real router process. All nodes join at once. When the router restarts,
+all nodes join again at once, report the peers to which they are connected, and send the hashes of
+all blocks in their prefix caches. The simulated nodes need about as much of the machine as the
+router.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ from benchmarks.runner.own_process import call_words, own_environment
 from benchmarks.runner.programs import Programs
 from benchmarks.runner.run import Document, Run
 from sim_node.cluster import SimCluster
+from sim_node.options import SimOptions
 
 HASH_BYTES = 32
-QUIET_S, STEADY_S = 1.0, 5.0
-LIMIT_S = 300.0
-# The router counts as quiet again if it needs at most this multiple of its CPU time before.
-QUIET_FACTOR = 1.5
+POLL_S, STEADY_S = 0.5, 5.0
+LIMIT_S = 60.0
 
 
 async def serve_nodes(address: str, num_nodes: int, num_blocks: int) -> None:
-    """Join all nodes and print the seconds; fill their caches on a line of standard input."""
-    begin = time.perf_counter()
+    """Make all nodes, print a line, and join; fill the caches on a line of standard input."""
     half = num_nodes // 2
     cluster = SimCluster(
-        address, str(DEMO_MODEL), num_prefill=half, num_decode=half, join_timeout_s=LIMIT_S
-    )
-    async with cluster:
-        print(f"joined {time.perf_counter() - begin:.2f}", flush=True)
+        address, str(DEMO_MODEL), num_prefill=half, num_decode=half, join_timeout_s=LIMIT_S,
+        options=SimOptions(num_blocks=num_blocks + 1), max_joining=num_nodes,
+    )  # fmt: skip
+    starting = asyncio.create_task(cluster.start())
+    for _ in range(3):  # in these rounds of the event loop, all nodes are made
+        await asyncio.sleep(0)
+    print("made", flush=True)
+    try:
+        await starting
         running = asyncio.create_task(cluster.run())
         await asyncio.to_thread(sys.stdin.readline)
         for name in cluster.names:
@@ -53,8 +57,9 @@ async def serve_nodes(address: str, num_nodes: int, num_blocks: int) -> None:
             pool.cache(block_ids, [draw.randbytes(HASH_BYTES) for _ in block_ids], None)
             pool.release(reversed(block_ids))
             await asyncio.sleep(0)
-        print("filled", flush=True)
         await running
+    finally:
+        await cluster.stop()
 
 
 def run_nodes(address: str, num_nodes: str, num_blocks: str) -> None:
@@ -64,12 +69,17 @@ def run_nodes(address: str, num_nodes: str, num_blocks: str) -> None:
 
 @dataclass(slots=True)
 class Fleet:
-    """A router process, and the process of the simulated nodes."""
+    """A router process, and the process of the simulated nodes.
+
+    Attributes:
+        num_blocks: number of cached blocks of each node.
+    """
 
     programs: Programs
     address: str
     http_address: str
     num_nodes: int
+    num_blocks: int
 
     def start_router(self) -> None:
         words = ("--listen", self.address, "--http-listen", self.http_address)
@@ -81,100 +91,113 @@ class Fleet:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that the router has used."""
-        return float(sum(self.router.cpu_times()[:2]))
+        return cpu_s_of(self.router)
 
     def rss_mib(self) -> float:
         return round(self.router.memory_info().rss / 2**20, 1)
 
-    def num_pairs(self) -> int:
-        """Return the number of connected pairs by the router's metrics; 0 if it does not answer."""
+    def count(self) -> dict[str, int]:
+        """Return the numbers of connected pairs and of known blocks; 0 while nothing answers."""
         try:
             with urllib.request.urlopen(f"http://{self.http_address}/metrics", timeout=60) as page:
                 text = page.read().decode()
         except OSError:
-            return 0
-        found = re.search(r'^baton_router_pairs\{state="connected"\} (\S+)$', text, re.MULTILINE)
-        return int(float(found[1])) if found else 0
+            text = ""
+        names = {"pairs": r'pairs\{state="connected"\}', "blocks": "prefix_index_blocks"}
+        found = {
+            name: re.search(rf"^baton_router_{pattern} (\S+)$", text, re.MULTILINE)
+            for name, pattern in names.items()
+        }
+        return {name: int(float(one[1])) if one else 0 for name, one in found.items()}
 
-    def wait_for_pairs(self) -> float:
-        """Wait until all pairs are connected; return the seconds."""
-        begin = time.monotonic()
-        while self.num_pairs() < (self.num_nodes // 2) ** 2:
-            if time.monotonic() > begin + LIMIT_S:
-                raise TimeoutError(
-                    f"{self.num_pairs()} pairs\n" + self.programs.log("router")[-2000:]
-                )
-            time.sleep(0.25)
-        return time.monotonic() - begin
+    def router_answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.http_address}/metrics", timeout=60):
+                return True
+        except OSError:
+            return False
 
-    def wait_until_quiet(self, steady: float) -> None:
-        """Wait until the router uses little more than ``steady`` CPU seconds per second again."""
-        give_up_at = time.monotonic() + LIMIT_S
-        while time.monotonic() < give_up_at:
-            if self.cpu_share(QUIET_S) < QUIET_FACTOR * steady + 0.02:
-                return
-        raise TimeoutError("the router stays busy")
+    def wait_until_known(self, *names: str) -> dict[str, float]:
+        """Wait until all pairs or blocks are known; return after how many seconds each was."""
+        begin, after = time.monotonic(), dict[str, float]()
+        every = {"pairs": (self.num_nodes // 2) ** 2, "blocks": self.num_nodes * self.num_blocks}
+        while len(after) < len(names):
+            counts, now = self.count(), time.monotonic() - begin
+            for name in names:
+                if counts[name] >= every[name]:
+                    after.setdefault(name, round(now, 2))
+            if now > LIMIT_S:
+                raise TimeoutError(f"{counts}\n" + self.programs.log("router")[-2000:])
+            time.sleep(POLL_S)
+        return after
 
-    def cpu_share(self, seconds: float) -> float:
-        """Return the router's CPU seconds per second."""
-        before, begin = self.cpu_s(), time.monotonic()
-        time.sleep(seconds)
-        return (self.cpu_s() - before) / (time.monotonic() - begin)
+
+def cpu_s_of(process: psutil.Process) -> float:
+    return float(sum(process.cpu_times()[:2]))
+
+
+def cpu_shares(*processes: psutil.Process) -> list[float]:
+    """Return the CPU seconds per second that idle processes use."""
+    before, begin = [cpu_s_of(one) for one in processes], time.monotonic()
+    time.sleep(STEADY_S)
+    wall_s = time.monotonic() - begin
+    return [(cpu_s_of(one) - cpu_s) / wall_s for one, cpu_s in zip(processes, before, strict=True)]
 
 
 def measure(num_nodes: int, num_blocks: int) -> Document:
     """Measure one number of nodes, each with this number of cached blocks."""
     with Programs() as programs:
-        fleet = Fleet(programs, free_address(), free_address(), num_nodes)
+        fleet = Fleet(programs, free_address(), free_address(), num_nodes, num_blocks)
         fleet.start_router()
+        while not fleet.router_answers():
+            time.sleep(POLL_S)
         words = call_words(f"{__name__}:run_nodes", fleet.address, num_nodes, num_blocks)
         nodes = subprocess.Popen(
             words, cwd=ROOT, env=own_environment(), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            return _play(fleet, nodes, num_blocks)
+            return _play(fleet, nodes)
         finally:
             nodes.kill()
             nodes.wait()
 
 
-def _play(fleet: Fleet, nodes: subprocess.Popen[str], num_blocks: int) -> dict[str, Any]:
+def _play(fleet: Fleet, nodes: subprocess.Popen[str]) -> dict[str, Any]:
     assert nodes.stdin is not None
     assert nodes.stdout is not None
-    joined = nodes.stdout.readline().split()
-    if joined[:1] != ["joined"]:
-        raise TimeoutError(fleet.programs.log("router")[-2000:])
-    print_stage(fleet, f"joined after {joined[1]} s")
-    fleet.wait_for_pairs()
-    join_cpu_s = fleet.cpu_s()
-    print_stage(fleet, "all pairs are connected")
-    steady = fleet.cpu_share(STEADY_S)
-    rss_mib = fleet.rss_mib()
+    empty_mib, empty_cpu_s = fleet.rss_mib(), fleet.cpu_s()
+    nodes.stdout.readline()
+    print_stage(fleet, "made")
+    joined = fleet.wait_until_known("pairs")
+    join_cpu_s = fleet.cpu_s() - empty_cpu_s
+    print_stage(fleet, f"all pairs are connected after {joined['pairs']} s")
+    share, nodes_share = cpu_shares(fleet.router, psutil.Process(nodes.pid))
+    paired_mib = fleet.rss_mib()
     nodes.stdin.write("fill\n")
     nodes.stdin.flush()
-    nodes.stdout.readline()
+    fleet.wait_until_known("blocks")
     print_stage(fleet, "caches are filled")
-    fleet.wait_until_quiet(steady)
-    fill_cpu_s, full_mib = fleet.cpu_s(), fleet.rss_mib()
+    full_mib = fleet.rss_mib()
     fleet.programs.kill("router")
-    begin = time.monotonic()
     fleet.start_router()
-    fleet.wait_for_pairs()
-    paired_s = time.monotonic() - begin
-    print_stage(fleet, f"all pairs are connected {paired_s:.1f} s after the restart")
-    fleet.wait_until_quiet(steady)
+    known = fleet.wait_until_known("pairs", "blocks")
+    print_stage(fleet, f"known again after {known} s")
+    num_nodes = fleet.num_nodes
     return {
-        "nodes": fleet.num_nodes,
-        "blocks": fleet.num_nodes * num_blocks,
-        "join_s": float(joined[1]),
+        "nodes": num_nodes,
+        "pairs": (num_nodes // 2) ** 2,
+        "blocks": num_nodes * fleet.num_blocks,
+        "join_s": joined["pairs"],
         "join_cpu_s": round(join_cpu_s, 2),
-        "steady_cpu_per_node_ms_per_s": round(1e3 * steady / fleet.num_nodes, 3),
-        "rss_mib": rss_mib,
-        "fill_cpu_s": round(fill_cpu_s - join_cpu_s - steady * STEADY_S, 2),
-        "rss_filled_mib": full_mib,
-        "restart_paired_s": round(paired_s, 2),
-        "restart_quiet_s": round(time.monotonic() - begin - QUIET_S, 2),
+        "steady_cpu_ms_per_node_and_s": round(1e3 * share / num_nodes, 3),
+        "node_steady_cpu_ms_per_s": round(1e3 * nodes_share / num_nodes, 3),
+        "rss_mib": {"empty": empty_mib, "paired": paired_mib, "with blocks": full_mib},
+        "rss_kib_per_node": round(1024 * (paired_mib - empty_mib) / num_nodes, 1),
+        "rss_bytes_per_block": round(
+            2**20 * (full_mib - paired_mib) / (num_nodes * fleet.num_blocks), 1
+        ),
+        "restart_s": known,
         "restart_cpu_s": round(fleet.cpu_s(), 2),
         "restart_rss_mib": fleet.rss_mib(),
     }

@@ -20,8 +20,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from router.calls.wait_clock import WaitClock
+
 BUSY_SHARE = 0.6
 LONGEST_REST_S = 0.05
+LONGEST_WAIT_S = 0.1  # a wave is put off by no more than this because others have the CPU
 WOKEN_AT_ONCE = 256  # maximum number of readers woken in one round of the event loop
 TURNS_AT_ONCE = 16
 
@@ -29,12 +32,16 @@ TURNS_AT_ONCE = 16
 class WakeUps:
     """Wakes readers in waves; each event loop has one instance.
 
-    A wave begins as soon as the process has used a CPU for less than `BUSY_SHARE` of the time since
-    the last wave began, at the latest `LONGEST_REST_S` after the last wave.
+    A wave begins as soon as the process was busy for less than `BUSY_SHARE` of the time since the
+    last wave began, at the latest `LONGEST_REST_S` after the last wave. Time for which the event
+    loop waits for a CPU counts as busy, and not as rest: a router with half of a core merges tokens
+    as a router with a whole core does at its limit.
 
     Args:
         clock: returns seconds.
         cpu_clock: returns the CPU seconds that the process has used.
+        wait_clock: returns the seconds for which the event loop waited for a CPU; None: a
+            `WaitClock`.
     """
 
     def __init__(
@@ -42,11 +49,13 @@ class WakeUps:
         *,
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.process_time,
+        wait_clock: Callable[[], float] | None = None,
     ) -> None:
         self._clock = clock
         self._cpu_clock = cpu_clock
+        self._wait_clock = wait_clock or WaitClock()
         self._waiters: list[asyncio.Future[None]] = []
-        self._began = self._cpu_began = 0.0
+        self._began = self._cpu_began = self._wait_began = 0.0
 
     def add_waiter(self, waiter: asyncio.Future[None]) -> None:
         """Wake this reader, by setting its future, with the next wave."""
@@ -57,12 +66,15 @@ class WakeUps:
 
     def _look(self) -> None:
         """Begin a wave if the process was idle enough since the last one, else check later."""
-        busy_s = self._cpu_clock() - self._cpu_began
-        rest_s = self._began + min(busy_s / BUSY_SHARE, LONGEST_REST_S) - self._clock()
+        waited_s = self._wait_clock() - self._wait_began
+        busy_s = self._cpu_clock() - self._cpu_began + waited_s
+        longest_s = LONGEST_REST_S + min(waited_s, LONGEST_WAIT_S)
+        rest_s = self._began + min(busy_s / BUSY_SHARE, longest_s) - self._clock()
         if rest_s > 0:
             asyncio.get_running_loop().call_later(rest_s, self._look)
             return
         self._began, self._cpu_began = self._clock(), self._cpu_clock()
+        self._wait_began = self._wait_clock()
         waiters, self._waiters = self._waiters, []
         self._wake(iter(waiters))
 

@@ -45,9 +45,9 @@ class BasePools:
         return self._pools[0].gate
 
     @property
-    def nodes(self) -> list[Node]:
+    def members(self) -> list[Node]:
         """All joined nodes, whichever base model they serve."""
-        return [node for pool in self._pools for node in pool.nodes]
+        return [node for pool in self._pools for node in pool.members]
 
     def refusal(self, registration: NodeRegistration) -> str:
         """Return why this node can never join; empty if it can join now or later."""

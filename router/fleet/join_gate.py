@@ -70,9 +70,9 @@ class JoinGate:
         num_bytes_there = num_bytes
         for node in nodes:
             num_nodes += 1
-            if is_same_process(node.registration, registration):
-                continue
             if node.engine_id == registration.engine_id:
+                if is_same_process(node.registration, registration):
+                    continue
                 return f"engine_id: {node.name}, which is alive, has {node.engine_id}"
             if node.name == registration.node_name:
                 return (

@@ -6,10 +6,11 @@ A leg is one node's part of an attempt. The node passes deltas to the attempts t
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -138,6 +139,7 @@ class Node:
         num_bytes: size of the node's registration in bytes.
         changes_weights: whether an operator told the node to change its weights: the node drains,
             leaves, and joins again.
+        name, engine_id, role: as in the registration; attributes, because they are read often.
     """
 
     registration: NodeRegistration
@@ -150,6 +152,9 @@ class Node:
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
     changes_weights: bool = False
+    name: str = field(init=False)
+    engine_id: str = field(init=False)
+    role: NodeRole = field(init=False)
     num_bytes: int = field(init=False)
     clock: Callable[[], float] = field(init=False)
     load: NodeLoad = field(init=False)
@@ -157,6 +162,9 @@ class Node:
     identity: Identity = field(init=False)
 
     def __post_init__(self) -> None:
+        registration = self.registration
+        self.name, self.engine_id = registration.node_name, registration.engine_id
+        self.role = registration.role
         self.identity = identity_of(self.registration.compatibility)
         self.num_bytes = num_bytes_of(self.registration)
 
@@ -168,18 +176,19 @@ class Node:
         self.load = NodeLoad(self.registration, shared, clock)
         self.health = health
 
-    @property
-    def name(self) -> str:
-        return self.registration.node_name
+    def share_compatibility(self, others: Iterable[Node]) -> None:
+        """Keep the same mapping as another node if both are equal; thousands of nodes may be."""
+        for other in others:
+            if other.registration.compatibility == self.registration.compatibility:
+                same = other.registration.compatibility
+                self.registration = dataclasses.replace(self.registration, compatibility=same)
+                self.identity = other.identity
+                return
 
     @property
     def weights(self) -> str:
         """Version of the model weights on the node; empty: unknown."""
         return self.registration.compatibility.get("weights", "")
-
-    @property
-    def engine_id(self) -> str:
-        return self.registration.engine_id
 
     @property
     def num_open(self) -> int:

@@ -24,6 +24,7 @@ from baton.link.words import (
     NodeEvent,
     NodeRegistration,
     PeerReport,
+    PeerReports,
     RequestDelta,
     RequestError,
     StepDeltas,
@@ -45,6 +46,7 @@ MAX_SECONDS = 1e9
 # Maximum number of characters of an error, or of a problem with a peer, in one message. Baton's
 # nodes send at most half as many.
 MAX_TEXT_CHARS = 2**16
+MAX_PEER_REPORTS = 2**14  # maximum number of reports on peers in one message
 # Maximum number of block hashes in one message about a node's cache.
 MAX_KV_HASHES = 2**17
 # Maximum number of requests that a node may report. Real nodes have fewer: each running request
@@ -159,6 +161,8 @@ def event_problem(registration: NodeRegistration, event: NodeEvent, vocabulary: 
             return _beat_problem(registration, event)
         case PeerReport():
             return _report_problem(event)
+        case PeerReports():
+            return _reports_problem(event)
         case AdminReply(error=RequestError() as error):
             return _error_problem(error)
         case KVCacheEvents():
@@ -286,6 +290,13 @@ def _report_problem(report: PeerReport) -> str:
     if len(report.problem) > MAX_TEXT_CHARS:
         return f"peer_report: problem: must have at most {MAX_TEXT_CHARS} characters"
     return ""
+
+
+def _reports_problem(event: PeerReports) -> str:
+    num_reports = len(event.reports) + len(event.unknown)
+    if num_reports > MAX_PEER_REPORTS:
+        return f"peer_reports: must be at most {MAX_PEER_REPORTS}, got {num_reports}"
+    return next(filter(None, map(_report_problem, event.reports)), "")
 
 
 def _is_name(text: str) -> bool:

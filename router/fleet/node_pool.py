@@ -7,13 +7,14 @@ pick nodes.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import msgspec
 
 from baton.adapters.digest import shorten_digest
 from baton.api.errors import NotFoundError
@@ -34,7 +35,7 @@ from baton.link.words import (
     NodeRegistration,
     NodeRole,
     PeerReport,
-    PeerUpdate,
+    PeerReports,
     RouterBeat,
     SendKVSnapshot,
     StepDeltas,
@@ -52,15 +53,8 @@ from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
-from router.fleet.pairing import (
-    Reach,
-    are_peers,
-    introduce,
-    may_fetch,
-    may_meet,
-    receives_from,
-    why_no_pair,
-)
+from router.fleet.pairing import Reach, are_peers, num_pairs_lost, receives_from, why_no_pair
+from router.fleet.peers.introductions import Introductions
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from router.fleet.prefix_sources import PrefixSource, PrefixSources
@@ -140,6 +134,7 @@ class NodePool:
         self._has_had_encoders = False
         self._eligibility = eligibility
         self._reach = Reach()
+        self._introductions = Introductions(self._reach, clock)
         self._rates = SharedRates()
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
@@ -160,6 +155,11 @@ class NodePool:
     @property
     def nodes(self) -> list[Node]:
         return sorted(self._nodes.values(), key=lambda n: (n.registration.role.value, n.name))
+
+    @property
+    def members(self) -> Collection[Node]:
+        """All nodes that have joined, in the order in which they joined."""
+        return self._nodes.values()
 
     @property
     def num_nodes(self) -> int:
@@ -360,11 +360,12 @@ class NodePool:
         Removes the node's earlier link, if it is still listed: a node may notice a broken link
         before the router does.
         """
-        for old in self.nodes:
+        for old in list(self._nodes.values()):
             if node.name == old.name or node.engine_id == old.engine_id:
                 self.remove(old, "joined again")
                 old.hang_up()
-        introduce(node, self._peers_of(node))
+        node.share_compatibility(self._nodes.values())
+        self._introductions.add(node)
         is_canary = any(
             other.registration.role is node.registration.role and other.num_open
             for other in self._nodes.values()
@@ -414,9 +415,7 @@ class NodePool:
         self._review_identity(left=node.identity if node.is_draining else None)
         self._reach.forget(node.engine_id)
         node.replies.close(f"it {why}")
-        for other in self._peers_of(node):
-            other.reports.pop(node.engine_id, None)
-            other.send(PeerUpdate(node.engine_id, removed=True))
+        self._introductions.remove(node)
         self._note_kv_sizes()
         node.fail_legs(why)
         self._note_change()
@@ -486,7 +485,7 @@ class NodePool:
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = self.clock()
-        for node in self.nodes:
+        for node in list(self._nodes.values()):
             node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
@@ -532,24 +531,33 @@ class NodePool:
             node.replies.on_reply(event)
         elif isinstance(event, PeerReport):
             self._take_report(node, event)
+            self._note_change()
+        elif isinstance(event, PeerReports):
+            strangers = [one for one in event.reports if not self._take_report(node, one)]
+            self._introductions.note_reports(node, strangers)
+            self._introductions.tell_again(node, event)
+            self._note_change()
 
-    def _take_report(self, node: Node, report: PeerReport) -> None:
+    def _take_report(self, node: Node, report: PeerReport) -> bool:
+        """Note a report on a peer; return whether the peer has joined."""
         by_prefixes = is_prefix_end(report.engine_id)
-        peer = self._nodes.get(node_of(report.engine_id))
-        if peer is None or not are_peers(node, peer, by_prefixes=by_prefixes):
-            return
-        # The problem is cut, because one is kept per pair of nodes, and characters that could
-        # control a terminal are escaped.
-        problem = printable(report.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
-        report = dataclasses.replace(report, problem=problem)
-        if problem:
+        peer = self._nodes.get(node_of(report.engine_id) if by_prefixes else report.engine_id)
+        if peer is None:
+            return False
+        if not are_peers(node, peer, by_prefixes=by_prefixes):
+            return True
+        if report.problem:
+            # The problem is cut, because one is kept per pair of nodes, and characters that could
+            # control a terminal are escaped.
+            problem = printable(report.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
+            report = msgspec.structs.replace(report, problem=problem)
             logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
         if by_prefixes:
             self.prefix_sources.note_report(node, peer, report)
-            return
-        node.reports[report.engine_id] = report
-        self._reach.note_report(node, peer)
-        self._note_change()
+        else:
+            node.reports[peer.engine_id] = report
+            self._reach.note_report(node, peer)
+        return True
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
         was_draining, had = node.is_draining, node.beat.adapters
@@ -626,6 +634,16 @@ class NodePool:
         """Number of connected pairs of nodes, including nodes that get no requests."""
         return sum(map(len, self._reach.bandwidths.values()))
 
+    @property
+    def num_pairs_down(self) -> int:
+        """Number of compatible pairs of which one node does not reach the other, or is lost."""
+        return self._reach.num_down + num_pairs_lost(self._nodes.values(), self.lost)
+
+    def list_slowest_pairs(self, most: int) -> list[tuple[float, str, str]]:
+        """Return bandwidth, prefill and decode node of the slowest connected pairs."""
+        prefills = [node.engine_id for node in self._of(NodeRole.PREFILL)]
+        return self._reach.list_slowest(prefills, most)
+
     def is_eligible(self, node: Node) -> bool:
         """Return whether a node may get new requests, whatever its health."""
         return (
@@ -693,11 +711,3 @@ class NodePool:
 
     def _of(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.registration.role is role]
-
-    def _peers_of(self, node: Node) -> list[Node]:
-        return [
-            other
-            for other in self._nodes.values()
-            if other is not node
-            and any(may(other.registration, node.registration) for may in (may_meet, may_fetch))
-        ]

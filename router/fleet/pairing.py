@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from baton.link.words import (
     REVISION,
@@ -15,20 +16,18 @@ from baton.link.words import (
 )
 from router.fleet.node import Node
 
-logger = logging.getLogger(__name__)
-
 MAX_SAID_CHARS = 128
-# Roles in the order in which data travels: a node sends to nodes of the next role.
-_ORDER = (NodeRole.ENCODE, NodeRole.PREFILL, NodeRole.DECODE)
 _PAIRED = ({NodeRole.PREFILL, NodeRole.DECODE}, {NodeRole.ENCODE, NodeRole.PREFILL})
 
 
 def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
     """Return whether two nodes may exchange KV or encodings, by their roles and options."""
-    roles = {one.role, other.role}
-    if NodeRole.ENCODE in roles:
-        return roles in _PAIRED and bool(one.encodings_peer_info or other.encodings_peer_info)
-    return roles in _PAIRED
+    if one.role is other.role:
+        return False
+    if one.role is not NodeRole.ENCODE and other.role is not NodeRole.ENCODE:
+        return True
+    receiver = other if one.role is NodeRole.ENCODE else one
+    return receiver.role is NodeRole.PREFILL and bool(receiver.encodings_peer_info)
 
 
 def may_fetch(one: NodeRegistration, other: NodeRegistration) -> bool:
@@ -45,7 +44,8 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     Returns an empty text if there is none. With an encode node, only the entries that the encode
     node has are compared, because encodings depend on them alone.
     """
-    if one.compatibility == other.compatibility:  # fast, because this runs for every pair
+    # Fast, because this runs for every pair; the pool shares equal mappings
+    if one.compatibility is other.compatibility or one.compatibility == other.compatibility:
         return ""
     keys = one.compatibility.keys() | other.compatibility.keys()
     for node in (one, other):
@@ -68,25 +68,7 @@ def _short(said: str | None) -> str:
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
-def introduce(node: Node, peers: Iterable[Node]) -> None:
-    """Tell a node that joined about its compatible peers, and these peers about the node."""
-    for other in peers:
-        problem = incompatibility(node.registration, other.registration)
-        if problem and not may_meet(node.registration, other.registration):
-            continue  # the two would only have sent cached prefixes to each other
-        if problem:
-            report = PeerReport("", False, problem=problem)
-            node.reports[other.engine_id] = other.reports[node.engine_id] = report
-            is_other_revision = node.registration.revision != other.registration.revision
-            # During a rollout, nodes of different revisions join on purpose, so this is no warning.
-            level = logging.DEBUG if is_other_revision else logging.WARNING
-            logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)
-            continue
-        node.send(_update_about(other, node))
-        other.send(_update_about(node, other))
-
-
-def _update_about(node: Node, reader: Node) -> PeerUpdate:
+def update_about(node: Node, reader: Node) -> PeerUpdate:
     """Return the message that tells ``reader`` how to connect to ``node``."""
     told, its, info = node.registration, reader.registration, node.registration.peer_info
     if its.role is NodeRole.ENCODE:
@@ -120,26 +102,18 @@ def receives_from(prefill: Node, encode: Node) -> bool:
     return report is not None and report.connected
 
 
-def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
-    """Count pairs of compatible nodes that are not connected.
+def num_pairs_lost(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
+    """Count pairs that are not connected because one of the two nodes left unexpectedly.
 
-    A pair is down if one of the two nodes reports that it is not connected to the other, or if one
-    of them left unexpectedly. Nobody reports on a lost node, so each lost node counts as one pair
-    with every node of the other role and the same revision. A lost encode node counts only with
-    prefill nodes that receive encodings.
+    Nobody reports on a lost node, so each lost node counts as one pair with every node of the other
+    role and the same revision. A lost encode node counts only with prefill nodes that receive
+    encodings.
     """
-    nodes = list(nodes)
-    down: set[frozenset[str]] = set()
-    for node in nodes:
-        for engine_id, report in node.reports.items():
-            # the report on an incompatible node has no engine id
-            if report.engine_id and not report.connected:
-                down.add(frozenset((node.engine_id, engine_id)))
     present: Counter[tuple[NodeRole, str, bool]] = Counter()
     for node in nodes:
         said = node.registration
         present[said.role, said.revision, bool(said.encodings_peer_info)] += 1
-    return len(down) + sum(
+    return sum(
         count
         for one in lost
         for (other, revision, receives), count in present.items()
@@ -189,12 +163,42 @@ class Reach:
 
     def __init__(self) -> None:
         self.bandwidths: dict[str, dict[str, float]] = {}
+        # Sending and receiving node of each pair of which one reports that it is not connected
+        self._down: set[tuple[str, str]] = set()
+
+    @property
+    def num_down(self) -> int:
+        """Number of pairs of which one node reports that it is not connected to the other."""
+        return len(self._down)
+
+    def list_slowest(self, senders: Iterable[str], most: int) -> list[tuple[float, str, str]]:
+        """Return bandwidth, sender and receiver of at most this many pairs, the slowest first.
+
+        Pairs whose bandwidth is unknown come last.
+        """
+
+        def pairs() -> Iterator[tuple[float, str, str]]:
+            for sender in senders:
+                reached = self.bandwidths.get(sender, {})
+                yield from zip(reached.values(), itertools.repeat(sender), reached)
+
+        slowest = heapq.nsmallest(most, (pair for pair in pairs() if pair[0]))
+        unknown = (pair for pair in pairs() if not pair[0])
+        return slowest + list(itertools.islice(unknown, most - len(slowest)))
 
     def note_report(self, one: Node, other: Node) -> None:
         """Update the state of a pair, because one of its nodes reported on the other."""
-        sender, receiver = sorted((one, other), key=lambda n: _ORDER.index(n.registration.role))
-        there, back = sender.reports.get(receiver.engine_id), receiver.reports.get(sender.engine_id)
-        self.note(sender.engine_id, receiver.engine_id, there, back)
+        # Encode nodes send to prefill nodes, and prefill nodes to decode nodes
+        is_receiver = one.role is NodeRole.DECODE or other.role is NodeRole.ENCODE
+        sender, receiver = (other, one) if is_receiver else (one, other)
+        sender_id, receiver_id = sender.engine_id, receiver.engine_id
+        there, back = sender.reports.get(receiver_id), receiver.reports.get(sender_id)
+        self.note(sender_id, receiver_id, there, back)
+        is_down = (there and not there.connected) or (back and not back.connected)
+        if is_down:
+            self._down.add((sender_id, receiver_id))
+        elif self._down:
+            self._down.discard((sender_id, receiver_id))
 
     def note(
         self, sender: str, receiver: str, there: PeerReport | None, back: PeerReport | None
@@ -220,3 +224,5 @@ class Reach:
         self.bandwidths.pop(engine_id, None)
         for reached in self.bandwidths.values():
             reached.pop(engine_id, None)
+        if self._down:
+            self._down = {pair for pair in self._down if engine_id not in pair}

@@ -6,8 +6,6 @@ Names follow Prometheus' rules: counters end in ``_total``, times are in seconds
 from __future__ import annotations
 
 import asyncio
-import heapq
-import math
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 
@@ -24,7 +22,6 @@ from baton.serving.connection_limits import ConnectionCounts
 from router.calls.recovery.suspects import Suspects
 from router.fleet.node import Node
 from router.fleet.node_pool import NodePool
-from router.fleet.pairing import num_pairs_down
 from router.gate.admission import Admission
 from router.gate.overload import Overload
 from router.intake.fleet_metrics import (
@@ -164,6 +161,7 @@ class RouterMetrics:
         if pool is not None:
             registry.register(Collected(_collect_nodes, pool))
             registry.register(Collected(_collect_pairs, pool))
+            registry.register(Collected(_collect_index, pool))
             registry.register(Collected(collect_revisions, pool))
             registry.register(Collected(collect_forecasts, pool.forecasts))
         if admission is not None:
@@ -298,36 +296,40 @@ def _state(node: Node, ready: Set[str]) -> str:
 
 def _collect_pairs(pool: NodePool) -> Iterable[Metric]:
     """Collect the pairs of nodes that are connected, and how many pairs are not."""
-    num_down = num_pairs_down(pool.nodes, pool.lost)
     yield make_family(
         "pairs",
         "Pairs of nodes that fit; connected: requests can go there; down: one end does not "
         "reach the other, or is lost.",
         ["state"],
-        ((["connected"], pool.num_pairs_connected), (["down"], num_down)),
+        ((["connected"], pool.num_pairs_connected), (["down"], pool.num_pairs_down)),
     )
-    slowest = heapq.nsmallest(MAX_PAIRS, _pairs(pool), key=lambda one: one[0] or math.inf)
+    slowest = sorted(_named(pool, pool.list_slowest_pairs(MAX_PAIRS)), key=lambda one: one[0])
     yield make_family(
         "pair_bandwidth_bytes_per_second",
         "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "
         f"{MAX_PAIRS} slowest pairs.",
         ["prefill_node", "decode_node", "transport"],
-        (
-            ([node.name, peer.name, node.reports[engine_id].transport], rate)
-            for rate, node, engine_id in sorted(slowest, key=lambda one: (one[1].name, one[2]))
-            if (peer := pool.node(engine_id)) is not None
-        ),
+        slowest,
     )
 
 
-def _pairs(pool: NodePool) -> Iterator[tuple[float, Node, str]]:
-    for node in pool.nodes:
-        if node.registration.role is NodeRole.PREFILL:
-            for engine_id, report in node.reports.items():
-                peer = pool.node(engine_id)
-                is_decode = peer is None or peer.registration.role is NodeRole.DECODE
-                if report.connected and is_decode:
-                    yield report.bandwidth_bytes_per_s, node, engine_id
+def _named(
+    pool: NodePool, pairs: Iterable[tuple[float, str, str]]
+) -> Iterator[tuple[list[str], float]]:
+    """Yield the names of each pair's nodes, its transport, and its bandwidth."""
+    for rate, sender, receiver in pairs:
+        prefill, decode = pool.node(sender), pool.node(receiver)
+        if prefill is not None and decode is not None:
+            yield [prefill.name, decode.name, prefill.reports[receiver].transport], rate
+
+
+def _collect_index(pool: NodePool) -> Iterable[Metric]:
+    """Collect how many cached blocks of nodes the router knows."""
+    yield GaugeMetricFamily(
+        f"{PREFIX}_prefix_index_blocks",
+        "Cached blocks of all nodes that the router knows of.",
+        value=pool.prefix_index.num_blocks,
+    )
 
 
 def _collect_suspects(suspects: Suspects) -> Iterable[Metric]:

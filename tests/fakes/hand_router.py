@@ -191,7 +191,9 @@ class HandRouter:
         registration = wire.registration_from_proto(first.register)
         assert registration is not None
         node = JoinedNode(registration)
-        yield registered("", "hand")
+        answer = registered("", "hand")
+        answer.registered.batches_peers = False  # as routers of older releases
+        yield answer
         for other in self.nodes.values():
             for one, peer in ((node, other), (other, node)):
                 update = PeerUpdate(peer.registration.engine_id, peer.registration.peer_info)

@@ -101,6 +101,7 @@ def _node_messages() -> list[bytes]:
         ),
         link.NodeBeat(num_running=3, num_free_blocks=7),
         link.PeerReport("p0", True, "tcp", bandwidth_bytes_per_s=1e9),
+        link.PeerReports((link.PeerReport("p0", True, "tcp"),), ("p1",)),
         link.KVCacheEvents(1, True, stored=(1, 2), removed=(3,)),
     ]
     found = [wire.registration_to_proto(make_registration("p", link.NodeRole.PREFILL))]
@@ -112,6 +113,7 @@ def _router_messages() -> list[bytes]:
     commands: list[link.RouterCommand] = [
         link.Refusal("no"),
         link.PeerUpdate("p0", b"\x01\x02"),
+        link.PeerUpdates((link.PeerUpdate("p0", b"\x01\x02"),), ("p1",)),
         link.PrefillCommand(
             request_id="r",
             epoch=3,

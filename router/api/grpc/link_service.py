@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Protocol, TypeAlias
 
 from baton.access.access import Access
@@ -40,8 +40,8 @@ class NodePools(Protocol):
         """Gate that decides which nodes may join now."""
 
     @property
-    def nodes(self) -> list[Node]:
-        """All nodes that have joined."""
+    def members(self) -> Collection[Node]:
+        """All nodes that have joined, in any order."""
 
     def refusal(self, registration: NodeRegistration) -> str:
         """Return why this node can never join; empty if it can join now or later."""
@@ -82,7 +82,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             self._note(AuditKind.REFUSED, context, registration, refusal)
             yield registered(refusal)
             return
-        obstacle = self._pools.gate.obstacle(registration, self._pools.nodes, context.address)
+        obstacle = self._pools.gate.obstacle(registration, self._pools.members, context.address)
         if obstacle:
             self._note(AuditKind.REFUSED, context, registration, obstacle)
             yield registered(obstacle, may_retry=True)

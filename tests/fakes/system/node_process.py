@@ -17,6 +17,7 @@ from baton.link.drain import Drain
 from baton.link.node_end import NodeEnd
 from baton.link.router_end import read_event, registered, write_command
 from baton.link.router_link import RETRY_INTERVAL_S
+from baton.link.router_links import ListedPeers
 from baton.link.words import (
     BEAT_INTERVAL_S,
     AdminCall,
@@ -27,6 +28,10 @@ from baton.link.words import (
     KVCacheEvents,
     NodeEvent,
     NodeRegistration,
+    PeerReport,
+    PeerReports,
+    PeerUpdate,
+    PeerUpdates,
     PrefillCommand,
     RouterCommand,
     SendKVSnapshot,
@@ -92,6 +97,7 @@ class NodeProcess:
         self._links: list[Link] = []  # whose end the router has not seen yet, and the present one
         self._dial_at = self._beat_at = 0.0
         self._end: NodeEnd
+        self._peers: ListedPeers
         self._kv_events: KVEventFeed
         self._chunk_s = self._computes_until = 0.0
 
@@ -113,6 +119,7 @@ class NodeProcess:
         assert said is not None
         self.registration = said
         self.node, self._chunk_s = node, chunk_s
+        self._peers = ListedPeers(node.submit)
         self._kv_events = KVEventFeed(node.engine.block_pool, self.emit, self._clock)
 
     @property
@@ -125,6 +132,8 @@ class NodeProcess:
 
     def emit(self, event: NodeEvent) -> None:
         """Take a message from the node; it is lost while there is no link."""
+        if isinstance(event, PeerReport):
+            self._peers.note_report(event)
         if self.link is None:
             return
         messages = self._end.say(event, self._clock())
@@ -198,7 +207,7 @@ class NodeProcess:
 
     def _dial(self) -> None:
         assert self._pool.refusal(self.registration) == ""
-        if self._pool.gate.obstacle(self.registration, self._pool.nodes):
+        if self._pool.gate.obstacle(self.registration, self._pool.members):
             return  # an earlier start is not known to be dead yet
         link = self.link = Link()
         self._end.take_first(registered("", self._pool.router_id))
@@ -206,6 +215,7 @@ class NodeProcess:
         link.joined = Node(self.registration, link.send, hang_up=link.hang_up)
         self._pool.add_node(link.joined)
         self._links = [*(old for old in self._links if old.joined is not None), link]
+        self.emit(PeerReports(tuple(self._peers.connected.values())))
 
     def break_link(self, *, router_first: bool = False, lossy: bool = True) -> None:
         """Break the stream; the other end notices later.
@@ -226,6 +236,7 @@ class NodeProcess:
         link.up.append(None)
         self.link = None
         self._dial_at = self._clock() + RETRY_INTERVAL_S
+        self._peers.forget_router("")
         lost = self._end.leave()
         assert lost is not None
         self.node.submit(lost)
@@ -310,6 +321,10 @@ class NodeProcess:
                 self._drain.begin()
             case DrainSeen():
                 self._router_knows = self.is_draining
+            case PeerUpdate() | PeerUpdates():
+                answer = self._peers.take("", command)
+                if answer is not None:
+                    self.emit(answer)
             case PrefillCommand() | DecodeCommand() | CancelCommand():
                 is_new = not isinstance(command, CancelCommand)
                 assert not (is_new and self.link is self._drained_link), "it is drained"

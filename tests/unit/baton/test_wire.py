@@ -167,6 +167,21 @@ deltas = st.builds(
 uint64 = st.integers(0, 2**64 - 1)
 short_hashes = st.lists(uint64, max_size=3).map(tuple)
 plain_deltas = st.builds(RequestDelta, texts, output_indexes, token_ids.map(tuple), epoch=uint32)
+reports = st.builds(
+    link.PeerReport,
+    *(texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False), st.booleans()),
+)
+
+
+def in_groups(reports: list[link.PeerReport]) -> tuple[link.PeerReport, ...]:
+    """Sort reports, so that those that differ only in the peer and its bandwidth are neighbours."""
+    return tuple(
+        sorted(
+            reports, key=lambda one: (one.connected, one.transport, one.problem, one.is_encode_node)
+        )
+    )
+
+
 events: st.SearchStrategy[link.NodeEvent] = st.one_of(
     st.lists(deltas, max_size=3).map(tuple),
     st.builds(
@@ -186,8 +201,9 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         kv_files_bytes=uint64,
         kv_file_read_tokens=uint64,
     ),
+    reports,
     st.builds(
-        link.PeerReport, texts, st.booleans(), texts, texts, st.floats(0, allow_infinity=False)
+        link.PeerReports, st.lists(reports, max_size=4).map(in_groups), st.lists(texts).map(tuple)
     ),
     st.builds(link.KVCacheEvents, uint64, st.booleans(), short_hashes, short_hashes),
 )
@@ -213,9 +229,19 @@ registrations = st.builds(
 poolings = st.builds(
     PoolingParams, st.sampled_from(PoolingKind), st.lists(known_ids, max_size=2).map(tuple)
 )
+infos = st.binary(max_size=20)
+joined_peers = st.builds(
+    link.PeerUpdate, texts, infos, fetch_peer_info=infos, share_peer_info=infos
+)
 commands: st.SearchStrategy[link.RouterCommand] = st.one_of(
     st.builds(link.Refusal, st.text(min_size=1, max_size=12)),
     st.builds(link.PeerUpdate, texts, st.binary(max_size=20), st.booleans()),
+    st.builds(
+        lambda removed, joined, known: link.PeerUpdates((*removed, *joined), known),
+        st.lists(st.builds(link.PeerUpdate, texts, removed=st.just(True)), max_size=3),
+        st.lists(joined_peers, max_size=3),
+        st.lists(texts, max_size=3).map(tuple),
+    ),
     st.builds(link.DrainCommand, resume=st.booleans(), stop=st.booleans()),
     st.just(link.DrainSeen()),
     st.builds(
@@ -368,7 +394,9 @@ def test_the_dataclasses_and_the_messages_have_the_same_fields() -> None:
         (link.RequestError, node_pb2.RequestError),
     ]
     for ours, theirs in pairs:
-        mine = set(ours.__dataclass_fields__)  # type: ignore[attr-defined]  # all are dataclasses
+        mine = set(
+            getattr(ours, "__struct_fields__", None) or ours.__dataclass_fields__  # type: ignore[attr-defined]  # all others are dataclasses
+        )
         if ours is SamplingParams:
             mine.remove("n")  # refused, see test_siblings.py
         if "trace" in mine:  # as W3C's two headers

@@ -6,7 +6,6 @@ import dataclasses
 
 from baton.link.words import NodeBeat, NodeRole
 from router.fleet.node_pool import NodePool
-from router.fleet.pairing import num_pairs_down
 from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration
 from tests.fakes.time.virtual_clock import VirtualClock
 
@@ -58,4 +57,4 @@ def test_a_lost_encode_node_is_missed_only_by_nodes_that_receive_encodings() -> 
         )
     (encode,) = join_encode_nodes(pool, 1)
     encode.leave()
-    assert num_pairs_down(pool.nodes, pool.lost) == 2
+    assert pool.num_pairs_down == 2

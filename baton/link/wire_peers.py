@@ -1,0 +1,86 @@
+"""Convert messages about many peers, which have columns, to protobuf and back.
+
+A fleet has two messages' worth of news for each pair of nodes, so columns are read and written by
+built-in functions, which are much faster than one protobuf message for each peer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from baton.api.errors import InvalidRequestError
+from baton.link import words as link
+from baton.v1 import node_pb2
+
+_INFOS = ("peer_info", "fetch_peer_info", "share_peer_info")
+
+
+def peer_reports_to_proto(event: link.PeerReports) -> node_pb2.PeerReports:
+    groups: dict[tuple[bool, str, str, bool], list[link.PeerReport]] = {}
+    for one in event.reports:
+        key = (one.connected, one.transport, one.problem, one.is_encode_node)
+        groups.setdefault(key, []).append(one)
+    message = node_pb2.PeerReports(unknown=event.unknown)
+    for (connected, transport, problem, is_encode_node), reports in groups.items():
+        message.groups.add(
+            connected=connected,
+            transport=transport,
+            problem=problem,
+            is_encode_node=is_encode_node,
+            engine_ids=[one.engine_id for one in reports],
+            bandwidths_bytes_per_s=[one.bandwidth_bytes_per_s for one in reports],
+        )
+    return message
+
+
+def peer_reports_from_proto(message: node_pb2.PeerReports) -> link.PeerReports:
+    """Convert reports; raises InvalidRequestError if the columns of a group differ in length."""
+    reports: list[link.PeerReport] = []
+    for group in message.groups:
+        rates = group.bandwidths_bytes_per_s[:]
+        if len(rates) != len(group.engine_ids):
+            raise InvalidRequestError("peer_reports", "must have columns of one length")
+        said = (group.connected, sys.intern(group.transport), group.problem)
+        is_encode_node, report = group.is_encode_node, link.PeerReport
+        # All nodes of a role report the same peers, so one text for each peer saves memory.
+        engine_ids = map(sys.intern, group.engine_ids)
+        reports += [
+            report(engine_id, *said, rate, is_encode_node)
+            for engine_id, rate in zip(engine_ids, rates, strict=True)
+        ]
+    return link.PeerReports(tuple(reports), tuple(message.unknown))
+
+
+def peer_updates_to_proto(command: link.PeerUpdates) -> node_pb2.PeerUpdates:
+    joined = [one for one in command.updates if not one.removed]
+    columns = {name: [getattr(one, name) for one in joined] for name in _INFOS}
+    return node_pb2.PeerUpdates(
+        removed=[one.engine_id for one in command.updates if one.removed],
+        engine_ids=[one.engine_id for one in joined],
+        known=command.known,
+        **{f"{name}s": column for name, column in columns.items() if any(column)},
+    )
+
+
+def peer_updates_from_proto(message: node_pb2.PeerUpdates) -> link.PeerUpdates:
+    """Convert updates; raises InvalidRequestError if columns differ in length."""
+    engine_ids = message.engine_ids[:]
+    columns: Sequence[Iterator[bytes]] = [
+        _fill(getattr(message, f"{name}s")[:], len(engine_ids)) for name in _INFOS
+    ]
+    updates = [link.PeerUpdate(engine_id, removed=True) for engine_id in message.removed]
+    updates += [
+        link.PeerUpdate(
+            engine_id, info, removed=False, fetch_peer_info=fetch, share_peer_info=share
+        )
+        for engine_id, info, fetch, share in zip(engine_ids, *columns, strict=True)
+    ]
+    return link.PeerUpdates(tuple(updates), tuple(message.known))
+
+
+def _fill(column: Sequence[bytes], length: int) -> Iterator[bytes]:
+    """Return a column that has an entry for each peer; one that was left out is empty."""
+    if column and len(column) != length:
+        raise InvalidRequestError("peer_updates", "must have columns of one length")
+    return iter(column or [b""] * length)

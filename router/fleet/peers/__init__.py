@@ -1,0 +1,1 @@
+"""How nodes learn of their peers."""

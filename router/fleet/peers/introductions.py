@@ -1,0 +1,247 @@
+"""Introductions: tells the nodes of a pool which peers joined and left.
+
+    node joins -> its first PeerReports -> introduced to all peers, and all peers to the node
+                                           |
+               news for each reader <------'   sent together, at most MESSAGES_PER_S
+
+A thousand nodes have a quarter of a million pairs, so one message for each end of a pair would keep
+a router busy for minutes. Nodes that read `PeerUpdates` get all news in one message. They begin a
+link with reports on the peers to which they are connected, for example after a restart of the
+router, so that the router need not tell them how to reach these peers. Nodes of older releases are
+told at once, with one message for each peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from baton.link.words import PeerReport, PeerReports, PeerUpdate, PeerUpdates
+from router.fleet.node import Node
+from router.fleet.pairing import (
+    Reach,
+    are_peers,
+    incompatibility,
+    may_fetch,
+    may_meet,
+    update_about,
+)
+
+logger = logging.getLogger(__name__)
+
+# While nodes join, this many messages with news are sent per second on average, so that a storm of
+# joins leaves time for everything else. Each message costs the router, and all nodes together,
+# about 0.2 ms with its answer.
+MESSAGES_PER_S = 1_000.0
+# Bytes of the peer infos in one message; a longer message would hold up beats and commands.
+MAX_NEWS_BYTES = 2**20
+# Reports of one node on peers that have not joined yet: their number, and for how long they are
+# kept. After a restart of a router, its nodes join again within seconds.
+MAX_EARLY, EARLY_S = 4096, 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _News:
+    """What one node must be told.
+
+    Attributes:
+        joined: updates about peers that joined, by engine id; None: the reader is connected to the
+            peer already.
+        removed: engine ids of peers that left; told before ``joined``.
+    """
+
+    reader: Node
+    joined: dict[str, PeerUpdate | None] = field(default_factory=dict)
+    removed: dict[str, None] = field(default_factory=dict)
+
+    def messages(self) -> Iterator[PeerUpdates]:
+        """Yield the news as messages, each with at most `MAX_NEWS_BYTES` of peer infos."""
+        updates = [PeerUpdate(engine_id, removed=True) for engine_id in self.removed]
+        known = tuple(engine_id for engine_id, update in self.joined.items() if update is None)
+        num_bytes = 0
+        for update in self.joined.values():
+            if update is None:
+                continue
+            num_bytes += _num_bytes(update)
+            if num_bytes > MAX_NEWS_BYTES and updates:
+                yield PeerUpdates(tuple(updates))
+                updates, num_bytes = [], _num_bytes(update)
+            updates.append(update)
+        if updates or known:
+            yield PeerUpdates(tuple(updates), known)
+
+
+@dataclass(slots=True, eq=False)
+class _Early:
+    """A node's first reports on peers that have not joined yet, and until when they are kept."""
+
+    until: float
+    reports: dict[str, PeerReport]
+
+
+class Introductions:
+    """Introduces the nodes of one pool to each other.
+
+    Args:
+        reach: is updated by the reports of nodes on peers that joined later.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, reach: Reach, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reach = reach
+        self._clock = clock
+        self._here: dict[str, Node] = {}  # introduced nodes, by engine id
+        self._early: dict[str, _Early] = {}  # by engine id of the node that reported; oldest first
+        self._news: dict[str, _News] = {}  # by engine id of the reader
+        self._is_due = False
+        self._rest_until = -math.inf
+
+    # ------------------------------------------------------------------ nodes
+
+    def add(self, node: Node) -> None:
+        """Introduce a node that joined; a node that will send `PeerReports`, only after these."""
+        if not node.registration.batches_peers:
+            self._introduce(node)
+
+    def note_reports(self, node: Node, strangers: Iterable[PeerReport]) -> None:
+        """Introduce a node that has sent `PeerReports`, if these are its first.
+
+        Args:
+            strangers: its reports on nodes that have not joined.
+        """
+        if node.engine_id in self._here:
+            return
+        now = self._clock()
+        for engine_id, early in list(self._early.items()):
+            if early.until > now:
+                break
+            del self._early[engine_id]
+        connected = [one for one in strangers if one.connected and not one.problem]
+        reports = {one.engine_id: one for one in connected[:MAX_EARLY]}
+        self._early[node.engine_id] = _Early(now + EARLY_S, reports)
+        self._introduce(node)
+
+    def tell_again(self, node: Node, reports: PeerReports) -> None:
+        """Introduce a node again to listed peers that it does not know any more."""
+        for engine_id in reports.unknown:
+            peer = self._here.get(engine_id)
+            # A node reports a peer before it is listed, so each report allows one answer
+            if peer is None or node.reports.pop(engine_id, None) is None:
+                continue
+            if are_peers(node, peer):
+                self._reach.note_report(node, peer)
+                self._tell(node, peer)
+                self._tell(peer, node)
+
+    def remove(self, node: Node) -> None:
+        """Forget a node that left, and tell its peers."""
+        self._early.pop(node.engine_id, None)
+        self._news.pop(node.engine_id, None)
+        was_introduced = self._here.pop(node.engine_id, None) is not None
+        for other in self._peers_of(node):
+            other.reports.pop(node.engine_id, None)
+            if not was_introduced:
+                continue
+            if not other.registration.batches_peers:
+                other.send(PeerUpdate(node.engine_id, removed=True))
+                continue
+            news = self._news_for(other)
+            news.joined.pop(node.engine_id, None)
+            news.removed[node.engine_id] = None
+
+    # ------------------------------------------------------------------ inside
+
+    def _introduce(self, node: Node) -> None:
+        """Tell a node about its compatible peers, and these peers about the node."""
+        for other in self._peers_of(node):
+            problem = incompatibility(node.registration, other.registration)
+            if not problem:
+                are_connected = self._are_connected(node, other)
+                self._tell(node, other, is_known=are_connected)
+                self._tell(other, node, is_known=are_connected)
+            # Otherwise the two would only have sent cached prefixes to each other
+            elif may_meet(node.registration, other.registration):
+                _note_problem(node, other, problem)
+        self._here[node.engine_id] = node
+
+    def _peers_of(self, node: Node) -> list[Node]:
+        said = node.registration
+        return [
+            other
+            for other in self._here.values()
+            if other is not node
+            and (may_meet(other.registration, said) or may_fetch(other.registration, said))
+        ]
+
+    def _are_connected(self, one: Node, other: Node) -> bool:
+        """Return whether both nodes have reported that they are connected, so that both know it.
+
+        If one of them has forgotten the other, both are told in full, because they connect again
+        faster if both know that they must.
+        """
+        self._take_early(one, other)
+        self._take_early(other, one)
+        there, back = one.reports.get(other.engine_id), other.reports.get(one.engine_id)
+        return (
+            there is not None
+            and back is not None
+            and there.connected
+            and back.connected
+            # Nodes report only how they exchange KV, so they are told of other ends in any case
+            and not may_fetch(one.registration, other.registration)
+        )
+
+    def _take_early(self, node: Node, peer: Node) -> None:
+        """Take over the report that a node sent on a peer before the peer joined."""
+        early = self._early.get(node.engine_id)
+        report = early.reports.pop(peer.engine_id, None) if early and early.reports else None
+        if report is not None and may_meet(node.registration, peer.registration):
+            node.reports[peer.engine_id] = report
+            self._reach.note_report(node, peer)
+
+    def _tell(self, reader: Node, peer: Node, *, is_known: bool = False) -> None:
+        """Tell a node about a compatible peer, with the next news if the node reads these."""
+        if reader.registration.batches_peers:
+            update = None if is_known else update_about(peer, reader)
+            self._news_for(reader).joined[peer.engine_id] = update
+        else:
+            reader.send(update_about(peer, reader))
+
+    def _news_for(self, reader: Node) -> _News:
+        """Return the news for a node, which are sent soon."""
+        news = self._news.get(reader.engine_id)
+        if news is None:
+            news = self._news[reader.engine_id] = _News(reader)
+            if not self._is_due:
+                self._is_due = True
+                rest_s = max(self._rest_until - self._clock(), 0.0)
+                asyncio.get_running_loop().call_later(rest_s, self._send_news)
+        return news
+
+    def _send_news(self) -> None:
+        self._is_due = False
+        news, self._news = self._news, {}
+        num_messages = 0
+        for one in news.values():
+            for message in one.messages():
+                one.reader.send(message)
+                num_messages += 1
+        self._rest_until = self._clock() + num_messages / MESSAGES_PER_S
+
+
+def _num_bytes(update: PeerUpdate) -> int:
+    return len(update.peer_info) + len(update.fetch_peer_info) + len(update.share_peer_info)
+
+
+def _note_problem(node: Node, other: Node, problem: str) -> None:
+    """Note and log why two nodes are not paired."""
+    report = PeerReport("", False, problem=problem)
+    node.reports[other.engine_id] = other.reports[node.engine_id] = report
+    is_other_revision = node.registration.revision != other.registration.revision
+    # During a rollout, nodes of different revisions join on purpose, so this is no warning.
+    level = logging.DEBUG if is_other_revision else logging.WARNING
+    logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)

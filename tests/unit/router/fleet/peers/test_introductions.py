@@ -1,0 +1,171 @@
+"""Unit tests of Introductions: who is told about whom, in how many messages, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from baton.link.words import NodeRole, PeerReport, PeerReports, PeerUpdate, PeerUpdates
+from router.fleet.node_pool import NodePool
+from router.fleet.peers.introductions import MAX_NEWS_BYTES
+from tests.fakes.router.nodes import HandNode, make_pool, make_registration
+from tests.fakes.router.router_scene import asynchronous
+
+P, D = NodeRole.PREFILL, NodeRole.DECODE
+
+
+class BatchNode(HandNode):
+    """A node that reads `PeerUpdates`; it has not sent its first reports yet."""
+
+    def __init__(self, pool: NodePool, name: str, role: NodeRole, peer_info: bytes = b"") -> None:
+        said = make_registration(name, role)
+        info = peer_info or said.peer_info
+        super().__init__(pool, dataclasses.replace(said, batches_peers=True, peer_info=info))
+
+    def report(self, *connected: str, unknown: tuple[str, ...] = ()) -> None:
+        reports = tuple(PeerReport(engine_id, True, "t", "", 5.0) for engine_id in connected)
+        self.pool.on_event(self.node, PeerReports(reports, unknown))
+
+    def news(self) -> list[PeerUpdates]:
+        """Return the messages about peers since the last call."""
+        found = self.of(PeerUpdates)
+        self.commands.clear()
+        return found
+
+
+def join(pool: NodePool, *names: str) -> list[BatchNode]:
+    """Join nodes, whose names tell their roles and which are connected to nobody."""
+    nodes = [BatchNode(pool, name, P if name[0] == "p" else D) for name in names]
+    for node in nodes:
+        node.report()
+    return nodes
+
+
+async def until_told(*nodes: BatchNode) -> None:
+    """Wait until each of these nodes has a message about peers."""
+    while not all(node.of(PeerUpdates) for node in nodes):  # noqa: ASYNC110  # nodes are fakes
+        await asyncio.sleep(0.001)
+
+
+@asynchronous
+async def test_a_storm_of_joins_is_one_message_to_each_node() -> None:
+    pool = make_pool()
+    p0, p1, d0, d1, d2 = join(pool, "p0", "p1", "d0", "d1", "d2")
+    await until_told(p0, p1, d0, d1, d2)
+    for prefill in (p0, p1):
+        (news,) = prefill.news()
+        assert [update.engine_id for update in news.updates] == ["d0-0", "d1-0", "d2-0"]
+        assert news.updates[0] == PeerUpdate("d0-0", b"info of d0-0")
+        assert not news.known
+    for decode in (d0, d1, d2):
+        (news,) = decode.news()
+        assert [update.engine_id for update in news.updates] == ["p0-0", "p1-0"]
+
+
+@asynchronous
+async def test_a_node_is_introduced_only_after_its_first_reports() -> None:
+    pool = make_pool()
+    (d0,) = join(pool, "d0")
+    p0 = BatchNode(pool, "p0", P)
+    old = HandNode(pool, make_registration("d1", D))
+    await asyncio.sleep(0.01)
+    assert not d0.news() + p0.news()
+    assert not old.of(PeerUpdate)
+    p0.report()
+    assert old.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]  # told at once, as before
+    await until_told(d0, p0)
+    (news,) = p0.news()
+    assert [update.engine_id for update in news.updates] == ["d0-0", "d1-0"]
+
+
+@asynchronous
+async def test_after_a_restart_of_the_router_connected_pairs_are_listed_and_not_met_again() -> None:
+    pool = make_pool()
+    p0, d0 = BatchNode(pool, "p0", P), BatchNode(pool, "d0", D)
+    p0.report("d0-0", "gone-0")
+    d0.report("p0-0")
+    assert pool.num_pairs_connected == 1
+    assert pool.fleet.prefills
+    d1 = BatchNode(pool, "d1", D)  # a peer that neither had met
+    d1.report()
+    await until_told(p0, d0, d1)
+    assert p0.news() == [PeerUpdates((PeerUpdate("d1-0", b"info of d1-0"),), ("d0-0",))]
+    assert d0.news() == [PeerUpdates((), ("p0-0",))]
+
+
+@asynchronous
+async def test_reports_on_peers_that_join_later_count_when_they_join() -> None:
+    pool = make_pool()
+    p0 = BatchNode(pool, "p0", P)
+    p0.report("d0-0")
+    assert pool.num_pairs_connected == 0
+    d0 = BatchNode(pool, "d0", D)
+    d0.report("p0-0")
+    assert pool.num_pairs_connected == 1
+    await until_told(p0, d0)
+    assert p0.news() == [PeerUpdates((), ("d0-0",))]
+    assert d0.news() == [PeerUpdates((), ("p0-0",))]
+
+
+@asynchronous
+async def test_a_peer_that_has_forgotten_a_node_is_met_by_both() -> None:
+    """If only the peer were told, the node would notice only by the peer's silence."""
+    pool = make_pool()
+    p0 = BatchNode(pool, "p0", P)
+    p0.report("d0-0")
+    (d0,) = join(pool, "d0")
+    await until_told(p0, d0)
+    for node, other in ((p0, "d0-0"), (d0, "p0-0")):
+        (news,) = node.news()
+        assert [update.engine_id for update in news.updates] == [other]
+        assert not news.known
+
+
+@asynchronous
+async def test_a_listed_peer_that_a_node_has_lost_meanwhile_is_told_in_full() -> None:
+    pool = make_pool()
+    p0, d0 = BatchNode(pool, "p0", P), BatchNode(pool, "d0", D)
+    p0.report("d0-0")
+    d0.report("p0-0")
+    await until_told(p0, d0)
+    assert p0.news() == [PeerUpdates((), ("d0-0",))]
+    p0.report(unknown=("d0-0", "nobody", "p0-0"))
+    assert pool.num_pairs_connected == 0
+    await until_told(p0)
+    assert p0.news() == [PeerUpdates((PeerUpdate("d0-0", b"info of d0-0"),))]
+
+
+@asynchronous
+async def test_a_peer_that_leaves_is_removed_and_its_return_told_after_its_removal() -> None:
+    pool = make_pool()
+    p0, d0 = join(pool, "p0", "d0")
+    await until_told(p0)
+    p0.news()
+    p0.report("d0-0")
+    d0.leave()
+    assert pool.num_pairs_connected == 0
+    join(pool, "d0")
+    await until_told(p0)
+    removed, joined = PeerUpdate("d0-0", removed=True), PeerUpdate("d0-0", b"info of d0-0")
+    assert p0.news() == [PeerUpdates((removed, joined))]
+
+
+@asynchronous
+async def test_a_peer_that_leaves_before_it_was_told_of_is_only_removed() -> None:
+    pool = make_pool()
+    p0, d0 = join(pool, "p0", "d0")
+    d0.leave()
+    await until_told(p0)
+    assert p0.news() == [PeerUpdates((PeerUpdate("d0-0", removed=True),))]
+
+
+@asynchronous
+async def test_large_peer_infos_are_divided_over_messages() -> None:
+    pool = make_pool()
+    (p0,) = join(pool, "p0")
+    info = b"i" * (MAX_NEWS_BYTES // 3)
+    for number in range(7):
+        BatchNode(pool, f"d{number}", D, info).report()
+    await until_told(p0)
+    sizes = [len(news.updates) for news in p0.news()]
+    assert sizes == [3, 3, 1]
