@@ -306,9 +306,9 @@ def _max_tokens(
     least = max(1, body.min_tokens or 0)
     if not body.use_beam_search:
         return named.num_tokens(asked, max(room, least))
-    most = min(MAX_BEAM_TOKENS, most_search_tokens(images, body.best_of or body.n or 1))
-    found = named.num_tokens(asked, min(room, most))
-    return found if asked is not None else max(min(found, most), least)
+    most = max(min(MAX_BEAM_TOKENS, most_search_tokens(images, body.best_of or body.n or 1)), least)
+    found = named.num_tokens(asked, max(min(room, most), least))
+    return found if asked is not None else min(found, most)
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:
