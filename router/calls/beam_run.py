@@ -70,8 +70,7 @@ def begin_search(
     params, beams, principal = call.sampling_params, call.terms.beams, call.terms.principal
     assert beams is not None
     check_beam_sampling(dataclasses.replace(params, n=num_outputs), beams.beam_width)
-    room = limits.max_model_len - len(call.prompt_token_ids)
-    _check_images(call, beams.beam_width, room)
+    _check_images(call, beams.beam_width)
     ends = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         ends |= limits.end_token_ids
@@ -83,6 +82,7 @@ def begin_search(
     if beams.num_candidates > limits.vocab_size:
         raise InvalidRequestError("beam_width", "is too large for the model's vocabulary")
     dispatcher.admission.charge(principal)
+    room = limits.max_model_len - len(call.prompt_token_ids)
     return BeamRun(call, beams, room, dispatcher.run)
 
 
@@ -96,19 +96,15 @@ def most_search_tokens(images: Iterable[PromptImage], beam_width: int) -> int:
     return MAX_SEARCH_IMAGE_BYTES // max(num_bytes * beam_width, 1)
 
 
-def _check_images(call: Call, beam_width: int, room: int) -> None:
-    """Raise InvalidRequestError if a search would send too many bytes of image files to nodes.
-
-    Args:
-        room: maximum number of output tokens that fit into the model's length.
-    """
+def _check_images(call: Call, beam_width: int) -> None:
+    """Raise InvalidRequestError if a search would send too many bytes of image files to nodes."""
     num_bytes = sum(len(image.data) for image in call.images)
     if num_bytes * beam_width > MAX_STEP_IMAGE_BYTES:
         most = f"must be at most {MAX_STEP_IMAGE_BYTES // num_bytes} with images of"
         raise InvalidRequestError("beam_width", f"{most} {num_bytes} bytes, got {beam_width}")
     most_tokens = most_search_tokens(call.images, beam_width)
     asked = call.sampling_params.max_tokens
-    if min(asked, room) > most_tokens:
+    if asked > most_tokens:
         most = f"must be at most {most_tokens} with"
         problem = f"{most} {beam_width} beams and images of {num_bytes} bytes, got {asked}"
         raise InvalidRequestError("max_tokens", problem)
