@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.engine_config import EngineConfig
-from engine.core.images.image_plan import PixelArray
+from engine.core.images.image_plan import ENCODER_ERRORS, PixelArray, problem_of
 from engine.core.images.prompt_images import ImagePixels
 from engine.worker.device_choice import (
     choose_device,
@@ -77,14 +77,15 @@ class Encoder:
         Raises:
             ValueError: the encoder failed, or made NaN or infinite values.
         """
-        arrays = {array.name: self._to_tensor(array) for array in pixels.arrays}
         try:
+            arrays = {array.name: self._to_tensor(array) for array in pixels.arrays}
             with torch.inference_mode():
                 embeddings = self._vision.encode(arrays)
-        except (RuntimeError, ValueError, IndexError) as error:
+            has_numbers = bool(embeddings.isfinite().all())
+        except ENCODER_ERRORS as error:
             logger.exception("an image cannot be encoded")
-            raise ValueError(f"the encoder failed: {type(error).__name__}") from error
-        if not bool(embeddings.isfinite().all()):
+            raise ValueError(problem_of(error)) from error
+        if not has_numbers:
             raise ValueError("its encoding has NaN or infinite numbers")
         return embeddings
 

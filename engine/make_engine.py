@@ -128,7 +128,9 @@ def _image_inputs(
         # Leave room for the requests that decode in the image's step: one token each.
         most_in_a_step = config.max_num_batched_tokens - config.max_num_requests + 1
     pixels = PixelMaker(model_folder)
-    return ImageInputs(layout, pixels, config.encoder_cache_tokens, most_in_a_step)
+    has_three_axes = any(rope.axes for rope in model.recipe.ropes)
+    most_tokens = config.encoder_cache_tokens
+    return ImageInputs(layout, pixels, most_tokens, most_in_a_step, has_three_axes)
 
 
 def _image_layout(model_folder: Path, config: EngineConfig) -> ImageLayout | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.api.errors import is_out_of_memory
 from baton.kv.encodings import num_units, transfer_name
 from baton.link.words import PrefillCommand
 from baton.telemetry.ledger import Ledger, balance
@@ -240,7 +241,13 @@ class Arrivals:
         if record is None or not units or (record.image, record.num_tokens) != wanted:
             self.lose(key, arrival, "its commit record does not fit", quiet=True)
             return
-        found = self._memory.read(units, arrival.num_embeddings)
+        try:
+            found = self._memory.read(units, arrival.num_embeddings)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.lose(key, arrival, "this node has too little memory for it", quiet=True)
+            return
         if found is None:
             self.lose(key, arrival, "it has NaN or infinite numbers", quiet=True)
             return

@@ -27,7 +27,7 @@ from router.gate.rate_limits import RateLimits
 from router.gate.scaling import ScalingSignals
 from router.intake.abilities import Abilities
 from router.intake.answers.answers import Answers
-from router.intake.cache_salts import make_salts
+from router.intake.cache_salts import CacheSalts, make_salts
 from router.intake.fleet_metrics import Collected, collect_scaling
 from router.intake.images.image_reader import ImageReader
 from router.intake.intake import Intake
@@ -175,6 +175,7 @@ def make_intake(
         setup=config.texts.read_setup(folder),
         end_token_ids=read_end_token_ids(folder),
     )
+    salts = make_salts(config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file))
     reader = PromptReader(
         readers.tokenizer,
         dispatcher.admission,
@@ -183,10 +184,9 @@ def make_intake(
         readers=readers,
         trusts_templates=config.texts.trust_request_chat_template,
         cuts_changing_lines=config.texts.cut_changing_lines,
-        images=_make_image_reader(config, folder, readers.tokenizer),
+        images=_make_image_reader(config, folder, readers.tokenizer, salts),
         may_encode=lambda: dispatcher.pool.may_encode_images,
     )
-    salts = make_salts(config.cache_salt_secret_file, has_tenants=bool(config.api_keys_file))
     return Intake(
         dispatcher,
         reader,
@@ -200,13 +200,13 @@ def make_intake(
 
 
 def _make_image_reader(
-    config: RouterConfig, folder: Path, tokenizer: Tokenizer | None
+    config: RouterConfig, folder: Path, tokenizer: Tokenizer | None, salts: CacheSalts
 ) -> ImageReader | None:
     """Make the reader of images; return None if the model takes no images."""
     if tokenizer is None or config.images.max_images == 0:
         return None
     layout = layout_of(folder, tokenizer)
-    return None if layout is None else ImageReader(layout, config.images)
+    return None if layout is None else ImageReader(layout, config.images, salts)
 
 
 def _make_scaling(config: RouterConfig, pool: NodePool, admission: Admission) -> ScalingSignals:

@@ -22,6 +22,7 @@ Status codes are named by string so that this file needs no gRPC.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 from baton.api.printable import printable
@@ -31,11 +32,20 @@ if TYPE_CHECKING:
 
 
 MAX_QUOTED_CHARS = 2_000
+# How torch's allocators say that memory is short, in a `RuntimeError`.
+_NO_MEMORY = re.compile(r"out of memory|allocate memory|not enough memory", re.IGNORECASE)
 
 
 def reason_of(error: Exception) -> str:
     """Return why an action failed, for a message that already names the file."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory is short: Python's own, or one of torch."""
+    if isinstance(error, RuntimeError):
+        return _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, MemoryError)
 
 
 class BatonError(Exception):

@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, FamilyNames] = {
         ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
         ["gemma2", "gemma3"],
     ),
-    "gemma4": FamilyNames(["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"]),
+    "gemma4": FamilyNames(["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"], ["gemma4"]),
     "glm": FamilyNames(
         ["GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"], ["chatglm", "glm4", "glm4moe"]
     ),
@@ -60,7 +60,7 @@ FAMILIES: Mapping[str, FamilyNames] = {
         ["Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2VLForConditionalGeneration",
          "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
          "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"],
-        ["qwen2", "qwen2moe", "qwen3", "qwen3moe"],
+        ["qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe"],
     ),
     "qwen3_next": FamilyNames(
         ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
-from baton.checkpoint.gguf.parts import first_part, only_first_parts, part_files
+from baton.checkpoint.gguf.parts import first_part, only_models, part_files
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ _NAME = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})(?::(?P<quantization>[\w.
 _FILE = re.compile(rf"(?P<repository>{_OWNER_AND_NAME})/(?P<file>[\w./ +-]+\.gguf)", re.IGNORECASE)
 # Names of quantizations (such as Q4_K_M) in the names of GGUF files.
 _QUANTIZATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*)", re.IGNORECASE)
-_NO_MODELS = ("mmproj", "imatrix")  # files of image projectors or statistics
 _PART_OF_FILE = ".part"
 _SHOWN_FILES = 8
 # The part of a library's error text that quotes an error of the operating system.
@@ -179,8 +178,7 @@ def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
         ModelLoadError: no file or several files match.
     """
     ggufs = [file for file in files if PurePosixPath(file).suffix.lower() == _GGUF]
-    firsts = [str(path) for path in only_first_parts([Path(file) for file in ggufs])]
-    models = [file for file in firsts if not any(word in file.lower() for word in _NO_MODELS)]
+    models = [str(path) for path in only_models([Path(file) for file in ggufs])]
     found = models
     if name.quantization:
         wanted = re.compile(rf"(?:^|[-._/]){re.escape(name.quantization)}(?:[-.]|$)", re.IGNORECASE)

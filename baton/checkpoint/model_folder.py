@@ -15,7 +15,7 @@ from baton.api.bounded_files import read_object, size_of
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.families import ARCHITECTURES
 from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf, weight_files
-from baton.checkpoint.gguf.parts import only_first_parts
+from baton.checkpoint.gguf.parts import only_first_parts, only_models
 from baton.checkpoint.hub import HubName, fetch
 from baton.checkpoint.weights_samples import read_samples
 from baton.registry import Registry
@@ -117,8 +117,9 @@ def _nothing_here(model: str) -> str:
 
 def _in_folder(folder: Path) -> Path:
     """Return the folder, or if its only weights are a GGUF file, the folder made for that file."""
-    ggufs = sorted(path for path in folder.glob(f"*{_GGUF}") if path.name != WEIGHTS)
     has_config = (folder / "config.json").is_file()
+    # A folder that was made for a GGUF file has a link of this name beside its config.json.
+    ggufs = sorted(p for p in folder.glob(f"*{_GGUF}") if p.name != WEIGHTS or not has_config)
     if has_config and (not ggufs or any(folder.glob("*.safetensors"))):
         return folder
     if not ggufs:
@@ -141,7 +142,7 @@ def _in_package(name: str) -> Path | None:
 
 
 def _only(ggufs: Sequence[Path], place: str) -> Path:
-    ggufs = only_first_parts(ggufs)
+    ggufs = only_models(ggufs) or only_first_parts(ggufs)
     if len(ggufs) > 1:
         names = ", ".join(path.name for path in ggufs[:_SHOWN_FILES])
         more = f" and {len(ggufs) - _SHOWN_FILES} more" if len(ggufs) > _SHOWN_FILES else ""

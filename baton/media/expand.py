@@ -24,7 +24,10 @@ def as_written(text: str, layout: ImageLayout) -> str:
 
 
 def expand_images(
-    token_ids: Sequence[int], images: Sequence[SizedFile], layout: ImageLayout
+    token_ids: Sequence[int],
+    images: Sequence[SizedFile],
+    layout: ImageLayout,
+    salt: bytes = b"",
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Return the prompt with its images' tokens, and the place and digest of each image.
 
@@ -32,6 +35,7 @@ def expand_images(
         token_ids: tokens of the prompt, with one marker per image.
         images: the images in the order of their markers.
         layout: the model's rule for the tokens of an image.
+        salt: prompts with different salts share no encodings of images; at most 64 bytes.
 
     Raises:
         InvalidRequestError: the numbers of markers and images differ, or the model does not accept
@@ -56,7 +60,7 @@ def expand_images(
         span = ImageSpan(
             first=len(expanded),
             num_tokens=len(tokens.token_ids),
-            digest=image_digest(data, layout.settings),
+            digest=image_digest(data, layout.settings, salt),
             grid=tokens.grid,
         )
         expanded += tokens.token_ids
@@ -65,8 +69,12 @@ def expand_images(
     return expanded, tuple(found)
 
 
-def image_digest(data: bytes, settings: bytes) -> bytes:
-    """Return the digest of an image file and of the settings that it is processed with."""
-    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES)
+def image_digest(data: bytes, settings: bytes, salt: bytes = b"") -> bytes:
+    """Return the digest of an image file and of the settings that it is processed with.
+
+    Args:
+        salt: key of the digest; empty: the digest has no key.
+    """
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=salt)
     digest.update(settings)
     return digest.digest()

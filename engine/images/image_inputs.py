@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.api.errors import BatonError, InvalidRequestError
@@ -24,6 +25,7 @@ class ImageInputs:
         most_tokens: maximum number of tokens that one image may have.
         most_in_a_step: maximum number of tokens of one image if one step must compute the whole
             image; None: several steps may compute an image.
+        has_three_axes: whether the model computes positions from the grids of images.
 
     Attributes:
         layout: the argument, unchanged.
@@ -35,8 +37,9 @@ class ImageInputs:
         pixels: PixelMaker | None = None,
         most_tokens: int = 0,
         most_in_a_step: int | None = None,
+        has_three_axes: bool = False,
     ) -> None:
-        self.layout = layout
+        self.layout, self._has_three_axes = layout, has_three_axes
         self._pixels, self._most_tokens = pixels, most_tokens
         self._most_in_a_step = most_in_a_step
 
@@ -69,6 +72,8 @@ class ImageInputs:
         found = PromptImages(images, token_ids, placeholder, self._most_tokens)
         if need_files and not found.files:
             raise InvalidRequestError("images", "came without files to the node that encodes them")
+        if self._has_three_axes:
+            _check_grids(found.spans)
         if self._most_in_a_step is not None and found.files:
             _check_steps(found.spans, self._most_in_a_step)
         return found
@@ -121,6 +126,15 @@ class ImageInputs:
         """End the processes that decode images."""
         if self._pixels is not None:
             self._pixels.close()
+
+
+def _check_grids(spans: Sequence[ImageSpan]) -> None:
+    """Raise InvalidRequestError if an image's grid has not one cell for each of its tokens."""
+    for index, span in enumerate(spans):
+        if min(span.grid) < 1 or math.prod(span.grid) != span.num_tokens:
+            cells = " x ".join(map(str, span.grid))
+            problem = f"its grid {cells} must have its number of tokens, {span.num_tokens}"
+            raise InvalidRequestError(f"images[{index}]", problem)
 
 
 def _check_steps(spans: Sequence[ImageSpan], most: int) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from baton.api.errors import ModelLoadError
+from baton.checkpoint.gguf.architecture import Architecture, Keys, no_fields
+from baton.checkpoint.gguf.rope import DEFAULT_THETA, ROPE_FACTORS
 from models.families.shared.experts import checked
+from models.families.shared.gguf import expert_size, layer_types
 from models.family import GELU, Family, TextPart
 from models.fields import MAX_PARTS, Fields
 from models.model_fields import FULL, SLIDING, ModelFields
@@ -252,3 +257,159 @@ Gemma4ForCausalLM = Family(
     ropes_by_layer_type=True,
 )
 Gemma4ForConditionalGeneration = TextPart("Gemma4ForCausalLM", is_tied=True, vision=read_gemma4)
+
+
+# ---------------------------------------------------------------------------- GGUF files
+
+
+# A file divides the frequencies of pairs that are not rotated by this factor or a larger one.
+_STILL = 1e20
+_PER_LAYER_TABLE = "per_layer_token_embd.weight"
+
+
+def _gguf(keys: Keys) -> Mapping[str, Any]:
+    """Return the fields that only Gemma 4 has.
+
+    A file says nothing about images (`use_bidirectional_attention`), because the encoder is in
+    another file, which Baton does not read.
+    """
+    types = [*layer_types(keys, _PATTERN)[:-1], FULL]
+    shared = keys.integer("attention.shared_kv_layers", 0, minimum=0)
+    found: dict[str, Any] = {
+        **_gguf_heads(keys, types, shared),
+        **_gguf_mlp(keys, shared),
+        **_gguf_per_layer(keys),
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": types,
+        "num_kv_shared_layers": shared,
+        "sliding_window": keys.integer("attention.sliding_window"),
+    }
+    if keys.get("final_logit_softcapping") is not None:
+        found["final_logit_softcapping"] = keys.decimal("final_logit_softcapping")
+    if keys.get("expert_count"):
+        found["enable_moe_block"] = True
+        found["num_experts"] = keys.integer("expert_count")
+        found["top_k_experts"] = keys.integer("expert_used_count")
+        found["moe_intermediate_size"] = expert_size(keys)
+    return found
+
+
+def _gguf_heads(keys: Keys, types: Sequence[str], shared: int) -> Mapping[str, Any]:
+    """Return the fields of heads and RoPE, which differ between the two types of layers."""
+    full_size, size = (_gguf_head_dim(keys, suffix) for suffix in ("", "_swa"))
+    kv_heads = keys.per_layer("attention.head_count_kv")
+    by_type: dict[str, int] = dict(zip(types, kv_heads, strict=True))
+    if any(by_type[kind] != number for kind, number in zip(types, kv_heads, strict=True)):
+        raise keys.wrong("attention.head_count_kv", f"layers of one type differ: {kv_heads}")
+    own = [i for i, kind in enumerate(types[: len(types) - shared]) if kind == FULL]
+    of_full = {"head_dim": full_size, "num_key_value_heads": by_type[FULL]}
+    return {
+        "head_dim": size,
+        "num_key_value_heads": by_type.get(SLIDING, by_type[FULL]),
+        "per_layer_config": {str(i): of_full for i, kind in enumerate(types) if kind == FULL},
+        "attention_k_eq_v": not any(keys.has("attn_v.weight", layer) for layer in own),
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional",
+                "partial_rotary_factor": _gguf_turning(keys, full_size // 2),
+                "rope_theta": keys.decimal("rope.freq_base", DEFAULT_THETA),
+            },
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": keys.decimal("rope.freq_base_swa", DEFAULT_THETA),
+            },
+        },
+    }
+
+
+def _gguf_head_dim(keys: Keys, suffix: str) -> int:
+    """Return the head size of one type of layers, after a check of the sizes that must equal it.
+
+    Args:
+        keys: metadata of the GGUF file.
+        suffix: ending of the keys' names: "_swa" for layers with a window, "" for the others.
+    """
+    size = keys.integer(f"attention.key_length{suffix}")
+    for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
+        if (found := keys.integer(name, size)) != size:
+            raise keys.wrong(name, f"must be the keys' length {size}, got {found}")
+    return size
+
+
+def _gguf_turning(keys: Keys, num_pairs: int) -> float:
+    """Return the share of a head's pairs that RoPE rotates in layers with full attention.
+
+    Raises:
+        ModelLoadError: RoPE is scaled, or the factors are not 1 for the first pairs and huge for
+            the others.
+    """
+    if (kind := keys.get("rope.scaling.type")) not in (None, "none"):
+        raise keys.wrong("rope.scaling.type", f"{kind!r:.100} is not supported")
+    if ROPE_FACTORS not in keys.file.tensors:
+        return 1.0
+    factors = keys.file.floats(ROPE_FACTORS)
+    turning = sum(factor < _STILL for factor in factors)
+    if len(factors) != num_pairs or factors[:turning] != (1.0,) * turning or not turning:
+        problem = f"must be 1 for the first of {num_pairs} pairs, and at least {_STILL:g} after"
+        raise ModelLoadError(f"{keys.file.path}: {ROPE_FACTORS}: {problem}")
+    return turning / num_pairs
+
+
+def _gguf_mlp(keys: Keys, shared: int) -> Mapping[str, Any]:
+    """Return the fields of the MLPs, which may be twice as wide in the last ``shared`` layers."""
+    name = "feed_forward_length"
+    sizes = keys.per_layer(name)
+    is_double = shared > 0 and sizes[-1] == 2 * sizes[0]
+    own, last = len(sizes) - shared, sizes[0] * (2 if is_double else 1)
+    if sizes != [sizes[0]] * own + [last] * shared:
+        raise keys.wrong(name, f"{sizes} is not supported; the last {shared} layers may have twice")
+    return {"intermediate_size": sizes[0], "use_double_wide_mlp": is_double}
+
+
+def _gguf_per_layer(keys: Keys) -> Mapping[str, Any]:
+    """Return the fields of the vectors that each token has for each layer."""
+    size = keys.integer("embedding_length_per_layer_input", 0, minimum=0)
+    if not size:
+        return {"hidden_size_per_layer_input": 0}
+    table = keys.file.tensors.get(_PER_LAYER_TABLE)
+    if table is None:
+        raise ModelLoadError(f"{keys.file.path}: weights are missing: {_PER_LAYER_TABLE}")
+    return {
+        "hidden_size_per_layer_input": size,
+        "vocab_size_per_layer_input": table.shape[0],
+        "pad_token_id": keys.file.metadata.get("tokenizer.ggml.padding_token_id", 0),
+    }
+
+
+GGUF = {
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        _gguf,
+        heads=no_fields,
+        outer={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_exps": "experts.{expert}.gate_proj",
+            "ffn_up_exps": "experts.{expert}.up_proj",
+            "ffn_down_exps": "experts.{expert}.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "layer_output_scale.weight": "layer_scalar",
+        },
+        may_have_experts=True,
+    )
+}

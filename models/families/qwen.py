@@ -173,8 +173,9 @@ def _gguf_of_3_moe(keys: Keys) -> Mapping[str, Any]:
     return gguf_experts(keys, normalized=True)
 
 
+# Files of vision-language models have the text network alone: the encoder is in another file.
 GGUF = {
-    "qwen2": Architecture("Qwen2ForCausalLM", _gguf_of_2),
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("Qwen2ForCausalLM", _gguf_of_2)),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         _gguf_of_2_moe,
@@ -182,6 +183,9 @@ GGUF = {
         changes={"ffn_gate_inp_shexp": (Change.ONE_ROW,)},
         may_have_experts=True,
     ),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _gguf_of_3_moe, may_have_experts=True),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("Qwen3ForCausalLM")),
+    **dict.fromkeys(
+        ("qwen3moe", "qwen3vlmoe"),
+        Architecture("Qwen3MoeForCausalLM", _gguf_of_3_moe, may_have_experts=True),
+    ),
 }

@@ -30,7 +30,7 @@ from baton.adapters.digest import (
     shorten_digest,
 )
 from baton.adapters.sources import find_named
-from baton.api.errors import OverloadedError
+from baton.api.errors import OverloadedError, is_out_of_memory
 from baton.link.words import AbortAll, DecodeCommand, PrefillCommand
 from engine.adapters import ReadAdapter
 from engine.engine import Engine
@@ -231,7 +231,9 @@ class AdapterQueue:
         began_at = self._clock()
         try:
             adapter = self._table.read(find_named(self._root, source), digest)
-        except MemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise AdapterError(f"{source!r:.200}: does not fit in this machine's memory") from None
         return adapter, self._clock() - began_at
 

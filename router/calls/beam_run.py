@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.access.identity import Principal
@@ -26,6 +26,7 @@ from baton.api.beam_search import (
     check_beam_sampling,
 )
 from baton.api.errors import DeadlineExceededError, InvalidRequestError
+from baton.api.images import PromptImage
 from baton.api.outputs import FinishReason, Receipt, TextDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from router.calls.call import Call
@@ -86,20 +87,27 @@ def begin_search(
     return BeamRun(call, beams, room, dispatcher.run)
 
 
-def _check_images(call: Call, beam_width: int) -> None:
-    """Raise InvalidRequestError if a search would send too many bytes of image files to nodes.
+def most_search_tokens(images: Iterable[PromptImage], beam_width: int) -> int:
+    """Return how many output tokens a search over a prompt with images may have.
 
     The call of each beam and token has all files, because its node may not have the image in its
     caches any more.
     """
+    num_bytes = sum(len(image.data) for image in images)
+    return MAX_SEARCH_IMAGE_BYTES // max(num_bytes * beam_width, 1)
+
+
+def _check_images(call: Call, beam_width: int) -> None:
+    """Raise InvalidRequestError if a search would send too many bytes of image files to nodes."""
     num_bytes = sum(len(image.data) for image in call.images)
     if num_bytes * beam_width > MAX_STEP_IMAGE_BYTES:
         most = f"must be at most {MAX_STEP_IMAGE_BYTES // num_bytes} with images of"
         raise InvalidRequestError("beam_width", f"{most} {num_bytes} bytes, got {beam_width}")
-    num_tokens = call.sampling_params.max_tokens
-    if num_bytes * beam_width * num_tokens > MAX_SEARCH_IMAGE_BYTES:
-        most = f"must be at most {MAX_SEARCH_IMAGE_BYTES // (num_bytes * beam_width)} with"
-        problem = f"{most} {beam_width} beams and images of {num_bytes} bytes, got {num_tokens}"
+    most_tokens = most_search_tokens(call.images, beam_width)
+    asked = call.sampling_params.max_tokens
+    if asked > most_tokens:
+        most = f"must be at most {most_tokens} with"
+        problem = f"{most} {beam_width} beams and images of {num_bytes} bytes, got {asked}"
         raise InvalidRequestError("max_tokens", problem)
 
 

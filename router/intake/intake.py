@@ -127,7 +127,7 @@ class Intake:
         await self._dispatcher.turns.wait_for_turn()
         read: ReadPrompt | None = None
         if params.thinking is not None and not params.thinking.close_token_ids:
-            read = await self.reader.read(prompt, principal)
+            read = await self.reader.read(prompt, principal, terms.cache_word)
             thinking = self.abilities.parsers.asked_thinking(read.token_ids, params.thinking)
             params = dataclasses.replace(params, thinking=thinking)
         check_sampling_params(params, vocab_size=self._vocab_size)
@@ -139,7 +139,7 @@ class Intake:
             # The seed is drawn here, so that both nodes and all attempts sample alike.
             params = params.with_seed(draw_seed())
         if read is None:
-            read = await self.reader.read(prompt, principal)
+            read = await self.reader.read(prompt, principal, terms.cache_word)
         token_ids = read.token_ids
         check_prompt(token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len)
         check_prompt_logprobs(params, len(token_ids))

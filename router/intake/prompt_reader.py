@@ -207,6 +207,7 @@ class PromptReader:
         self,
         prompt: Prompt | PairPrompt,
         principal: Principal = ANYBODY,
+        cache_word: str = "",
         *,
         add_special_tokens: bool = True,
     ) -> ReadPrompt:
@@ -216,6 +217,7 @@ class PromptReader:
 
         Args:
             principal: the client whose prompt this is.
+            cache_word: the client's ``cache_salt``, on which the digests of images depend.
             add_special_tokens: whether a text gets the checkpoint's special tokens.
 
         Raises the errors of `Texts.encode`, `OpenImages.reading` and `ImageReader.read_sizes`.
@@ -235,7 +237,7 @@ class PromptReader:
         with reader.open.reading(sum(len(image.data) for image in images), caller):
             sized = await reader.read_sizes(images, caller=caller)
             token_ids = await self._encode(text, principal, add_special_tokens, reader.layout)
-            token_ids, placed = await reader.expand(token_ids, sized)
+            token_ids, placed = await reader.expand(token_ids, sized, principal, cache_word)
         reader.open.hold(placed, caller)
         return ReadPrompt(token_ids, placed)
 

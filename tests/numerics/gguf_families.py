@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.numerics import gguf_gemma as gemma
 from tests.numerics.family_checkpoints import DEEPSEEK_EXPERTS, LATENTS, layers
 from tests.numerics.family_hybrids import GRANITE, MAMBA, NEMOTRON, delta_nets, mamba_layers
 
@@ -103,18 +104,6 @@ def _whole(config: Any) -> Fields:
     return {"rope.dimension_count": config.head_dim}
 
 
-def _gemma2(config: Any) -> Fields:
-    return {
-        "attn_logit_softcapping": float(config.attn_logit_softcapping),
-        "final_logit_softcapping": float(config.final_logit_softcapping),
-        "attention.sliding_window": config.sliding_window,
-    }
-
-
-def _gemma3(config: Any) -> Fields:
-    return {"attention.sliding_window": config.sliding_window}
-
-
 def _granite(config: Any) -> Fields:
     return {
         "attention.scale": float(config.attention_multiplier),
@@ -170,6 +159,10 @@ def _mixtral(config: Any) -> Fields:
 
 def _qwen3moe(config: Any) -> Fields:
     return {**_experts(config), "expert_feed_forward_length": config.moe_intermediate_size}
+
+
+def _axes(config: Any) -> Fields:
+    return {"rope.dimension_sections": [8, 12, 12, 0]}
 
 
 def _qwen2moe(config: Any) -> Fields:
@@ -365,29 +358,11 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         },
         _deepseek,
     ),
-    "gemma2": GgufFamily(
-        "Gemma2ForCausalLM",
-        {
-            "tie_word_embeddings": True,
-            "query_pre_attn_scalar": 64,
-            "sliding_window": _WINDOW,
-            "num_hidden_layers": 3,
-        },
-        _gemma2,
-    ),
-    "gemma3": GgufFamily(
-        "Gemma3ForCausalLM",
-        {
-            **layers("sssssfs"),
-            "tie_word_embeddings": True,
-            "query_pre_attn_scalar": 64,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-        },
-        _gemma3,
-    ),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", gemma.GEMMA2, gemma.gemma2),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", gemma.GEMMA3, gemma.gemma3),
+    "gemma4": GgufFamily("Gemma4ForCausalLM", gemma.GEMMA4_LARGE, gemma.gemma4),
+    "gemma4 (E2B)": GgufFamily("Gemma4ForCausalLM", gemma.GEMMA4_SMALL, gemma.gemma4),
+    "gemma4 (experts)": GgufFamily("Gemma4ForCausalLM", gemma.GEMMA4_EXPERTS, gemma.gemma4),
     "glm4": GgufFamily("Glm4ForCausalLM", fields=_partial),
     "glm4moe": GgufFamily(
         "Glm4MoeForCausalLM",
@@ -486,11 +461,18 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {}, _qwen2moe),
+    "qwen2vl": GgufFamily("Qwen2ForCausalLM", fields=_axes),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen35": GgufFamily("Qwen3_5ForCausalLM", _OF_DELTA_NETS, _delta_nets),
     "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", _OF_DELTA_NETS, _qwen3next),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {"norm_topk_prob": True}, _qwen3moe),
     "qwen3next": GgufFamily("Qwen3NextForCausalLM", _OF_DELTA_NETS, _qwen3next),
+    "qwen3vl": GgufFamily("Qwen3ForCausalLM", fields=_axes),
+    "qwen3vlmoe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        {"norm_topk_prob": True},
+        lambda config: {**_axes(config), **_qwen3moe(config)},
+    ),
     "seed_oss": GgufFamily("SeedOssForCausalLM", {"attention_bias": True}),
     "smollm3": GgufFamily(
         "SmolLM3ForCausalLM", {"num_hidden_layers": 5, "no_rope_layers": None}, _whole

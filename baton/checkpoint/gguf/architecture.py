@@ -104,6 +104,21 @@ class Keys:
             raise self.wrong(name, f"must be a number above {minimum - 1}, got {value!r:.100}")
         return int(value)
 
+    def per_layer(self, name: str, *, minimum: int = 1) -> list[int]:
+        """Return a key's integer for each layer; the file may have one integer for all layers.
+
+        Raises:
+            ModelLoadError: an integer is missing, of another type, or too small.
+        """
+        value, count = self.get(name), self.num_layers()
+        if not isinstance(value, list):
+            return [self.integer(name, minimum=minimum)] * count
+        if len(value) < count:
+            raise self.wrong(name, f"{len(value)} entries for {count} layers")
+        if not all(_is_integer(one) and one >= minimum for one in value):
+            raise self.wrong(name, f"must be numbers above {minimum - 1}, got {value!r:.100}")
+        return value[:count]
+
     def number(self, name: str, default: float | None = None) -> float:
         """Return a key's positive number; raises ModelLoadError for another value."""
         value = self.get(name, default)

@@ -20,6 +20,7 @@ _END_TOKENS = frozenset(
     (
         *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>"),
         *("<end_of_turn>", "<end_of_utterance>", "<|return|>", "<|call|>", "<|eot|>", "<|eom|>"),
+        *("<turn|>", "<|tool_response>"),
         "<\N{FULLWIDTH VERTICAL LINE}end\N{LOWER ONE EIGHTH BLOCK}of\N{LOWER ONE EIGHTH BLOCK}"
         "sentence\N{FULLWIDTH VERTICAL LINE}>",
     )

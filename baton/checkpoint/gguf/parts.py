@@ -17,6 +17,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.file import GgufFile, StoredTensor
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_NO_MODELS = ("mmproj", "imatrix")  # words in names of files of image projectors or statistics
 _MAX_PARTS = 10**5
 # Younger files are not cached: two changes within one tick of the kernel's clock give a file equal
 # times, so the second change would go unnoticed.
@@ -133,6 +134,12 @@ def first_part(path: Path) -> Path:
 def only_first_parts(paths: Sequence[Path]) -> list[Path]:
     """Replace all parts of a model by its first part, even if that part is missing."""
     return sorted({first_part(path) for path in paths})
+
+
+def only_models(paths: Sequence[Path]) -> list[Path]:
+    """Leave out files that are no models, and replace all parts of a model by its first part."""
+    firsts = only_first_parts(paths)
+    return [path for path in firsts if not any(word in str(path).lower() for word in _NO_MODELS)]
 
 
 def part_files(path: Path) -> list[Path]:

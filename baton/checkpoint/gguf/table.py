@@ -20,10 +20,16 @@ ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
     "GGUF architecture", GGUF_ARCHITECTURES
 )
 
+# Architecture in files of image projectors, which accompany GGUF files of models.
+_PROJECTOR = "clip"
+
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Return the `Architecture` of a file; raises ModelLoadError if there is none."""
     name = file.metadata.get("general.architecture")
+    if name == _PROJECTOR:
+        problem = "an image projector (mmproj) is not read; images need the model's safetensors"
+        raise ModelLoadError(f"{file.path}: {problem}")
     if not isinstance(name, str) or name not in ARCHITECTURES.names():
         raise ModelLoadError(
             f"{file.path}: architecture {name!r:.100} is not supported; supported: "

@@ -1,7 +1,7 @@
 """GGUF tokenizer: rebuilds tokenizer.json from a GGUF file's metadata.
 
-Two kinds: `gpt2` (byte-level BPE with merges) and `llama` (SentencePiece with scores, from which
-merges are derived). Knows no networks.
+Three kinds: `gpt2` (byte-level BPE with merges), `llama` (SentencePiece with scores, from which
+merges are derived) and `gemma4` (SentencePiece with merges). Knows no networks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from baton.api.errors import ModelLoadError
 from baton.checkpoint.gguf.file import GgufFile
 from baton.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-_KINDS = ("gpt2", "llama")
+_KINDS = ("gpt2", "llama", "gemma4")
 _KEYS = "tokenizer.ggml."
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # tokenizer.ggml.token_type
@@ -37,7 +37,8 @@ class _Vocabulary:
         self._file = file
         self.kind = file.metadata.get(f"{_KEYS}model")
         if self.kind not in _KINDS:
-            raise self.wrong("model", f"{self.kind!r} is not supported; supported: gpt2, llama")
+            known = ", ".join(_KINDS)
+            raise self.wrong("model", f"{self.kind!r} is not supported; supported: {known}")
         self.tokens: Sequence[str] = self._list("tokens", str)
         self.types: Sequence[int] = self._list("token_type", int, [_NORMAL] * len(self.tokens))
         self.ids = {token: token_id for token_id, token in enumerate(self.tokens)}
@@ -61,8 +62,14 @@ class _Vocabulary:
         return self._list("scores", float)
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """Return the merges in order, or None if the file has none."""
+        """Return the merges in order, or None if a file of the kind `llama` has none.
+
+        Raises:
+            ModelLoadError: the merges are broken, or are missing in a file of another kind.
+        """
         if self.get("merges") is None:
+            if self.kind != "llama":
+                raise self.wrong("merges", "missing")
             return None
         pairs = []
         for merge in self._list("merges", str, length=None):
@@ -89,7 +96,7 @@ class _Vocabulary:
         ]
 
     def _is_unknown(self, kind: int) -> bool:
-        return kind == _UNKNOWN and self.kind == "llama"
+        return kind == _UNKNOWN and self.kind != "gpt2"
 
     def _list(
         self, key: str, of: type, default: list[Any] | None = None, length: int | None = -1
@@ -153,9 +160,6 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
         problem = "missing (made by an old converter)" if name is None else f"{name!r} is not known"
         raise vocabulary.wrong("pre", f"{problem}; known: {', '.join(PRE_TOKENIZERS)}")
     pre_tokenizer = PRE_TOKENIZERS[name]
-    merges = vocabulary.merges()
-    if merges is None:
-        raise vocabulary.wrong("merges", "missing")
     return {
         "normalizer": {"type": "NFC"} if pre_tokenizer.composes else None,
         "pre_tokenizer": pre_tokenizer.description(),
@@ -166,12 +170,12 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
             "trim_offsets": True,
             "use_regex": True,
         },
-        "model": _bpe(vocabulary, merges, pre_tokenizer=pre_tokenizer),
+        "model": _bpe(vocabulary, vocabulary.merges() or [], pre_tokenizer=pre_tokenizer),
     }
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    has_prefix = bool(vocabulary.get("add_space_prefix", True))
+    has_prefix = bool(vocabulary.get("add_space_prefix", vocabulary.kind == "llama"))
     normalizers: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     ]

@@ -19,10 +19,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from baton.api.errors import InvalidRequestError
+from baton.api.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.api.images import ImageSpan
 from engine.core.images.encoder_cache import EncoderCache
-from engine.core.images.image_plan import EncodeImage, PlacedImage, StepImages
+from engine.core.images.image_plan import NO_MEMORY, EncodeImage, PlacedImage, StepImages
 from engine.core.images.prompt_images import PromptImages
 from engine.core.metrics import EngineCounters
 from engine.core.outputs import ScheduledRequest
@@ -221,7 +221,7 @@ class ImageSteps:
 
     def failures(
         self, failed: Mapping[bytes, str], requests: Iterable[Request]
-    ) -> Iterator[tuple[Request, InvalidRequestError]]:
+    ) -> Iterator[tuple[Request, BatonError]]:
         """Drop encodings that the workers could not make; yield their requests, with errors.
 
         Args:
@@ -237,8 +237,7 @@ class ImageSteps:
         for request in requests:
             for index, span in enumerate(request.image_spans):
                 if span.digest in failed and request.num_computed_tokens < span.end:
-                    problem = failed[span.digest]
-                    yield request, InvalidRequestError(f"images[{index}]", problem)
+                    yield request, _error_of(f"images[{index}]", failed[span.digest])
                     break
 
     def check(self, requests: Iterable[Request]) -> None:
@@ -269,6 +268,13 @@ class ImageSteps:
         self._encodes_any = True
         self._counters.images_encoded += 1
         request.num_images_encoded += 1
+
+
+def _error_of(field: str, problem: str) -> BatonError:
+    """Return the error of a request with an image that was not encoded."""
+    if problem == NO_MEMORY:  # the image is no worse than others
+        return OverloadedError(f"{field}: {problem}")
+    return InvalidRequestError(field, problem)
 
 
 def _is_encoded(images: PromptImages, span: ImageSpan) -> bool:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.core.images.image_plan import (
+    ENCODER_ERRORS,
     ENCODING,
     EncodeImage,
     PixelArray,
     PlacedImage,
     StepImages,
+    problem_of,
 )
 from models.base import CausalLM, ImageRows
 from models.parallel.group import ALONE, Ranks
@@ -99,14 +101,14 @@ class Encodings:
             embeddings = pixels.get(ENCODING)  # [num_embeddings, width]
             if embeddings is None:
                 embeddings = encoder.encode(pixels)
-        except (RuntimeError, ValueError, IndexError) as error:
-            # One client's image must not end the engine, which also serves other clients.
+            has_numbers = bool(embeddings.isfinite().all())
+        except ENCODER_ERRORS as error:
             logger.exception("an image cannot be encoded")
-            return f"the encoder failed: {type(error).__name__}"
+            return problem_of(error)
         if len(embeddings) != image.num_embeddings:
             found, wanted = len(embeddings), image.num_embeddings
             return f"the encoder made {found} embeddings, but the prompt has room for {wanted}"
-        if not bool(embeddings.isfinite().all()):
+        if not has_numbers:
             return "its encoding has NaN or infinite numbers"
         self._kept[image.digest] = embeddings
         return ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from baton.api.beam_search import MAX_BEAM_TOKENS
 from baton.api.errors import InvalidRequestError
+from baton.api.images import PromptImage
 from baton.api.outputs import FinishReason, TextDelta
 from router.api.http.conversation import (
     Grammars,
@@ -50,6 +51,7 @@ from router.api.http.responses import (
 )
 from router.api.http.sampling import as_client_wrote, sampling_params
 from router.api.http.schema import ChatRequest
+from router.calls.beam_run import most_search_tokens
 from router.calls.call import Call
 from router.intake.answers.divided_text import DividedDelta
 from router.intake.choices import accept_choices
@@ -254,12 +256,12 @@ async def open_chat(
     template = intake.tokenizer.chat_template if intake.tokenizer is not None else None
     asked = asked_thinking(body, template)
     prompt = await intake.reader.read(
-        await read_chat_prompt(request, body, served), request[PRINCIPAL]
+        await read_chat_prompt(request, body, served), request[PRINCIPAL], body.cache_salt or ""
     )
     token_ids = prompt.token_ids
     params = sampling_params(
         body,
-        max_tokens=_max_tokens(body, intake.max_model_len - len(token_ids), named),
+        max_tokens=_max_tokens(body, intake.max_model_len - len(token_ids), named, prompt.images),
         defaults={**intake.sampling_defaults, **named.sampling},
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
@@ -296,12 +298,17 @@ async def open_chat(
     return calls, ChatDialect([make() for _ in calls], texts)
 
 
-def _max_tokens(body: ChatRequest, room: int, named: NameDefaults) -> int:
-    """Return how many output tokens a request may have; by default as many as the model allows."""
+def _max_tokens(
+    body: ChatRequest, room: int, named: NameDefaults, images: Sequence[PromptImage]
+) -> int:
+    """Return how many output tokens a request may have; by default as many as the limits allow."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if body.use_beam_search:
-        room = min(room, MAX_BEAM_TOKENS)
-    return named.num_tokens(asked, max(room, 1, body.min_tokens or 0))
+    least = max(1, body.min_tokens or 0)
+    if not body.use_beam_search:
+        return named.num_tokens(asked, max(room, least))
+    most = max(min(MAX_BEAM_TOKENS, most_search_tokens(images, body.best_of or body.n or 1)), least)
+    found = named.num_tokens(asked, max(min(room, most), least))
+    return found if asked is not None else min(found, most)
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
+from baton.access.identity import ANYBODY, Principal
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageLayout, PromptImage
 from baton.media.expand import SizedFile, expand_images
 from baton.media.image_header import ImageHeader
 from baton.processes.worker_processes import WorkerProcesses, WorkLimitError, WorkLimits
+from router.intake.cache_salts import CacheSalts
 from router.intake.images.image_options import ImageOptions
 from router.intake.images.open_images import OpenImages
 
@@ -44,14 +46,21 @@ class ImageReader:
 
     Args:
         layout: how many tokens an image has, and which, in the model's prompts.
+        options: limits of images; None: the defaults.
+        salts: decide which prompts share the encodings of equal images.
 
     Attributes:
         layout, options: see the arguments.
         open: counts the bytes of image files that open requests hold.
     """
 
-    def __init__(self, layout: ImageLayout, options: ImageOptions | None = None) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        layout: ImageLayout,
+        options: ImageOptions | None = None,
+        salts: CacheSalts | None = None,
+    ) -> None:
+        self.layout, self._salts = layout, salts or CacheSalts()
         self.options = options or ImageOptions()
         self.open = OpenImages(self.options.max_open_image_bytes)
         limits = WorkLimits(
@@ -94,12 +103,22 @@ class ImageReader:
         return sized
 
     async def expand(
-        self, token_ids: Sequence[int], sized: Sequence[SizedFile]
+        self,
+        token_ids: Sequence[int],
+        sized: Sequence[SizedFile],
+        principal: Principal = ANYBODY,
+        cache_word: str = "",
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Put the tokens of images into a prompt in place of markers; see `expand_images`."""
+        """Put the tokens of images into a prompt in place of markers; see `expand_images`.
+
+        Args:
+            principal: the client whose prompt this is, who shares encodings only with its group.
+            cache_word: the client's ``cache_salt``.
+        """
+        salt = self._salts.of(principal, cache_word)
         # This runs in a thread beside the event loop, because hashing 16 MiB takes 20 ms and
         # releases the GIL.
-        return await asyncio.to_thread(expand_images, token_ids, sized, self.layout)
+        return await asyncio.to_thread(expand_images, token_ids, sized, self.layout, salt)
 
     async def _read_header(self, file: ImageFile, caller: str) -> ImageHeader:
         try:

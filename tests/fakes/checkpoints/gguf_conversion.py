@@ -26,6 +26,10 @@ _EXPERT = re.compile(
 _FUSED_OF_GPT_OSS = tuple(
     f"experts.{part}{suffix}" for part in ("gate_up_proj", "down_proj") for suffix in ("", "_bias")
 )
+_OF_GEMMA4 = (
+    *("experts.gate_up_proj", "experts.gate_proj.weight", "experts.up_proj.weight"),
+    *("router.scale", "router.per_expert_scale", "layer_scalar"),
+)
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Stored in 32 bits in every file.
 _EXACT = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv.", "exp_probs_b", "ssm_a", "ssm_d")
@@ -90,6 +94,8 @@ def _parts(
         block = f"blk.{layer[1]}." if layer else ""
         if architecture == "gpt-oss" and name.endswith(_FUSED_OF_GPT_OSS):
             yield from _of_gpt_oss(block, name, tensor)
+        elif architecture == "gemma4" and name.endswith(_OF_GEMMA4):
+            yield from _of_gemma4(block, name, checkpoint)
         elif name.endswith(("block_sparse_moe.input_linear.weight", "experts.gate_up_proj")):
             gate, up = tensor.chunk(2, dim=1)
             yield f"{block}ffn_gate_exps.weight", gate
@@ -134,6 +140,24 @@ def _of_gpt_oss(block: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Te
     else:
         yield f"{block}ffn_gate_exps.{kind}", outputs_first[:, ::2]
         yield f"{block}ffn_up_exps.{kind}", outputs_first[:, 1::2]
+
+
+def _of_gemma4(
+    block: str, name: str, checkpoint: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Keep gates and ups of experts in one tensor; name scales as the converter does."""
+    tensor = checkpoint[name]
+    if name.endswith("experts.gate_proj.weight"):
+        ups = checkpoint[name.replace("gate_proj", "up_proj")]
+        yield f"{block}ffn_gate_up_exps.weight", torch.cat([tensor, ups], dim=1)
+    elif name.endswith("experts.gate_up_proj"):
+        yield f"{block}ffn_gate_up_exps.weight", tensor
+    elif name.endswith("router.scale"):
+        yield f"{block}ffn_gate_inp.scale", tensor
+    elif name.endswith("router.per_expert_scale"):
+        yield f"{block}ffn_down_exps.scale", tensor
+    elif name.endswith("layer_scalar"):
+        yield f"{block}layer_output_scale.weight", tensor
 
 
 def _of_qwen3_next(block: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -99,6 +100,8 @@ def random_text(rng: random.Random) -> str:
 @lru_cache
 def original(name: str) -> Tokenizer:
     """Load a tokenizer from its model's folder; encode without special tokens to compare."""
+    if name == "gemma4":
+        return _gemma4()
     return _sentence_piece() if name == "llama" else _byte_level(name)
 
 
@@ -145,6 +148,20 @@ def _sentence_piece() -> Tokenizer:
     return tokenizer
 
 
+def _gemma4() -> Tokenizer:
+    """Make a tokenizer that puts no space before a text, as `GemmaTokenizer` of transformers."""
+    parts = json.loads(original("llama").to_str())
+    parts["normalizer"] = parts["normalizer"]["normalizers"][1]
+    parts["decoder"]["decoders"].pop()
+    parts["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    }
+    return Tokenizer.from_str(json.dumps(parts))
+
+
 def _byte_level_vocabulary(name: str) -> Vocabulary:
     tokenizer = original(name)
     ids = {f"{key}_token_id": tokenizer.token_to_id(token)
@@ -171,7 +188,16 @@ def _sentence_piece_vocabulary() -> Vocabulary:
     )  # fmt: skip
 
 
+def _gemma4_vocabulary() -> Vocabulary:
+    """Return the tokens with merges, as the converter of Gemma 4 writes them."""
+    of_pieces = _sentence_piece_vocabulary()
+    fields = {**(of_pieces.fields or {}), "add_space_prefix": False, "add_bos_token": True}
+    merges = vocabulary_of(original("gemma4")).merges
+    return replace(of_pieces, kind="gemma4", pre="", merges=merges, fields=fields)
+
+
 VOCABULARIES: Mapping[str, Callable[[], Vocabulary]] = {
     **{name: partial(_byte_level_vocabulary, name) for name in _CUTS},
     "llama": _sentence_piece_vocabulary,
+    "gemma4": _gemma4_vocabulary,
 }

@@ -94,6 +94,26 @@ def test_an_image_that_cannot_be_encoded_is_left_to_the_prefill_node(
     pair.assert_at_rest()
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory")])
+def test_an_encoding_without_memory_here_is_lost(
+    pair: EncodePair, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The prompt goes on: this node encodes the image in a step, or ends this request alone."""
+
+    def read(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pair.target, "read", read)
+    tokens, images = prompt_with([DOG, [1]])
+    prompt, waiting = pair.expect("r", images, tokens)
+    pair.order("r", images)
+    pair.run()
+    assert waiting is not None
+    assert pair.engine.prompts == [prompt]
+    assert (waiting.num_received, waiting.num_lost) == (0, 1)
+    pair.assert_at_rest()
+
+
 def test_a_refusal_that_overtakes_its_prompt_is_remembered(pair: EncodePair) -> None:
     tokens, images = prompt_with([b"bad", DOG, [1]])
     pair.order("r", images)

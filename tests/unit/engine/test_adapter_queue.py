@@ -142,6 +142,27 @@ def test_a_command_waits_for_its_adapter_and_others_do_not(tmp_path: Path) -> No
     scene.turn_until("3", "1", "2", "4", "5")
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: 9 bytes")])
+def test_an_adapter_that_does_not_fit_in_memory_fails_its_commands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    scene = Scene(tmp_path)
+
+    def pack(adapter: Adapter) -> int:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.engine.worker, "pack_adapter", pack)
+        scene.ask("1", "a")
+        scene.turn()
+        assert scene.woken.wait(10)
+        scene.turn()
+    (failure,) = scene.failures
+    assert failure.problem == "adapter: 'a': does not fit in this machine's memory"
+    scene.ask("2", "b")
+    scene.turn_until("2")
+
+
 def test_adapters_take_each_others_slots_in_order(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     for request_id, adapter in (("x", "b"), ("y", "c"), ("1", "a")):  # so that all are read

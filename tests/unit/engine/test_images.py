@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from baton.api.errors import InvalidRequestError
-from baton.api.images import ImageSpan, PromptImage
+from baton.api.errors import InvalidRequestError, OverloadedError
+from baton.api.images import Grid, ImageSpan, PromptImage
 from baton.api.sampling_params import SamplingParams
 from engine.core.images.image_plan import PixelArray
 from engine.core.images.prompt_images import encoding_of
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.executors.uniproc import worker_of
-from engine.images.image_inputs import set_pixels
+from engine.images.image_inputs import ImageInputs, set_pixels
 from tests.fakes.engine.demo_engine import load_demo
 from tests.fakes.images.fake_images import (
+    PLACEHOLDER,
     FakeEncoder,
+    FakeLayout,
     file_of,
     images_of,
     pixels_of,
@@ -234,6 +236,33 @@ def test_an_encoder_that_raises_ends_its_request_alone(engine: Engine) -> None:
     assert outputs["b"] == expected(PROMPT)
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+)
+def test_too_little_memory_for_an_image_ends_its_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Another node, or this one later, may have the memory, so a retry may succeed."""
+    large = [range(5), file_of([3, 5, 4]), range(5)]
+    encoder = encoder_of(engine)
+    encode = encoder.encode
+
+    def encode_small(pixels: Any) -> torch.Tensor:
+        if len(pixels["tokens"]) == 3:
+            raise error
+        return encode(pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "encode", encode_small)
+        outputs = run(engine, request_of("a", large), request_of("b", PROMPT))
+    ((name, found),) = engine.take_failures()
+    assert isinstance(found, OverloadedError)
+    why = "images[0]: this node has too little memory to encode it"
+    assert (name, str(found)) == ("a", why)
+    assert outputs["b"] == expected(PROMPT)
+    assert run(engine, request_of("c", large))["c"] == expected(large)
+
+
 def test_other_weights_encode_images_again(engine: Engine) -> None:
     encoder = encoder_of(engine)
     run(engine, request_of("a", PROMPT))
@@ -270,6 +299,19 @@ def test_a_request_without_files_is_handed_back_if_its_cached_images_leave(engin
     assert engine.take_handed_back() == [request]
     assert not engine.requests
     assert engine.block_pool.num_free == num_free
+
+
+@pytest.mark.parametrize("grid", [(1, 2, 3), (1, 1, 4), (0, 5, 1), (1, 2**32 - 1, 2**32 - 1)])
+def test_a_grid_that_does_not_fit_its_tokens_is_refused(grid: Grid) -> None:
+    """Three-axis positions come from the grid, on the engine's thread."""
+    span = ImageSpan(1, 5, b"d" * 16, grid)
+    images, token_ids = [PromptImage(span, b"file")], [1, *[PLACEHOLDER] * 5, 1]
+    intake = ImageInputs(FakeLayout(), most_tokens=100, has_three_axes=True)
+    with pytest.raises(InvalidRequestError, match=r"images\[0\]: its grid .* tokens, 5$"):
+        intake.of_prompt(images, token_ids)
+    fits = PromptImage(ImageSpan(1, 5, b"d" * 16, (1, 5, 1)), b"file")
+    assert intake.of_prompt([fits], token_ids) is not None
+    assert ImageInputs(FakeLayout(), most_tokens=100).of_prompt(images, token_ids) is not None
 
 
 def test_images_that_do_not_fit_their_prompt_are_refused() -> None:

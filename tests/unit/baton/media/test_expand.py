@@ -36,6 +36,17 @@ def test_a_digest_depends_on_the_file_and_the_settings() -> None:
     assert image_digest(b"a", b"bc") != image_digest(b"b", b"bc")
 
 
+def test_prompts_with_different_salts_name_an_image_differently() -> None:
+    digests = {
+        expand_images([7], [(b"a", 1, 1)], LAYOUT, salt)[1][0].span.digest
+        for salt in (b"", b"one", b"two")
+    }
+    assert len(digests) == 3
+    (again,) = expand_images([7], [(b"a", 1, 1)], LAYOUT, b"one")[1]
+    assert again.span.digest == image_digest(b"a", LAYOUT.settings, b"one")
+    assert again.span.digest in digests
+
+
 @pytest.mark.parametrize("num_images", [0, 1, 3])
 def test_markers_without_images_and_images_without_markers_are_refused(num_images: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"got 2 for {num_images} images"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.access.identity import ANYBODY, Principal
 from baton.api.outputs import FinishReason
 from baton.link.words import DecodeCommand, PrefillCommand
 from baton.media.expand import image_digest
@@ -244,6 +245,42 @@ async def test_beam_searches_have_a_bound_of_image_bytes(scene: HttpScene) -> No
         patch.setattr("router.calls.beam_run.MAX_STEP_IMAGE_BYTES", num_bytes)
         error = await error_of(scene, CHAT, messages=user(part(FIRST)), **BEAMS)
         assert error == f"n: must be at most 1 with images of {num_bytes} bytes, got 2"
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_a_beam_search_without_max_tokens_has_as_many_as_images_allow(
+    scene: HttpScene,
+) -> None:
+    scene.dispatcher.run = OneTokenModel().run  # type: ignore[method-assign]
+    beams = {name: value for name, value in BEAMS.items() if name != "max_tokens"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.calls.beam_run.MAX_SEARCH_IMAGE_BYTES", 7 * len(FIRST))
+        response = await scene.post(CHAT, messages=user(part(FIRST)), **beams)
+        answer = await response.json()
+        assert response.status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 2 * 3  # two beams
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_tenants_and_words_share_no_encodings(scene: HttpScene) -> None:
+    reader = scene.intake.reader
+    prompt = IllustratedPrompt(MARKER, [ImageFile(FIRST, "images[0]")])
+    one, other = (Principal(name="key", tenant=name) for name in "ab")
+    found: dict[tuple[str, str], set[bytes]] = {}
+    for who, word in ((ANYBODY, ""), (one, ""), (one, "word"), (other, "")):
+        for _ in range(2):
+            read = await reader.read(prompt, who, word)
+            found.setdefault((who.tenant, word), set()).add(read.images[0].span.digest)
+    assert [len(digests) for digests in found.values()] == [1] * 4
+    assert len(set.union(*found.values())) == 4
+    assert found["", ""] == {image_digest(FIRST, LAYOUT.settings)}
+
+
+@on_http(images=LIMITS, encodes_images=True)
+async def test_a_chat_s_word_salts_its_images(scene: HttpScene) -> None:
+    scene.post(CHAT, messages=user(part(FIRST)), cache_salt="word", max_tokens=5)
+    command = await scene.command()
+    assert command.images[0].span.digest != image_digest(FIRST, LAYOUT.settings)
 
 
 @on_http(images=ImageOptions(max_open_image_bytes=2 * len(FIRST) - 1), encodes_images=True)
