@@ -307,8 +307,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         images = map(_image_to_proto, command.images)
         share = to_message(node_pb2.ShareCommand, command, images=images)
         return node_pb2.RouterMessage(share=share)
-    if isinstance(command, link.DropPins):
-        return node_pb2.RouterMessage(drop_pins=to_message(node_pb2.DropPins, command))
+    if isinstance(command, link.SessionHint):
+        return node_pb2.RouterMessage(session_hint=to_message(node_pb2.SessionHint, command))
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
     if isinstance(command, link.DrainCommand):
@@ -414,8 +414,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return from_message(
             link.ShareCommand, message.share, prompt_token_ids=token_ids, images=images
         )
-    if kind == "drop_pins":
-        return from_message(link.DropPins, message.drop_pins)
+    if kind == "session_hint":
+        return from_message(link.SessionHint, message.session_hint)
     if kind == "beat":
         return link.RouterBeat()
     if kind == "drain":

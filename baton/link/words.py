@@ -405,11 +405,12 @@ class ShareCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class DropPins:
-    """Command to end the pins of one session of an owner; see `PinTerms`."""
+class SessionHint:
+    """Command to keep a session's last prefix for ``keep_s`` seconds, or (0) to end its pins."""
 
     owner: bytes = field(repr=False)
     session: bytes = field(repr=False)
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +483,7 @@ RouterCommand = (
     | DecodeCommand
     | EncodeCommand
     | ShareCommand
-    | DropPins
+    | SessionHint
     | CancelCommand
     | RouterBeat
     | DrainCommand

@@ -241,7 +241,7 @@ class AdminReply(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., part: _Optional[bytes] = ..., last: bool = ..., error: _Optional[_Union[RequestError, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode", "share", "drop_pins")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode", "share", "session_hint")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -254,7 +254,7 @@ class RouterMessage(_message.Message):
     ADMIN_CALL_FIELD_NUMBER: _ClassVar[int]
     ENCODE_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
-    DROP_PINS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_HINT_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
     prefill: PrefillCommand
@@ -267,8 +267,8 @@ class RouterMessage(_message.Message):
     admin_call: AdminCall
     encode: EncodeCommand
     share: ShareCommand
-    drop_pins: DropPins
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ..., drop_pins: _Optional[_Union[DropPins, _Mapping]] = ...) -> None: ...
+    session_hint: SessionHint
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ..., session_hint: _Optional[_Union[SessionHint, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("problem", "router_id", "may_retry", "protocol")
@@ -426,13 +426,15 @@ class DecodeCommand(_message.Message):
     pins: PinTerms
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., pins: _Optional[_Union[PinTerms, _Mapping]] = ...) -> None: ...
 
-class DropPins(_message.Message):
-    __slots__ = ("owner", "session")
+class SessionHint(_message.Message):
+    __slots__ = ("owner", "session", "keep_s")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     session: bytes
-    def __init__(self, owner: _Optional[bytes] = ..., session: _Optional[bytes] = ...) -> None: ...
+    keep_s: float
+    def __init__(self, owner: _Optional[bytes] = ..., session: _Optional[bytes] = ..., keep_s: _Optional[float] = ...) -> None: ...
 
 class EncodeCommand(_message.Message):
     __slots__ = ("request_id", "epoch", "prefill_engine_id", "timeout_s", "images")

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from baton.api.errors import ConfigError
@@ -130,6 +131,19 @@ class RunStore:
     def _unfinished(self, folder: Path) -> Path:
         """Return a name that no other node uses; nodes in containers have equal process ids."""
         return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+
+    @property
+    def memory_in_use(self) -> AbstractContextManager[object]:
+        """Return a context in which no thread copies from or to a GPU."""
+        return self.memory.in_use
+
+    def identity(self, digest: str, group: int) -> str:
+        """Return the name of the folder with the files of one KV group.
+
+        Args:
+            digest: digest of all that the KV depends on besides the blocks' hashes.
+        """
+        return f"{digest}.{group}" if group else digest
 
     # ------------------------------------------------------------------ listing
 
@@ -271,24 +285,25 @@ class RunStore:
 
     # ------------------------------------------------------------------ writing
 
-    def first_missing(self, identity: str, chain: Sequence[BlockHash]) -> int:
-        """Return the place of the first block of a chain that no known file has.
+    def first_missing(self, identity: str, chain: Sequence[BlockHash], first: int = 0) -> int:
+        """Return the place, from ``first`` on, of a chain's first block that no known file has.
 
         A run whose hashes are unknown counts only if its last block belongs to the chain.
         """
         found = self.index.runs_of(identity, chain)
         known = [(at, run) for at, run in found if run.num_equal(chain, at) is not None]
-        pieces = plan_pieces(known, chain, 0)
-        return pieces[-1].end if pieces else 0
+        pieces = plan_pieces(known, chain, first)
+        return pieces[-1].end if pieces else first
 
     def write(self, job: WriteJob) -> None:
         """Write those blocks of a job that no file has yet. Raises OSError."""
         chain = job.chain[: job.first + len(job.block_ids)]
-        first = max(self.first_missing(job.identity, chain), job.first)
+        first = self.first_missing(job.identity, chain, job.first)
         half = self._limit_bytes // 2
         chain = chain[: first + half // self.memory.block_bytes]
         most = max(min(half, _MAX_RUN_BYTES) // self.memory.block_bytes, 1)
-        while (len(chain) - first) * self._block_size >= MIN_TOKENS:
+        least = 1 if job.has_window else -(-MIN_TOKENS // self._block_size)
+        while len(chain) - first >= least:
             num_written = self._write_from(job, chain, first, most)
             if not num_written:
                 self.counts.runs["skipped"] += 1
@@ -337,7 +352,7 @@ class RunStore:
         header = encode_header(self._secret, job.identity, first, hashes, blocks)
         num_bytes = len(header) + sum(block.nbytes for block in blocks)
         self._make_room(num_bytes)
-        name = RunName.of(hashes, first, self._block_size)
+        name = RunName.of(hashes, first, self._block_size, whole=job.has_window)
         run = Run(job.identity, name, num_bytes, time.time(), tuple(hashes))
         folder = self._folder / run.folder
         self._files.make_folder(folder)

@@ -75,6 +75,10 @@ _ENTRIES = {
         "baton.cli.admin_changes.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; running requests keep their blocks.",
     ),
+    "drop-pins": Entry(
+        "baton.cli.admin_changes.tuning:drop_pins",
+        "End the pins of one session, whose prefix nodes then keep no longer than others.",
+    ),
     "log-level": Entry(
         "baton.cli.admin_changes.tuning:log_level",
         "Set the log level of a node, or of the router (named `router`), from now on.",

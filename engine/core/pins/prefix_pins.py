@@ -24,7 +24,8 @@ from baton.kv.pins import PinTerms
 from engine.core.block_pool import KVCacheBlock
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import PinCounts
-from engine.core.request import Request
+from engine.core.pins.sessions import PrefetchBudget, SessionPrefixes
+from engine.core.request import Request, RequestStatus
 
 # Maximum number of an owner's pins, because `tick` looks at each pin.
 MAX_PINS = 4096
@@ -85,6 +86,9 @@ class PrefixPins:
         max_ttl_s: longest time of a pin in seconds; longer times are cut.
         counts: counts of pins, which this object writes.
         clock: returns seconds, never going back.
+
+    Attributes:
+        sessions: prefixes of the sessions' last requests.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class PrefixPins:
         self.counts = PinCounts() if counts is None else counts
         self._manager, self._pool = manager, manager.block_pool
         self._max_blocks, self._max_ttl_s, self._clock = max_blocks, max_ttl_s, clock
+        self.sessions = SessionPrefixes(manager.block_pool.num_blocks)
+        self._budget = PrefetchBudget(clock)
         self._owners: dict[bytes, _Owner] = {}
         self._kept: Counter[BlockHash] = Counter()  # number of owners that keep each block
         self._open: dict[str, tuple[Request, PinTerms]] = {}  # requests that have not ended
@@ -119,6 +125,14 @@ class PrefixPins:
             if found is not None and found[0] is request:
                 self._pin_all(request, found[1], request.num_computed_tokens)
 
+    def note_finish(self, request: Request) -> None:
+        """Forget an aborted request, for which nobody calls `end`."""
+        if not self._open or request.status is not RequestStatus.FINISHED_ABORTED:
+            return
+        found = self._open.get(request.request_id)
+        if found is not None and found[0] is request:
+            del self._open[request.request_id]
+
     def _pin_all(self, request: Request, terms: PinTerms, num_tokens: int) -> int:
         """Pin the prefixes of ``terms``, in the first tokens of a request.
 
@@ -129,14 +143,36 @@ class PrefixPins:
             self.counts.refused += len(terms.prefixes)
             return 0
         manager.extend_hashes(request, manager.hasher)
+        every = request.block_hashes[: num_tokens // manager.block_size]
+        if terms.session:
+            self.sessions.remember(terms.owner, terms.session, tuple(every))
         for prefix in terms.prefixes:
             wanted = min(prefix.num_tokens or num_tokens, num_tokens)
-            num_blocks = min(wanted // manager.block_size, len(request.block_hashes))
-            hashes = tuple(request.block_hashes[:num_blocks])
+            hashes = tuple(every[: wanted // manager.block_size])
             ttl_s = min(prefix.ttl_s, self._max_ttl_s)
             pinned = self._pin(terms.owner, hashes, terms.session, self._clock() + ttl_s)
             num_pinned = max(num_pinned, pinned * manager.block_size)
         return num_pinned
+
+    # ------------------------------------------------------------------ hints that name a session
+
+    def pin_session(self, owner: bytes, session: bytes, keep_s: float) -> tuple[BlockHash, ...]:
+        """Pin the prefix of a session's last request, whether its blocks are cached or not.
+
+        Returns the hashes of the pinned prefix; empty: the session is unknown, or has no room.
+        """
+        hashes, now = self.sessions.find(owner, session), self._clock()
+        expires_at = now + min(keep_s, self._max_ttl_s)
+        return hashes[: self._pin(owner, hashes, session, expires_at) if hashes else 0]
+
+    def room_for_prefetch(self, owner: bytes) -> int:
+        """Return how many blocks a prefetch may take: it takes no block that a pin keeps."""
+        share = self._max_blocks // max(len(self._owners), 1)
+        return min(self._budget.left(owner, share), self._pool.num_free - len(self._kept))
+
+    def note_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
+        """Count the blocks that a prefetch takes against its owner's share."""
+        self._budget.take(owner, num_blocks, min(keep_s, self._max_ttl_s))
 
     # ------------------------------------------------------------------ pins
 
@@ -269,15 +305,13 @@ class PrefixPins:
         if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
-        for request_id, (request, _) in list(self._open.items()):
-            if request.status.is_finished:  # aborted requests do not call `end`
-                del self._open[request_id]
         if self._owners:
             self._end_pins(lambda pin: pin.expires_at <= now, "expired")
         self._count()
 
     def drop_session(self, owner: bytes, session: bytes) -> int:
-        """End an owner's pins of one session; return their number."""
+        """End an owner's pins of one session, and forget its prefix; return the number of pins."""
+        self.sessions.forget(owner, session)
         for request_id, (_, terms) in list(self._open.items()):
             if (terms.owner, terms.session) == (owner, session):
                 del self._open[request_id]
@@ -287,7 +321,8 @@ class PrefixPins:
         return self._end_pins(lambda pin: pin.session == session, "dropped", (owner,))
 
     def clear(self) -> None:
-        """End all pins, because the prefix cache was emptied."""
+        """End all pins and forget all sessions, because the prefix cache was emptied."""
+        self.sessions.clear()
         self._end_pins(lambda pin: True, "dropped")
 
     def _end_pins(

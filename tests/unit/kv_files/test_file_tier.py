@@ -16,13 +16,10 @@ from baton.api.changes import SleepLevel
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import extra_keys_of
-from baton.kv.layers import PagedKV, StateArray, StateKV
-from engine.core.kv_cache_manager import KVCacheManager
+from baton.kv.layers import PagedKV
 from engine.core.request import Request
 from engine.engine import Engine
-from engine.executors.base import Executor
 from engine.kv_files.file_tier import KVFileTier
-from engine.kv_files.make_tier import make_tier
 from engine.kv_files.switch import FIRST_PAUSE_S
 from engine.weights import ServedWeights
 from engine.worker.kv_cache import KVMemory, kv_cache_spec
@@ -222,7 +219,7 @@ def test_a_slow_read_costs_no_more_than_its_deadline(written: Path, expected: li
     assert sum(engine.block_pool.ref_counts().values()) == 8
     assert answer(engine, b"other")[0] == expected
     files.gate.set()
-    wait_until(lambda: all(read.job.has_ended for read in tier._reads), "the read ends")
+    wait_until(lambda: all(read.has_ended for read in tier._reads), "the read ends")
     engine.schedule()
     assert sum(engine.block_pool.ref_counts().values()) == 0
     engine.block_pool.check()
@@ -294,7 +291,7 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
     engine.block_pool.reset_prefix_cache()
     engine.features.forget_cached()
     files.gate.set()
-    wait_until(lambda: all(read.job.has_ended for read in tier_of(engine)._reads), "it ends")
+    wait_until(lambda: all(read.has_ended for read in tier_of(engine)._reads), "it ends")
     engine.schedule()
     assert engine.block_pool.num_cached == 0
     assert sum(engine.block_pool.ref_counts().values()) == 0
@@ -318,7 +315,7 @@ def test_blocks_of_an_open_read_do_not_enter_a_flushed_cache(
     assert not waiting.awaits_prefix
     assert not tier_of(engine)._coming
     files.gate.set()
-    wait_until(lambda: all(read.job.has_ended for read in tier_of(engine)._reads), "it ends")
+    wait_until(lambda: all(read.has_ended for read in tier_of(engine)._reads), "it ends")
     engine.features.settle_files()
     assert engine.block_pool.num_cached == 0
     run(engine)
@@ -350,26 +347,15 @@ def test_no_thread_copies_blocks_while_a_sleep_frees_their_memory(
     [
         ({"kv_files_bytes": 2**30}, "kv_files_size: needs kv_files"),
         ({"kv_files": "x", "prefix_cache": False}, "kv_files: needs prefix_cache"),
-        ({"kv_files": "x", "tensor_parallel_size": 2}, "kv_files: needs one rank, got 2"),
+        (
+            {"kv_files": "x", "tensor_parallel_size": 2, "executor": "ray"},
+            "kv_files: needs all ranks on one machine, got the executor ray",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         EngineConfig(**options)
-
-
-def test_models_with_windows_and_states_are_refused(tmp_path: Path) -> None:
-    state = StateKV((StateArray((64, 3)), StateArray((8, 16, 32), "float32")))
-    spec = kv_cache_spec([state, PagedKV(2, 32, 64), PagedKV(2, 32)], 0, torch.float32)
-    memory = KVMemory(spec, torch.zeros((4, *spec.block_shape), dtype=spec.tensor_dtype))
-    executor = SimpleNamespace(kv_memory=memory)
-    manager = KVCacheManager(4, spec.block_size, sliding_windows=spec.sliding_windows)
-    config = EngineConfig(kv_files=str(tmp_path))
-    problem = (
-        r"kv_files: needs full attention in all layers, .* \d groups .* paged, state, window KV"
-    )
-    with pytest.raises(ConfigError, match=problem):
-        make_tier(config, cast("Executor", executor), manager, lambda request: None)
 
 
 def test_blocks_of_every_dtype_are_bytes() -> None:
