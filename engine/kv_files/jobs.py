@@ -34,13 +34,6 @@ class BlockMemory(Protocol):
         """Store the bytes that a caller has written to the memory from `room_for`."""
 
 
-class Flag(Protocol):
-    """The part of a `threading.Event` that a reader needs."""
-
-    def is_set(self) -> bool:
-        """Return whether the flag is set."""
-
-
 @dataclass(slots=True, eq=False)
 class ReadJob:
     """Blocks that one thread reads from files into the KV cache.
@@ -62,7 +55,7 @@ class ReadJob:
     block_ids: Sequence[int]
     num_done: int = 0
     causes: tuple[str, ...] = ()
-    stop: Flag = field(default_factory=Event)
+    stop: Event = field(default_factory=Event)
     has_ended: bool = False
 
     @property

@@ -35,14 +35,13 @@ def make_tier(
     memory, manifest = executor.kv_memory, executor.kv_memory.manifest
     folder = Path(config.kv_files).expanduser()
     limit_bytes = config.kv_files_bytes or DEFAULT_KV_FILES_BYTES
-    store: RunStore | RankStores = RunStore(
-        folder, limit_bytes, memory.open_bytes(), manager.block_size, FileSystem()
-    )
+    own = RunStore(folder, limit_bytes, memory.open_bytes(), manager.block_size, FileSystem())
+    store: RunStore | RankStores = own
     facts = ""
     if manifest.num_ranks > 1:
         facts = f" {manifest.num_ranks} {manifest.num_stages} {manifest.stage_layers}"
         options = str(folder), limit_bytes, manager.block_size
-        store = open_rank_stores(store, memory.rank, options, executor.attach)
+        store = open_rank_stores(own, memory.rank, options, executor.attach)
     windows = memory.spec.sliding_windows
     return KVFileTier(
         manager, store, resume, config.kv_files_timeout_s, windows=windows, facts=facts

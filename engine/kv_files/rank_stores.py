@@ -248,10 +248,11 @@ def _accept(server: socket.socket) -> Connection:
 # ---------------------------------------------------------------- in the other ranks' processes
 
 
-class _StopOf:
-    """Tells whether the leader has sent `Stop`; a `Flag`."""
+class _StopOf(threading.Event):
+    """An event that is set when the leader has sent `Stop`."""
 
     def __init__(self, link: Connection) -> None:
+        super().__init__()
         self._link = link
 
     def is_set(self) -> bool:
