@@ -376,6 +376,8 @@ HTTP_ROLES = {
     ("POST", "/v1/messages/count_tokens"): INFER,
     ("POST", "/tokenize"): INFER,
     ("POST", "/detokenize"): INFER,
+    ("POST", "/v1/sessions/prefetch"): INFER,
+    ("POST", "/v1/sessions/drop"): INFER,
     **{("POST", path): INFER for path in (*POOLED, *NOT_SERVED)},
     ("GET", "/v1/models"): INFER,
     ("GET", "/v1/models/{model}"): INFER,
