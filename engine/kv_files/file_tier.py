@@ -25,11 +25,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from baton.kv.block_hash import BlockHash, BlockHasher
-from baton.kv.kv_file_counts import KVFileCounts
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.version import __version__
 from engine.core.kv_cache_coordinator import group_suffix
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.metrics import KVFileCounts
 from engine.core.request import Request
 from engine.kv_files.file_thread import FileThread
 from engine.kv_files.groups import FileGroups, Found, Lack

@@ -23,7 +23,7 @@ import msgspec
 
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import BlockHash
-from baton.kv.kv_file_counts import KVFileCounts
+from engine.core.metrics import KVFileCounts
 from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import ReadJob, WriteJob
 from engine.kv_files.run_index import RunIndex

@@ -19,8 +19,9 @@ from pathlib import Path
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import BlockHash
 from baton.kv.block_key import KEY_BYTES
-from baton.kv.kv_file_counts import KVFileCounts
+from engine.core.metrics import KVFileCounts
 from engine.kv_files.file_system import FileSystem
+from engine.kv_files.folder_watch import FolderWatch
 from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
 from engine.kv_files.run_file import (
     ENDING,
@@ -41,6 +42,8 @@ _ABANDONED_S = 600.0
 # Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
 # is read again.
 _SETTLED_S = 1.0
+# Seconds between two looks at all folders. Nobody reports the changes that other machines make.
+_SCAN_ALL_S = 30.0
 _CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
 # Most headers that one read learns: thousands of conversations may have the same first blocks.
 _MOST_HEADERS = 32
@@ -83,6 +86,7 @@ class RunStore:
         self.index = RunIndex()
         self.counts = KVFileCounts()
         self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
+        self._watch, self._scan_all_at = FolderWatch(), 0.0
         least = 2 * -(-MIN_TOKENS // block_size) * memory.block_bytes
         if limit_bytes < least:
             raise ConfigError(
@@ -149,13 +153,28 @@ class RunStore:
 
     def scan(self) -> None:
         """Read those folders that were changed since the last call. Raises OSError."""
+        changed, now = self._watch.take_changed(), time.monotonic()
+        are_runs = changed is not None and all(folder.count("/") == 1 for folder in changed)
+        if changed is None or not are_runs or now >= self._scan_all_at:
+            self._scan_all_at = now + _SCAN_ALL_S
+            self._scan_all()
+        elif changed:
+            for folder in changed:
+                self._scan_folder(folder.partition("/")[0], folder)
+            self._note_stored()
+
+    def _scan_all(self) -> None:
+        """Look at the time of change of all folders, and watch them from now on."""
         seen = set()
+        self._watch.add(self._folder, "")
         for identity in self._files.list_folders(self._folder):
+            self._watch.add(self._folder / identity, identity)
             found = self._files.list_folders(self._folder / identity)
             for name, changed_at in found.items():
                 folder = f"{identity}/{name}"
                 seen.add(folder)
                 if self._read_at.get(folder) != changed_at:
+                    self._watch.add(self._folder / folder, folder)
                     is_settled = time.time() - changed_at > _SETTLED_S
                     self._scan_folder(identity, folder)
                     self._read_at[folder] = changed_at if is_settled else -1.0

@@ -206,7 +206,8 @@ class PrefixPins:
         coordinator = self._manager.coordinator
         lengths = range(len(hashes) + 1)  # a longer prefix needs as many blocks or more
         hashes = hashes[: bisect_right(lengths, share, key=coordinator.num_needed) - 1]
-        return hashes, coordinator.names_needed(hashes)
+        is_plain = coordinator.num_groups == 1 and not self._manager.slides
+        return hashes, hashes if is_plain else coordinator.names_needed(hashes)
 
     def _add(self, own: _Owner, pin: Pin) -> None:
         """Add a pin as the most recently used; replace a pin of the same prefix."""
@@ -220,7 +221,7 @@ class PrefixPins:
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
         """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long."""
-        if self._manager.slides:  # a shorter prefix needs other blocks
+        if self._manager.slides or len(own.pins) == 1:  # with windows, it needs other blocks
             return
         for block_hash in pin.hashes[:-1]:
             old = own.pins.get(block_hash)
@@ -295,7 +296,7 @@ class PrefixPins:
             block_id = pool.find(name, ANY_CLASS)
             if block_id is not None and pool.num_free_among((block_id,)):
                 pool.touch((block_id,), is_use=False)
-                pool.release((block_id,))
+                pool.release((block_id,), is_use=False)
 
     # ------------------------------------------------------------------ time
 
