@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -25,12 +25,9 @@ from baton.api.errors import ConfigError
 from baton.kv.block_hash import BlockHash
 from engine.core.metrics import KVFileCounts
 from engine.kv_files.file_system import FileSystem
-from engine.kv_files.jobs import ReadJob, WriteJob
+from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
 from engine.kv_files.run_index import RunIndex
 from engine.kv_files.run_store import RunStore
-
-if TYPE_CHECKING:  # avoids importing torch here
-    from engine.worker.kv_cache import KVMemory
 
 START_TIMEOUT_S = 60.0
 _SCAN_S = 1.0
@@ -248,6 +245,17 @@ def _accept(server: socket.socket) -> Connection:
 # ---------------------------------------------------------------- in the other ranks' processes
 
 
+class RankMemory(Protocol):
+    """The part of a rank's `KVMemory` that files need."""
+
+    @property
+    def rank(self) -> int:
+        """Return the rank's number among all ranks."""
+
+    def open_bytes(self) -> BlockMemory:
+        """Return the bytes of the rank's blocks."""
+
+
 class _StopOf(threading.Event):
     """An event that is set when the leader has sent `Stop`."""
 
@@ -259,7 +267,7 @@ class _StopOf(threading.Event):
         return self._link.poll(0)
 
 
-def serve_rank(beside: Connection, memory: KVMemory, argument: bytes) -> None:
+def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
     """Read and write this rank's files as the leader orders, until the leader ends."""
     given = msgspec.msgpack.decode(argument, type=Open)
     store = RunStore(
