@@ -13,6 +13,7 @@ from baton.api.beam_search import BeamSearchParams, EarlyStopping
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
+from baton.kv.cache_use import CacheUse
 from baton.kv.pins import PinTerms, PrefixPin
 from baton.link import words as link
 from baton.link.wire_pooling import pooling_from_proto, pooling_to_proto
@@ -201,14 +202,20 @@ _SERVING_FROM_PROTO = {number: state for state, number in _SERVING_TO_PROTO.item
 
 
 def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
-    return to_message(node_pb2.NodeBeat, beat, serving_state=_SERVING_TO_PROTO[beat.serving_state])
+    return to_message(
+        node_pb2.NodeBeat,
+        beat,
+        serving_state=_SERVING_TO_PROTO[beat.serving_state],
+        cache=to_message(node_pb2.CacheUse, beat.cache),
+    )
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
     # A state that this version does not know counts as DRAINING.
     newer = link.ServingState.DRAINING
     state = _SERVING_FROM_PROTO.get(message.serving_state, newer)
-    return from_message(link.NodeBeat, message, serving_state=state)
+    cache = from_message(CacheUse, message.cache)
+    return from_message(link.NodeBeat, message, serving_state=state, cache=cache)
 
 
 def is_plain(delta: link.RequestDelta) -> bool:

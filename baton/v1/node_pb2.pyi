@@ -159,7 +159,7 @@ class RequestError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class NodeBeat(_message.Message):
-    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s", "num_waiting_for_encodings", "kv_files_bytes", "kv_file_read_tokens", "num_decoding_images")
+    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s", "num_waiting_for_encodings", "cache", "num_decoding_images")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -176,8 +176,7 @@ class NodeBeat(_message.Message):
     NUM_WAITING_FOR_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_ENCODINGS_FIELD_NUMBER: _ClassVar[int]
-    KV_FILES_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KV_FILE_READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODING_IMAGES_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_waiting_for_remote_kvs: int
@@ -195,10 +194,31 @@ class NodeBeat(_message.Message):
     num_waiting_for_adapters: int
     adapter_load_s: float
     num_waiting_for_encodings: int
-    kv_files_bytes: int
-    kv_file_read_tokens: int
+    cache: CacheUse
     num_decoding_images: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ..., kv_files_bytes: _Optional[int] = ..., kv_file_read_tokens: _Optional[int] = ..., num_decoding_images: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ..., num_decoding_images: _Optional[int] = ...) -> None: ...
+
+class CacheUse(_message.Message):
+    __slots__ = ("num_blocks", "num_bytes", "num_pinned_blocks", "memory_tokens", "file_tokens", "fetched_tokens", "file_bytes", "num_files", "evicted_after_s")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FILES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_bytes: int
+    num_pinned_blocks: int
+    memory_tokens: int
+    file_tokens: int
+    fetched_tokens: int
+    file_bytes: int
+    num_files: int
+    evicted_after_s: float
+    def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., file_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., num_files: _Optional[int] = ..., evicted_after_s: _Optional[float] = ...) -> None: ...
 
 class PeerReport(_message.Message):
     __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s", "is_encode_node")
