@@ -42,6 +42,8 @@ from engine.kv_files.switch import Switch
 # Largest part of the free blocks for one read; largest part of all blocks for several reads.
 FREE_SHARE, MAX_SHARE = 0.75, 0.5
 MAX_WAITING_WRITES = 64
+# Share of the time of computing for which a prompt waits before its read must be faster.
+PATIENCE = 0.05
 # Reads that took fewer seconds do not tell how fast the disk is.
 _LONG_READ_S = 0.5
 # Minimum prompt tokens of a step whose time counts, and its weight in the mean time per token.
@@ -350,7 +352,19 @@ class KVFileTier:
                 self._let_go(read)
 
     def _is_late(self, read: _Read) -> bool:
-        return not read.is_ahead and self._clock() - read.began_at > self._timeout_s
+        if read.is_ahead:
+            return False
+        seconds = self._clock() - read.began_at
+        return seconds > self._timeout_s or self._is_hopeless(read, seconds)
+
+    def _is_hopeless(self, read: _Read, seconds: float) -> bool:
+        """Return whether a read is so slow that computing all its blocks would take less time."""
+        num_blocks = len(read.chain) - read.first
+        computed_s = num_blocks * self._manager.block_size * self._token_s
+        if seconds <= max(PATIENCE * computed_s, _LONG_READ_S) or not computed_s:
+            return False
+        share = sum(job.num_done for _, job in read.jobs) / len(read.block_ids)
+        return seconds > share * computed_s
 
     def _end_read(self, read: _Read) -> None:
         """Release the blocks of an ended read, and let its requests go on."""

@@ -44,7 +44,7 @@ _ABANDONED_S = 600.0
 _SETTLED_S = 1.0
 # Seconds between two looks at all folders. Nobody reports the changes that other machines make.
 _SCAN_ALL_S = 30.0
-_CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
+_CHUNK_BYTES = 2**21  # bytes that are read between two looks at whether the reader should stop
 # Most headers that one read learns: thousands of conversations may have the same first blocks.
 _MOST_HEADERS = 32
 # Most bytes of a run's blocks: a run of a GPU's blocks is copied to the host before it is written.

@@ -226,6 +226,27 @@ def test_a_slow_read_costs_no_more_than_its_deadline(written: Path, expected: li
     engine.close()
 
 
+def test_a_read_slower_than_computing_is_given_up_soon(written: Path, expected: list[int]) -> None:
+    engine = load(written)
+    tier, files, clock = tier_of(engine), trouble(engine), Clock()
+    tier._clock = tier._reading._clock = clock
+    tier._token_s = 0.1  # computing the eight blocks takes 12.8 s
+    files.gate.clear()
+    request = ask(engine)
+    assert files.stands.wait(60)
+    clock.now = 0.64
+    engine.schedule()
+    assert request.awaits_prefix
+    clock.now = 0.65
+    engine.schedule()
+    assert not request.awaits_prefix
+    assert (tier.counts().misses["late"], tier._reading.is_on) == (1, False)
+    files.gate.set()
+    run(engine)
+    assert (request.output_token_ids, request.num_cached_tokens) == (expected, 0)
+    engine.close()
+
+
 @pytest.mark.parametrize("when", ["reading", "writing"])
 def test_after_an_error_files_are_tried_again_later(
     written: Path, expected: list[int], when: str, caplog: pytest.LogCaptureFixture
