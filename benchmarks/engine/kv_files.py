@@ -159,7 +159,7 @@ def measure_nobody(run: Run, model: str, repetitions: int) -> Document:
 
 
 def measure_troubles(run: Run, model: str, tokens: int, repetitions: int) -> Document:
-    """Measure a long prompt whose KV is in files of a troubled disk, and without files, in turns."""
+    """Measure a long prompt with files on troubled disks, and without files, in turns."""
     names = ("plain", *TROUBLES)
     times: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
