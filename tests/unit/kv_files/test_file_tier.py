@@ -20,6 +20,7 @@ from baton.kv.layers import PagedKV
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.kv_files.file_tier import KVFileTier
+from engine.kv_files.run_store import RunStore
 from engine.kv_files.switch import FIRST_PAUSE_S
 from engine.weights import ServedWeights
 from engine.worker.kv_cache import KVMemory, kv_cache_spec
@@ -61,6 +62,12 @@ def stop_time(engine: Engine) -> None:
 def tier_of(engine: Engine) -> KVFileTier:
     assert engine.features.files is not None
     return engine.features.files
+
+
+def store_of(engine: Engine) -> RunStore:
+    store = tier_of(engine)._store
+    assert isinstance(store, RunStore)
+    return store
 
 
 def ask(engine: Engine, salt: bytes = b"", prompt: list[int] | None = None) -> Request:
@@ -198,7 +205,7 @@ def test_a_prompt_joins_a_read_that_brings_all_that_files_have(tmp_path: Path) -
 
 def trouble(engine: Engine) -> TroubledFiles:
     """Give an engine's tier files with faults."""
-    files = tier_of(engine)._store._files = TroubledFiles()
+    files = store_of(engine)._files = TroubledFiles()
     return files
 
 
@@ -353,13 +360,13 @@ def test_no_thread_copies_blocks_while_a_sleep_frees_their_memory(
     locked: dict[str, bool] = {}
 
     def note(name: str, *arguments: object) -> list[None]:
-        locked[name] = tier_of(engine).memory_in_use.locked()
+        locked[name] = store_of(engine).memory.in_use.locked()
         return [None]
 
     monkeypatch.setattr(engine.executor, "collective_rpc", note)
     ServedWeights(engine, DEMO_MODEL).sleep(SleepLevel.HOST)
     assert locked == {"sleep": True}
-    assert not tier_of(engine).memory_in_use.locked()
+    assert not store_of(engine).memory.in_use.locked()
     engine.close()
 
 

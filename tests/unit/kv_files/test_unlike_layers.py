@@ -20,11 +20,10 @@ ANSWER = SamplingParams(max_tokens=NUM_OUT, temperature=0, ignore_eos=True)
 
 
 def load(folder: Path, files: Path | None, **options: Any) -> LLM:
-    llm = LLM(
-        str(folder),
-        **{"dtype": "float32", "block_size": SIZE, "num_blocks": 96, "num_threads": 1, **options},
-        **({"kv_files": str(files)} if files else {}),
-    )
+    options = {"dtype": "float32", "block_size": SIZE, "num_blocks": 96, "num_threads": 1} | options
+    if files is not None:
+        options["kv_files"] = str(files)
+    llm = LLM(str(folder), **options)
     if files is not None:
         tier_of(llm)._clock = lambda: 0.0  # no read is late
         wait_until(tier_of(llm)._is_scanned.is_set, "the folder is listed")
