@@ -24,7 +24,7 @@ Found = Sequence[tuple[int, Run]]
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What one group lacks for a prefix.
+    """The blocks that one group lacks for a prefix.
 
     Attributes:
         group: number of the group.

@@ -35,7 +35,7 @@ _ENTRY = f"{__name__}:serve_rank"
 
 
 class Open(msgspec.Struct, frozen=True):
-    """What a rank needs to open its store; ``address``: of the leader's socket."""
+    """A message with what a rank needs to open its store; ``address``: the leader's socket."""
 
     folder: str
     limit_bytes: int
