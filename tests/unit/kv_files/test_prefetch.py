@@ -94,7 +94,7 @@ def test_a_prompt_joins_the_read_of_its_session(engine: Engine) -> None:
     assert len(tier_of(engine)._reads) == 1
     files.gate.set()
     run(engine)
-    assert request.num_cached_tokens == 8 * 16
+    assert request.num_hit_tokens == 8 * 16
     assert tier_of(engine).counts().hits == 1
 
 
@@ -113,7 +113,7 @@ def test_reading_ahead_gives_way_to_a_prompt_of_another_session(engine: Engine) 
     assert [job.is_stopped for read in (ahead, own) for _, job in read.jobs] == [True, False]
     files.gate.set()
     run(engine)
-    assert request.num_cached_tokens == 6 * 16, "reads hold at most half of all blocks"
+    assert request.num_hit_tokens == 6 * 16, "reads hold at most half of all blocks"
 
 
 def test_sessions_are_forgotten_by_owners_with_many() -> None:
