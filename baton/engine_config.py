@@ -469,8 +469,10 @@ class EngineConfig:
             return
         if not self.prefix_cache:
             raise ConfigError("kv_files: needs prefix_cache, which is off")
-        if self.num_ranks > 1:
-            raise ConfigError(f"kv_files: needs one rank, got {self.num_ranks}")
+        if self.executor_name not in ("uniproc", "multiproc"):
+            raise ConfigError(
+                f"kv_files: needs all ranks on one machine, got the executor {self.executor_name}"
+            )
 
     def _check_drafter(self) -> None:
         method = self.speculative_method

@@ -60,6 +60,7 @@ class Features:
         self.grammars, self.pins, self.speculation, self.files = grammars, pins, speculation, files
         self.images = images or ImageInputs()
         self._scheduler = scheduler
+        scheduler.on_finish = self._note_finish
 
     def make_adapters(self, executor: Executor, in_use: Callable[[], set[str]]) -> AdapterTable:
         """Make the table of the LoRA adapters in memory.
@@ -129,6 +130,12 @@ class Features:
         if images.users:
             self.images.submit(images)
 
+    def _note_finish(self, request: Request) -> None:
+        """Let the pins and the file tier know of an ended request."""
+        self.pins.note_finish(request)
+        if self.files is not None:
+            self.files.note_end(request)
+
     def end_fetch(self, request: Request) -> None:
         """Resume a request that waited for another node to fill the prefix cache.
 
@@ -161,6 +168,19 @@ class Features:
             self.images.wait()
         elif self.files is not None and self.files.is_busy:
             self.files.wait(_FILE_POLL_S)
+
+    def hint_session(self, owner: bytes, session: bytes, keep_s: float) -> None:
+        """Keep the prefix of a session's last request for a time, and read it from files.
+
+        With a time of 0, end the session's pins instead.
+        """
+        if not keep_s:
+            self.pins.drop_session(owner, session)
+            return
+        hashes = self.pins.pin_session(owner, session, keep_s)
+        if self.files is not None and hashes:
+            most = self.pins.room_for_prefetch(owner)
+            self.pins.note_prefetch(owner, self.files.read_ahead(hashes, most), keep_s)
 
     # ------------------------------------------------------------------ steps
 

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from baton.api.outputs import FinishReason
-from baton.kv.kv_file_counts import KVFileCounts
 from engine.core.drafts import ALL
-from engine.core.metrics import EngineMetrics, by_sign
+from engine.core.metrics import EngineMetrics, KVFileCounts, by_sign
 from engine.core.outputs import SchedulerOutput
 from engine.core.scheduler import Scheduler
 from engine.executors.base import Executor

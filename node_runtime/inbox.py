@@ -20,12 +20,12 @@ from baton.link.words import (
     ADAPTER_MISSING,
     AbortAll,
     CancelCommand,
-    DropPins,
     NodeEvent,
     PeerReport,
     PeerUpdate,
     RequestError,
     RouterCommand,
+    SessionHint,
     ShareCommand,
     failed_delta,
 )
@@ -175,8 +175,8 @@ class Inbox(Generic[Job]):
                     for end, info in ((fetch_end, fetches), (share_end, shares)):
                         if info:
                             _connect(node.side_work.add_peer, end(engine_id), info, outbox)
-                case DropPins():
-                    self._engine.features.pins.drop_session(command.owner, command.session)
+                case SessionHint(owner, session, keep_s):
+                    self._engine.features.hint_session(owner, session, keep_s)
                 case ShareCommand():
                     node.side_work.share_prefix(command, received_at)
                 case AbortAll():

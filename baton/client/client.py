@@ -239,15 +239,34 @@ class Client:
         request = classify_request(inputs, options)
         return classifications_from_proto(self._call(self._channel.stub().Classify, request))
 
-    def drop_pins(self, session_id: str, *, model: str = "") -> None:
+    def drop_pins(self, session_id: str = "", *, cache_key: str = "", model: str = "") -> None:
         """End the pins of a session that does not come back; raises a BatonError.
 
         Args:
             session_id: id of the session, as in the requests that made the pins.
+            cache_key: instead of ``session_id``, the ``prompt_cache_key`` of requests over HTTP.
             model: served name of a model; empty: the first name that the caller may use.
         """
-        request = inference_pb2.DropPinsRequest(session_id=session_id, model=model)
+        request = inference_pb2.DropPinsRequest(
+            session_id=session_id, prompt_cache_key=cache_key, model=model
+        )
         self._call(self._channel.stub().DropPins, request)
+
+    def prefetch(
+        self, session_id: str = "", *, ttl_s: float, cache_key: str = "", model: str = ""
+    ) -> None:
+        """Have the nodes keep a session's cached prefix, because its next turn comes soon.
+
+        Nodes with files read those blocks ahead that left their caches. Raises a BatonError.
+
+        Args:
+            session_id, cache_key, model: as in `drop_pins`.
+            ttl_s: seconds for which nodes keep the prefix.
+        """
+        request = inference_pb2.PrefetchRequest(
+            session_id=session_id, prompt_cache_key=cache_key, ttl_s=ttl_s, model=model
+        )
+        self._call(self._channel.stub().Prefetch, request)
 
     def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""
@@ -470,10 +489,23 @@ class AsyncClient:
         request = classify_request(inputs, options)
         return classifications_from_proto(await self._call(self._channel.stub().Classify, request))
 
-    async def drop_pins(self, session_id: str, *, model: str = "") -> None:
+    async def drop_pins(
+        self, session_id: str = "", *, cache_key: str = "", model: str = ""
+    ) -> None:
         """End the pins of a session that does not come back; see `Client.drop_pins`."""
-        request = inference_pb2.DropPinsRequest(session_id=session_id, model=model)
+        request = inference_pb2.DropPinsRequest(
+            session_id=session_id, prompt_cache_key=cache_key, model=model
+        )
         await self._call(self._channel.stub().DropPins, request)
+
+    async def prefetch(
+        self, session_id: str = "", *, ttl_s: float, cache_key: str = "", model: str = ""
+    ) -> None:
+        """Have the nodes keep a session's cached prefix; see `Client.prefetch`."""
+        request = inference_pb2.PrefetchRequest(
+            session_id=session_id, prompt_cache_key=cache_key, ttl_s=ttl_s, model=model
+        )
+        await self._call(self._channel.stub().Prefetch, request)
 
     async def models(self) -> list[ModelDescription]:
         """List the models that the router serves."""

@@ -13,6 +13,7 @@ from baton.api.beam_search import BeamSearchParams, EarlyStopping
 from baton.api.errors import InvalidRequestError
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.outputs import TextDelta
+from baton.kv.cache_use import CacheUse
 from baton.kv.pins import PinTerms, PrefixPin
 from baton.link import words as link
 from baton.link.wire_peers import (
@@ -207,14 +208,20 @@ _SERVING_FROM_PROTO = {number: state for state, number in _SERVING_TO_PROTO.item
 
 
 def beat_to_proto(beat: link.NodeBeat) -> node_pb2.NodeBeat:
-    return to_message(node_pb2.NodeBeat, beat, serving_state=_SERVING_TO_PROTO[beat.serving_state])
+    return to_message(
+        node_pb2.NodeBeat,
+        beat,
+        serving_state=_SERVING_TO_PROTO[beat.serving_state],
+        cache=to_message(node_pb2.CacheUse, beat.cache),
+    )
 
 
 def beat_from_proto(message: node_pb2.NodeBeat) -> link.NodeBeat:
     # A state that this version does not know counts as DRAINING.
     newer = link.ServingState.DRAINING
     state = _SERVING_FROM_PROTO.get(message.serving_state, newer)
-    return from_message(link.NodeBeat, message, serving_state=state)
+    cache = from_message(CacheUse, message.cache)
+    return from_message(link.NodeBeat, message, serving_state=state, cache=cache)
 
 
 def is_plain(delta: link.RequestDelta) -> bool:
@@ -319,8 +326,8 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
         images = map(_image_to_proto, command.images)
         share = to_message(node_pb2.ShareCommand, command, images=images)
         return node_pb2.RouterMessage(share=share)
-    if isinstance(command, link.DropPins):
-        return node_pb2.RouterMessage(drop_pins=to_message(node_pb2.DropPins, command))
+    if isinstance(command, link.SessionHint):
+        return node_pb2.RouterMessage(session_hint=to_message(node_pb2.SessionHint, command))
     if isinstance(command, link.RouterBeat):
         return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
     if isinstance(command, link.DrainCommand):
@@ -428,8 +435,8 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
         return from_message(
             link.ShareCommand, message.share, prompt_token_ids=token_ids, images=images
         )
-    if kind == "drop_pins":
-        return from_message(link.DropPins, message.drop_pins)
+    if kind == "session_hint":
+        return from_message(link.SessionHint, message.session_hint)
     if kind == "beat":
         return link.RouterBeat()
     if kind == "drain":

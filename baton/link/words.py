@@ -18,6 +18,7 @@ from baton.api.outputs import RequestError as RequestError
 from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import ShortHash
+from baton.kv.cache_use import NO_CACHE, CacheUse
 from baton.kv.pins import PinTerms
 from baton.link.beat_interval import BEAT_INTERVAL_S as BEAT_INTERVAL_S
 from baton.telemetry.spans import TraceContext
@@ -190,8 +191,7 @@ class NodeBeat:
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
         num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
             their images; ``num_waiting`` includes them.
-        kv_files_bytes: bytes of all files with KV in the node's folder; 0: there are none.
-        kv_file_read_tokens: tokens whose KV the node has read from files.
+        cache: what the prefix cache and the node's files hold.
         num_decoding_images: prompts that wait until this node has decoded their image files;
             ``num_waiting`` includes them, ``num_waiting_for_encodings`` does not.
     """
@@ -212,8 +212,7 @@ class NodeBeat:
     num_waiting_for_adapters: int = 0
     adapter_load_s: float = 0.0
     num_waiting_for_encodings: int = 0
-    kv_files_bytes: int = 0
-    kv_file_read_tokens: int = 0
+    cache: CacheUse = NO_CACHE
     num_decoding_images: int = 0
 
 
@@ -438,11 +437,12 @@ class ShareCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class DropPins:
-    """Command to end the pins of one session of an owner; see `PinTerms`."""
+class SessionHint:
+    """Command to keep a session's last prefix for ``keep_s`` seconds, or (0) to end its pins."""
 
     owner: bytes = field(repr=False)
     session: bytes = field(repr=False)
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,7 +516,7 @@ RouterCommand = (
     | DecodeCommand
     | EncodeCommand
     | ShareCommand
-    | DropPins
+    | SessionHint
     | CancelCommand
     | RouterBeat
     | DrainCommand

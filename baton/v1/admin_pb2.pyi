@@ -941,6 +941,24 @@ class AdminFlushCacheRequest(_message.Message):
     node: str
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
+class AdminDropPinsRequest(_message.Message):
+    __slots__ = ("session_id", "prompt_cache_key", "tenant", "model")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    prompt_cache_key: str
+    tenant: str
+    model: str
+    def __init__(self, session_id: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class AdminDropPinsResponse(_message.Message):
+    __slots__ = ("num_nodes",)
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    num_nodes: int
+    def __init__(self, num_nodes: _Optional[int] = ...) -> None: ...
+
 class AdminFlushCacheResponse(_message.Message):
     __slots__ = ("nodes",)
     NODES_FIELD_NUMBER: _ClassVar[int]

@@ -175,6 +175,11 @@ class AdminStub(object):
                 request_serializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheResponse.FromString,
                 _registered_method=True)
+        self.DropPins = channel.unary_unary(
+                '/baton.v1.Admin/DropPins',
+                request_serializer=baton_dot_v1_dot_admin__pb2.AdminDropPinsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.AdminDropPinsResponse.FromString,
+                _registered_method=True)
         self.SetLogLevel = channel.unary_unary(
                 '/baton.v1.Admin/SetLogLevel',
                 request_serializer=baton_dot_v1_dot_admin__pb2.AdminSetLogLevelRequest.SerializeToString,
@@ -371,6 +376,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropPins(self, request, context):
+        """For operators, and for clients that name their own sessions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetLogLevel(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -525,6 +537,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.AdminFlushCacheResponse.SerializeToString,
+            ),
+            'DropPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropPins,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.AdminDropPinsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.AdminDropPinsResponse.SerializeToString,
             ),
             'SetLogLevel': grpc.unary_unary_rpc_method_handler(
                     servicer.SetLogLevel,
@@ -1294,6 +1311,33 @@ class Admin(object):
             '/baton.v1.Admin/FlushCache',
             baton_dot_v1_dot_admin__pb2.AdminFlushCacheRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.AdminFlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/DropPins',
+            baton_dot_v1_dot_admin__pb2.AdminDropPinsRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.AdminDropPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -148,14 +148,32 @@ class CountTokensResponse(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
 class DropPinsRequest(_message.Message):
-    __slots__ = ("session_id", "model")
+    __slots__ = ("session_id", "prompt_cache_key", "model")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     session_id: str
+    prompt_cache_key: str
     model: str
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class DropPinsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("session_id", "prompt_cache_key", "ttl_s", "model")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    prompt_cache_key: str
+    ttl_s: float
+    model: str
+    def __init__(self, session_id: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., ttl_s: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

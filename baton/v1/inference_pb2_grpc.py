@@ -69,6 +69,11 @@ class InferenceStub(object):
                 request_serializer=baton_dot_v1_dot_inference__pb2.DropPinsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.DropPinsResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/baton.v1.Inference/Prefetch',
+                request_serializer=baton_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/baton.v1.Inference/Embed',
                 request_serializer=baton_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
@@ -141,6 +146,14 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Keeps the prefix of a session's last request in the caches of the nodes that computed it, and
+        reads what their caches lack from files. Call it some seconds before the session's next turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Embed(self, request, context):
         """Pooled requests sample no tokens: prefill nodes compute them, without a decode node.
         """
@@ -203,6 +216,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.DropPins,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.DropPinsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.DropPinsResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.PrefetchRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.PrefetchResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
@@ -414,6 +432,33 @@ class Inference(object):
             '/baton.v1.Inference/DropPins',
             baton_dot_v1_dot_inference__pb2.DropPinsRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.DropPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Prefetch',
+            baton_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -163,7 +163,7 @@ class RequestError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class NodeBeat(_message.Message):
-    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s", "num_waiting_for_encodings", "kv_files_bytes", "kv_file_read_tokens", "num_decoding_images")
+    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s", "num_waiting_for_encodings", "cache", "num_decoding_images")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -180,8 +180,7 @@ class NodeBeat(_message.Message):
     NUM_WAITING_FOR_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_ENCODINGS_FIELD_NUMBER: _ClassVar[int]
-    KV_FILES_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KV_FILE_READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODING_IMAGES_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_waiting_for_remote_kvs: int
@@ -199,10 +198,31 @@ class NodeBeat(_message.Message):
     num_waiting_for_adapters: int
     adapter_load_s: float
     num_waiting_for_encodings: int
-    kv_files_bytes: int
-    kv_file_read_tokens: int
+    cache: CacheUse
     num_decoding_images: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ..., kv_files_bytes: _Optional[int] = ..., kv_file_read_tokens: _Optional[int] = ..., num_decoding_images: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ..., num_decoding_images: _Optional[int] = ...) -> None: ...
+
+class CacheUse(_message.Message):
+    __slots__ = ("num_blocks", "num_bytes", "num_pinned_blocks", "memory_tokens", "file_tokens", "fetched_tokens", "file_bytes", "num_files", "evicted_after_s")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FILES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_bytes: int
+    num_pinned_blocks: int
+    memory_tokens: int
+    file_tokens: int
+    fetched_tokens: int
+    file_bytes: int
+    num_files: int
+    evicted_after_s: float
+    def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., file_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., num_files: _Optional[int] = ..., evicted_after_s: _Optional[float] = ...) -> None: ...
 
 class PeerReport(_message.Message):
     __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s", "is_encode_node")
@@ -269,7 +289,7 @@ class AdminReply(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., part: _Optional[bytes] = ..., last: bool = ..., error: _Optional[_Union[RequestError, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode", "share", "drop_pins", "peer_updates")
+    __slots__ = ("registered", "peer_update", "prefill", "decode", "cancel", "beat", "drain", "drain_seen", "send_kv_snapshot", "admin_call", "encode", "share", "session_hint", "peer_updates")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -282,7 +302,7 @@ class RouterMessage(_message.Message):
     ADMIN_CALL_FIELD_NUMBER: _ClassVar[int]
     ENCODE_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
-    DROP_PINS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_HINT_FIELD_NUMBER: _ClassVar[int]
     PEER_UPDATES_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     peer_update: PeerUpdate
@@ -296,9 +316,9 @@ class RouterMessage(_message.Message):
     admin_call: AdminCall
     encode: EncodeCommand
     share: ShareCommand
-    drop_pins: DropPins
+    session_hint: SessionHint
     peer_updates: PeerUpdates
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ..., drop_pins: _Optional[_Union[DropPins, _Mapping]] = ..., peer_updates: _Optional[_Union[PeerUpdates, _Mapping]] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ..., session_hint: _Optional[_Union[SessionHint, _Mapping]] = ..., peer_updates: _Optional[_Union[PeerUpdates, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("problem", "router_id", "may_retry", "protocol", "batches_peers")
@@ -474,13 +494,15 @@ class DecodeCommand(_message.Message):
     pins: PinTerms
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., pins: _Optional[_Union[PinTerms, _Mapping]] = ...) -> None: ...
 
-class DropPins(_message.Message):
-    __slots__ = ("owner", "session")
+class SessionHint(_message.Message):
+    __slots__ = ("owner", "session", "keep_s")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
     owner: bytes
     session: bytes
-    def __init__(self, owner: _Optional[bytes] = ..., session: _Optional[bytes] = ...) -> None: ...
+    keep_s: float
+    def __init__(self, owner: _Optional[bytes] = ..., session: _Optional[bytes] = ..., keep_s: _Optional[float] = ...) -> None: ...
 
 class EncodeCommand(_message.Message):
     __slots__ = ("request_id", "epoch", "prefill_engine_id", "timeout_s", "images")

@@ -4,17 +4,20 @@
              by a new engine from the disk
     nobody   requests with different prompts, with and without `--kv-files`, in turns
     start    the time until 10,000 files with 10 GiB are known
+    troubles the long prompt with a disk of 2 MB/s, with a full disk and with read errors, beside
+             an engine without files
 
 SmolLM2-135M-Instruct with 4-bit weights, in this process.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,13 +29,16 @@ from baton.checkpoint.packaged_model import SMOLLM2
 from benchmarks.runner.run import Document, Run
 from engine.kv_files.file_system import FileSystem
 from engine.kv_files.run_file import RunName
+from engine.kv_files.run_index import RunIndex
 from engine.kv_files.run_store import RunStore
 from examples.demo import fetch_model
 
-PARTS = ("prefix", "nobody", "start")
+PARTS = ("prefix", "nobody", "start", "troubles")
 FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 ANSWER = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
 NUM_FILES, FILE_BYTES = 10_000, 2**20
+SLOW_BYTES_PER_S = 2e6
+TROUBLES = ("slow disk", "full disk", "read errors")
 
 
 class _NoBlocks:
@@ -48,6 +54,26 @@ class _NoBlocks:
 
     def put(self, block_ids: Sequence[int], parts: Sequence[memoryview]) -> None:
         raise NotImplementedError
+
+
+class _TroubledFiles(FileSystem):
+    """Files of a slow disk, of a full one, or of one with read errors, by ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def read_into(self, descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
+        if self._kind == "read errors" and offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        num_read = super().read_into(descriptor, offset, parts)
+        if self._kind == "slow disk":
+            time.sleep(num_read / SLOW_BYTES_PER_S)
+        return num_read
+
+    def write_new(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        if self._kind == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write_new(path, parts)
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
@@ -132,6 +158,37 @@ def measure_nobody(run: Run, model: str, repetitions: int) -> Document:
     return {"ratio": statistics.median(ratios), "all": times, "written_bytes": written}
 
 
+def measure_troubles(run: Run, model: str, tokens: int, repetitions: int) -> Document:
+    """Measure a long prompt with files on troubled disks, and without files, in turns."""
+    names = ("plain", *TROUBLES)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
+        prompts = [prompt_of(seed, tokens) for seed in range(repetitions)]
+        writer = load(model, tokens, kv_files=folder)
+        said = [writer.generate([prompt], FIRST_TOKEN)[0].token_ids for prompt in prompts]
+        writer.engine.close()
+        for seed, prompt in enumerate(prompts):
+            for name in names:
+                llm = load(model, tokens, **({} if name == "plain" else {"kv_files": folder}))
+                if llm.engine.features.files is not None:
+                    store = llm.engine.features.files._store
+                    assert isinstance(store, RunStore)
+                    store._files = _TroubledFiles(name)
+                    if name == "full disk":  # nothing can be read either
+                        store.index = RunIndex()
+                first_token_s(llm, prompt_of(999, 600))
+                seconds, found = first_token_s(llm, prompt)
+                times[name].append(seconds)
+                if found != tuple(said[seed]):
+                    run.problems.append(f"{name}: token {found}, computed {said[seed]}")
+                llm.engine.close()
+                del llm
+            print({name: [round(one, 3) for one in found] for name, found in times.items()})
+    pairs = {name: zip(times[name], times["plain"], strict=True) for name in TROUBLES}
+    ratios = {name: statistics.median(one / plain for one, plain in pairs[name]) for name in pairs}
+    return {"ratios": ratios, "all": times, "tokens": tokens}
+
+
 def measure_start() -> Document:
     """Measure how long it takes until all files of a folder are known."""
     with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
@@ -155,7 +212,7 @@ def run(
     """Measure the chosen parts one after another; other parts keep their earlier results.
 
     Args:
-        part: some of prefix, nobody, start.
+        part: some of prefix, nobody, start, troubles.
         tokens: tokens of the long prompt.
         repetitions: number of long prompts, and of pairs of batches.
     """
@@ -169,4 +226,6 @@ def run(
         document["prefix"] = measure_prefix(run, str(found), tokens, repetitions)
     if "nobody" in part:
         document["nobody"] = measure_nobody(run, str(found), 4 * repetitions)
+    if "troubles" in part:
+        document["troubles"] = measure_troubles(run, str(found), tokens, repetitions)
     return document

@@ -174,8 +174,10 @@ class BlockPool:
             block.ref_count += 1
         self.least_free = min(self.least_free, self.num_free if is_use else self.num_blocks)
 
-    def release(self, block_ids: Iterable[int]) -> None:
+    def release(self, block_ids: Iterable[int], *, is_use: bool = True) -> None:
         """Drop one reference on each block; a block without references becomes free.
+
+        Without ``is_use``, `residency` does not take the block for one that was used until now.
 
         Callers pass a request's last blocks first: cached blocks are allocated again in the order
         of their release, blank ones in reverse order.
@@ -186,7 +188,7 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            block.freed_at = now
+            block.freed_at = now if is_use else block.freed_at
             is_blank = block.block_hash is None
             end = self._tail if self.keeps and not is_blank and self.keeps(block) else self._fence
             previous = self._head if is_blank else end.previous

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from baton.kv.block_hash import BlockHash
 from engine.core.block_pool import BlockPool
-from engine.core.kv_retention import NULL_BLOCK, Find, FullAttention, KVRetention, SlidingWindow
+from engine.core.kv_retention import NULL_BLOCK, Find, longest_common_hit, make_retentions
 
 
 class KVCacheCoordinator:
@@ -44,22 +44,13 @@ class KVCacheCoordinator:
             self.null_block = NULL_BLOCK
             taken = block_pool.allocate(1)
             assert taken == [NULL_BLOCK]
-        self._retentions: list[KVRetention] = []
-        for window in sliding_windows:
-            if window is None:
-                self._retentions.append(FullAttention())
-            else:
-                assert self.null_block is not None
-                self._retentions.append(SlidingWindow(window, block_size, self.null_block))
+        self._retentions = make_retentions(sliding_windows, block_size)
         self._finds = [self._find_in(group, 0) for group in range(self.num_groups)]
 
     # ------------------------------------------------------------------ prefix cache
 
     def longest_hit(self, hashes: Sequence[BlockHash], cache_class: int = 0) -> list[int]:
         """Return block ids, interleaved over groups, of the longest prefix cached in all groups.
-
-        Each group in turn shortens the prefix to its own longest hit, until no group shortens the
-        prefix further.
 
         Args:
             hashes: hashes of the leading logical blocks of a request.
@@ -68,15 +59,7 @@ class KVCacheCoordinator:
         finds = self._finds
         if cache_class:
             finds = [self._find_in(group, cache_class) for group in range(self.num_groups)]
-        hits: list[list[int]] = [[] for _ in self._retentions]
-        num_blocks, num_agreed, group = len(hashes), 0, 0
-        while num_agreed < self.num_groups:
-            hit = self._retentions[group].longest_hit(hashes[:num_blocks], finds[group])
-            if len(hit) < num_blocks:
-                num_blocks, num_agreed = len(hit), 0
-            hits[group] = hit
-            num_agreed += 1
-            group = (group + 1) % self.num_groups
+        hits = longest_common_hit(self._retentions, hashes, finds)
         if self.num_groups == 1:
             return hits[0]
         return [block_id for logical in zip(*hits, strict=True) for block_id in logical]
@@ -89,7 +72,7 @@ class KVCacheCoordinator:
         """
         stride = self.num_groups
         places = self.kept_places(len(hashes) * self._block_size, len(hashes))
-        return tuple(hashes[place // stride] + _suffix(place % stride) for place in places)
+        return tuple(hashes[place // stride] + group_suffix(place % stride) for place in places)
 
     def num_needed(self, num_blocks: int) -> int:
         """Return how many cached blocks a hit of ``num_blocks`` logical blocks needs."""
@@ -126,7 +109,7 @@ class KVCacheCoordinator:
                 start, own = first + num_null, own[num_null:]
             own_hashes = hashes[start:end]
             if group:
-                suffix = _suffix(group)
+                suffix = group_suffix(group)
                 own_hashes = [block_hash + suffix for block_hash in own_hashes]
             parent = hashes[start - 1] if start else None
             self._pool.cache(own, own_hashes, parent, silent=group > 0, cache_class=cache_class)
@@ -162,12 +145,12 @@ class KVCacheCoordinator:
     # ------------------------------------------------------------------ inside
 
     def _find_in(self, group: int, cache_class: int) -> Find:
-        suffix, find = _suffix(group), self._pool.find
+        suffix, find = group_suffix(group), self._pool.find
         if not group and not cache_class:
             return find
         return lambda block_hash: find(block_hash + suffix, cache_class)
 
 
-def _suffix(group: int) -> bytes:
+def group_suffix(group: int) -> bytes:
     """Return a suffix for a group's block hashes, so that hashes of two groups always differ."""
     return bytes((group,)) if group else b""

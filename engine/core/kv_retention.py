@@ -81,3 +81,31 @@ class SlidingWindow:
         # The next token, at position num_computed_tokens, attends to no position before this one.
         oldest = num_computed_tokens - self._window + 1
         return max(oldest, 0) // self._block_size
+
+
+def make_retentions(windows: Sequence[int | None], block_size: int) -> list[KVRetention]:
+    """Return the retention of each KV cache group, from its window in tokens (None: no window)."""
+    return [
+        FullAttention() if window is None else SlidingWindow(window, block_size, NULL_BLOCK)
+        for window in windows
+    ]
+
+
+def longest_common_hit(
+    retentions: Sequence[KVRetention], hashes: Sequence[BlockHash], finds: Sequence[Find]
+) -> list[list[int]]:
+    """Return the blocks, by group, of the longest prefix that all groups find.
+
+    Each group in turn shortens the prefix to its own longest hit, until no group shortens the
+    prefix further.
+    """
+    hits: list[list[int]] = [[] for _ in retentions]
+    num_blocks, num_agreed, group = len(hashes), 0, 0
+    while num_agreed < len(retentions):
+        hit = retentions[group].longest_hit(hashes[:num_blocks], finds[group])
+        if len(hit) < num_blocks:
+            num_blocks, num_agreed = len(hit), 0
+        hits[group] = hit
+        num_agreed += 1
+        group = (group + 1) % len(retentions)
+    return hits

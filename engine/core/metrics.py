@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import FinishReason
-from baton.kv.kv_file_counts import KVFileCounts
 from baton.kv.residency import BlockResidency
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
@@ -22,6 +21,17 @@ PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
 # Upper bounds, in computed tokens, of the buckets that count steps by size; one more bucket counts
 # larger steps.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# Causes for which a look-up or a read gives fewer blocks than a prompt needs. absent: no file has
+# the next block. gone: another node removed the file. foreign: the file has other content than its
+# name says. late: the read took longer than its deadline. no_blocks: this node has too few free
+# blocks. off: the tier has turned itself off for a while.
+MISS_CAUSES = (
+    *("absent", "gone", "short", "damaged", "foreign", "error", "late", "no_blocks", "off"),
+)
+# Outcomes of runs of blocks that were queued for writing. skipped: the blocks of a run were evicted
+# first, or too many runs were waiting.
+WRITE_ENDS = ("written", "skipped", "failed")
 
 
 @dataclass(slots=True)
@@ -45,6 +55,33 @@ class PinCounts:
     displaced: int = 0
     dropped: int = 0
     refused: int = 0
+
+
+@dataclass(slots=True)
+class KVFileCounts:
+    """Counts of the prefix cache's file tier since the start, and the bytes in the folder.
+
+    Each field has one writing thread.
+
+    Attributes:
+        hits: requests that got blocks from files.
+        misses: look-ups and reads that ended early, by cause.
+        tokens_read, bytes_read: tokens and bytes of KV that requests got from files.
+        runs: runs of blocks that were queued for writing, by outcome.
+        bytes_written: bytes of the written files.
+        files_evicted: files that this node removed because the folder was full.
+        bytes_stored, files_stored: files in the folder, those of other nodes and models included.
+    """
+
+    hits: int = 0
+    misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_CAUSES, 0))
+    tokens_read: int = 0
+    bytes_read: int = 0
+    runs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WRITE_ENDS, 0))
+    bytes_written: int = 0
+    files_evicted: int = 0
+    bytes_stored: int = 0
+    files_stored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

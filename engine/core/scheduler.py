@@ -73,6 +73,7 @@ class Scheduler:
         drafts: drafts for later steps.
         grammars: lets requests with grammars sample once their masks are ready.
         images: chooses the images that each step encodes.
+        on_finish: called with each request that ends.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Scheduler:
         )
         self.grammars = GrammarSteps(masks)
         self.images = ImageSteps(images, self.counters)
+        self.on_finish: Callable[[Request], None] = lambda request: None
         self._num_adapted = 0  # open requests with an adapter
 
     # ------------------------------------------------------------------ requests come
@@ -616,6 +618,7 @@ class Scheduler:
         self._num_adapted -= bool(request.adapter)
         self.images.unregister(request)
         del self.requests[request.request_id]
+        self.on_finish(request)
 
     def _leave_batch(self, request: Request) -> None:
         self._planner.leave(request)

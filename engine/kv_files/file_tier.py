@@ -20,18 +20,22 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from baton.kv.block_hash import BlockHash, BlockHasher
-from baton.kv.kv_file_counts import KVFileCounts
 from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.version import __version__
+from engine.core.kv_cache_coordinator import group_suffix
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.metrics import KVFileCounts
 from engine.core.request import Request
 from engine.kv_files.file_thread import FileThread
+from engine.kv_files.groups import FileGroups, Found, Lack
 from engine.kv_files.jobs import ReadJob, WriteJob
-from engine.kv_files.run_index import Run, plan_pieces
+from engine.kv_files.rank_stores import RankStores
+from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
@@ -39,6 +43,8 @@ from engine.kv_files.switch import Switch
 # blocks.
 FREE_SHARE, MAX_SHARE = 0.75, 0.5
 MAX_WAITING_WRITES = 64
+# Share of the time of computing for which a prompt waits before its read must be faster.
+PATIENCE = 0.05
 # Reads that took fewer seconds do not tell how fast the disk is.
 _LONG_READ_S = 0.5
 # Minimum number of prompt tokens of a step whose time is measured, and the weight of this time in
@@ -54,30 +60,58 @@ class _Read:
     """A read and the requests that wait for it.
 
     Attributes:
+        jobs: the missing blocks of each group, with the number of the group.
+        chain: hashes of the prefix's blocks.
+        first: number of leading blocks that were cached in all groups when the read began.
         held_ids: blocks of the prefix that were cached when the read began; the read holds them.
         request_id: id of the first request, for the ledger.
-        num_cached: leading blocks of the read that have entered the cache.
+        is_ahead: whether no request has waited for this read; it then gives way to other reads.
+        num_cached: leading blocks of each job that have entered the cache.
+        num_counted: blocks of the prefix that were counted as read.
         is_void: whether the blocks must not enter the cache, because the cache was emptied.
     """
 
-    job: ReadJob
+    jobs: tuple[tuple[int, ReadJob], ...]
+    chain: Sequence[BlockHash]
+    first: int
     held_ids: Sequence[int]
     began_at: float
     request_id: str
+    is_ahead: bool = False
     waiters: list[Request] = field(default_factory=list)
-    num_cached: int = 0
+    num_cached: list[int] = field(default_factory=list)
+    num_counted: int = 0
     is_void: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the thread has let go of all blocks."""
+        return all(job.has_ended for _, job in self.jobs)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Return the blocks that the read fills."""
+        return [block_id for _, job in self.jobs for block_id in job.block_ids]
+
+    def num_done(self, *, is_plain: bool) -> int:
+        """Return how many blocks of the prefix requests can use because of this read."""
+        if is_plain:
+            return self.jobs[0][1].num_done
+        is_whole = all(job.num_done == len(job.block_ids) for _, job in self.jobs)
+        return len(self.chain) - self.first if is_whole else 0
 
 
 class KVFileTier:
     """The file tier of one engine's prefix cache.
 
     Args:
-        manager: owner of the blocks and of the prefix cache, with one group without a window.
+        manager: owner of the blocks and of the prefix cache.
         store: the files.
         resume: queues a request that waited for a part of its prompt.
         timeout_s: longest time that a request waits for files.
         clock: returns seconds, never going back.
+        windows: window of each KV cache group, in tokens; None: full attention.
+        facts: what the KV depends on besides `cache_namespace`, such as the number of ranks.
 
     Attributes:
         on_ready: called, on any thread, when a read has ended.
@@ -86,19 +120,23 @@ class KVFileTier:
     def __init__(
         self,
         manager: KVCacheManager,
-        store: RunStore,
+        store: RunStore | RankStores,
         resume: Callable[[Request], None],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        windows: Sequence[int | None] = (None,),
+        facts: str = "",
     ) -> None:
         self._manager, self._pool, self._store = manager, manager.block_pool, store
+        self._groups, self._facts = FileGroups(self._pool, windows, manager.block_size), facts
         self._resume, self._timeout_s, self._clock = resume, timeout_s, clock
         self.on_ready: Callable[[], None] = lambda: None
-        self._tracked: dict[Request, None] = {}  # requests to write when they end
+        self._tracked: set[Request] = set()  # requests to write when they end
+        self._ended: list[Request] = []
         self._reads: list[_Read] = []
         self._coming: dict[BlockHash, _Read] = {}  # blocks that open reads bring
         self._hasher: BlockHasher | None = None
-        self._identity = ""
+        self._identities: tuple[str, ...] = ()
         self._counts = KVFileCounts()  # counted on the engine's thread
         self._token_s = 0.0  # seconds to compute a prompt token; 0: unknown
         self._reading = Switch("reading KV from files", clock)
@@ -114,8 +152,13 @@ class KVFileTier:
 
     def track(self, request: Request) -> None:
         """Remember to write the KV of a request and its siblings when they end."""
-        for one in (request, *request.siblings):
-            self._tracked[one] = None
+        self._tracked.update((request, *request.siblings))
+
+    def note_end(self, request: Request) -> None:
+        """Let `settle` write the KV of an ended request, if it is tracked."""
+        if request in self._tracked:
+            self._tracked.remove(request)
+            self._ended.append(request)
 
     def begin_read(self, request: Request) -> bool:
         """Let a request without blocks wait for files that have more of its prompt than the cache.
@@ -130,26 +173,55 @@ class KVFileTier:
         first, chain = num_cached // size, request.block_hashes[:most]
         if (most - first) * size < MIN_TOKENS:
             return False
-        found = self._store.index.runs_of(self.identity, chain)
+        found = self._find_runs(chain)
         read = (
-            self._find_open(found, chain, first)
-            or self._start_read(request, found, chain, first)
-            or self._coming.get(chain[first])
+            self._find_open(found[0], chain, first)
+            or self._start_awaited(request, found, chain, first)
+            or self._joinable(chain, chain[first])
         )
         if read is None:
             return False
+        if read.is_ahead:
+            read.is_ahead, read.began_at = False, self._clock()
         read.waiters.append(request)
         request.awaits_prefix = True
         return True
 
-    def _find_open(
-        self, found: Sequence[tuple[int, Run]], chain: Sequence[BlockHash], first: int
-    ) -> _Read | None:
+    def read_ahead(self, chain: Sequence[BlockHash], most: int) -> int:
+        """Start to read what the cache lacks of a prefix that no request waits for.
+
+        Args:
+            most: maximum number of blocks to take.
+
+        Returns the number of blocks that the read takes. The read gives way to reads of requests.
+        """
+        size = self._manager.block_size
+        first = len(self._manager.coordinator.longest_hit(chain)) // self._manager.num_groups
+        is_coming = any(block_hash in self._coming for block_hash in chain[first:])
+        if (len(chain) - first) * size < MIN_TOKENS or is_coming or not self._may_read:
+            return 0
+        end = self._groups.reach(chain, self._find_runs(chain), first)
+        if (end - first) * size < MIN_TOKENS:
+            return 0
+        read = self._start_read("prefetch", chain[:end], first, most)
+        if read is None:
+            return 0
+        read.is_ahead = True
+        return len(read.block_ids)
+
+    def _find_runs(self, chain: Sequence[BlockHash]) -> list[Found]:
+        """Return the runs, by group, that begin with a block of a chain."""
+        return [self._store.index.runs_of(identity, chain) for identity in self.identities]
+
+    def _find_open(self, found: Found, chain: Sequence[BlockHash], first: int) -> _Read | None:
         """Return the open read that brings most of those missing blocks that files have.
 
         Returns None if every open read brings less than half of these blocks: a read of the
         prompt's own then saves more. A file whose header is unread counts only if all its blocks
         come after the blocks that open reads bring, because it may have few blocks of the chain.
+
+        Args:
+            found: runs of the first group.
         """
         coming, places = self._coming, range(first, len(chain))
         place = next((place for place in places if chain[place] not in coming), len(chain))
@@ -161,63 +233,104 @@ class KVFileTier:
         pieces = plan_pieces(useful, chain, place)
         end = pieces[-1].end if pieces else place
         for block_hash in reversed(chain[(first + end - 1) // 2 : end]):
-            read = coming.get(block_hash)
-            if read is not None and read.job.first <= first:
+            read = self._joinable(chain, block_hash)
+            if read is not None and read.first <= first:
                 return read
         return None
 
-    def _start_read(
-        self,
-        request: Request,
-        found: Sequence[tuple[int, Run]],
-        chain: Sequence[BlockHash],
-        first: int,
+    def _joinable(self, chain: Sequence[BlockHash], block_hash: BlockHash) -> _Read | None:
+        """Return the open read that brings a block, if the read is of use for this chain.
+
+        A window or a state is read for the end of the read's prefix, which the chain must have.
+        """
+        read = self._coming.get(block_hash)
+        if read is None or self._groups.is_plain:
+            return read
+        end = len(read.chain)
+        return read if chain[end - 1 : end] == list(read.chain[-1:]) else None
+
+    @property
+    def _may_read(self) -> bool:
+        is_stuck = any(self._is_late(read) for read in self._reads)
+        return not is_stuck and self._reading.is_on
+
+    def _start_awaited(
+        self, request: Request, found: Sequence[Found], chain: Sequence[BlockHash], first: int
     ) -> _Read | None:
-        """Start to read a chain's blocks; return None if files have too few, or are unreadable."""
+        """Start to read a prompt's blocks; return None if files have too few, or are unreadable."""
         misses, size = self._counts.misses, self._manager.block_size
-        pieces = plan_pieces(found, chain, first)
-        num_blocks = pieces[-1].end - first if pieces else 0
-        if num_blocks * size < MIN_TOKENS:
+        end = self._groups.reach(chain, found, first)
+        if (end - first) * size < MIN_TOKENS:
             misses["absent"] += 1
             return None
-        is_stuck = any(self._is_late(read) for read in self._reads)
-        if is_stuck or not self._reading.is_on:
+        if not self._may_read:
             misses["off"] += 1
             return None
-        held = self._manager.find_cached_blocks(request)[:first]
+        for read in self._reads:
+            if read.is_ahead:
+                self._let_go(read)
+        return self._start_read(request.request_id, chain[:end], first)
+
+    def _start_read(
+        self, request_id: str, chain: Sequence[BlockHash], first: int, most: int | None = None
+    ) -> _Read | None:
+        """Start to read what the groups lack of a prefix, in at most ``most`` blocks."""
+        lacks = self._groups.lacking(chain, len(chain))
+        num_blocks = sum(len(chain) - lack.first for lack in lacks)
+        held = [block_id for lack in lacks for block_id in lack.held_ids]
         self._pool.touch(held)
-        block_ids = self._allocate(num_blocks)
-        misses["no_blocks"] += len(block_ids) < num_blocks
-        if not block_ids:
-            self._pool.release(reversed(held))
-            return None
-        job = ReadJob(self.identity, chain, first, block_ids)
-        read = _Read(job, held, self._clock(), request.request_id)
+        wanted = num_blocks if most is None else min(num_blocks, most)
+        block_ids = self._allocate(wanted, ahead=most is not None)
+        if len(block_ids) < num_blocks:
+            self._counts.misses["no_blocks"] += most is None
+            if not (block_ids and self._groups.is_plain):
+                self._pool.release((*reversed(held), *block_ids))
+                return None
+            chain = chain[: lacks[0].first + len(block_ids)]
+        jobs = tuple(self._jobs(lacks, chain, block_ids))
+        read = _Read(jobs, chain, first, held, self._clock(), request_id)
+        read.num_cached = [0] * len(jobs)
         self._reads.append(read)
-        self._coming.update(dict.fromkeys(chain[first : first + len(block_ids)], read))
-        self._reader.submit(functools.partial(self._read, job))
+        self._coming.update(dict.fromkeys(chain[first:], read))
+        self._reader.submit(functools.partial(self._read, [job for _, job in jobs]))
         return read
 
-    def _allocate(self, num_blocks: int) -> list[int]:
-        """Allocate up to ``num_blocks`` blocks, and leave some for running requests."""
+    def _jobs(
+        self, lacks: Sequence[Lack], chain: Sequence[BlockHash], block_ids: Sequence[int]
+    ) -> Iterator[tuple[int, ReadJob]]:
+        """Yield the jobs that fill blocks with what each group lacks, group by group."""
+        begin = 0
+        for lack in lacks:
+            end = begin + len(chain) - lack.first
+            if end > begin:
+                identity = self.identities[lack.group]
+                yield lack.group, ReadJob(identity, chain, lack.first, block_ids[begin:end])
+            begin = end
+
+    def _allocate(self, num_blocks: int, *, ahead: bool) -> list[int]:
+        """Allocate up to ``num_blocks`` blocks, and leave some for running requests.
+
+        Extents may include pinned blocks, so reading ahead takes none.
+        """
         pool = self._pool
         room = int(pool.num_free * FREE_SHARE)
         if self._reads:
-            held = sum(len(read.job.block_ids) for read in self._reads)
+            held = sum(len(read.block_ids) for read in self._reads)
             room = min(room, int(pool.num_blocks * MAX_SHARE) - held)
-        return pool.allocate(min(num_blocks, room), extents=True) or [] if room > 0 else []
+        return pool.allocate(min(num_blocks, room), extents=not ahead) or [] if room > 0 else []
 
     @property
-    def identity(self) -> str:
-        """Return the digest of everything besides block hashes that this engine's KV depends on."""
+    def identities(self) -> tuple[str, ...]:
+        """Return, by group, the name of everything besides block hashes that the KV depends on."""
         hasher = self._manager.hasher
         assert hasher is not None, "files need a prefix cache"
         if hasher is not self._hasher:
             self._hasher = hasher
-            facts = f"{__version__} {hasher.algorithm} {hasher.block_size}".encode()
-            digest = hashlib.blake2b(hasher.namespace + facts, digest_size=16)
-            self._identity = digest.hexdigest()
-        return self._identity
+            facts = f"{__version__} {hasher.algorithm} {hasher.block_size}{self._facts}".encode()
+            digest = hashlib.blake2b(hasher.namespace + facts, digest_size=16).hexdigest()
+            count = range(len(self._groups))
+            self._identities = tuple(self._store.identity(digest, group) for group in count)
+        return self._identities
 
     # ------------------------------------------------------------------ between steps
 
@@ -225,13 +338,13 @@ class KVFileTier:
         """Resume requests whose reads have ended or are late; write what has ended."""
         if self._reads:
             self._settle_reads()
-        for request in [one for one in self._tracked if one.status.is_finished]:
-            del self._tracked[request]
+        ended, self._ended = self._ended, []
+        for request in ended:
             self._start_write(request.block_hashes)
 
     def _settle_reads(self) -> None:
         for read in list(self._reads):
-            if read.job.has_ended:
+            if read.has_ended:
                 self._reads.remove(read)
                 self._end_read(read)
             elif read.waiters and self._is_late(read):
@@ -241,27 +354,40 @@ class KVFileTier:
                 self._let_go(read)
 
     def _is_late(self, read: _Read) -> bool:
-        return self._clock() - read.began_at > self._timeout_s
+        if read.is_ahead:
+            return False
+        seconds = self._clock() - read.began_at
+        return seconds > self._timeout_s or self._is_hopeless(read, seconds)
+
+    def _is_hopeless(self, read: _Read, seconds: float) -> bool:
+        """Return whether a read is so slow that computing all its blocks would take less time."""
+        num_blocks = len(read.chain) - read.first
+        computed_s = num_blocks * self._manager.block_size * self._token_s
+        if seconds <= max(PATIENCE * computed_s, _LONG_READ_S) or not computed_s:
+            return False
+        share = sum(job.num_done for _, job in read.jobs) / len(read.block_ids)
+        return seconds > share * computed_s
 
     def _end_read(self, read: _Read) -> None:
         """Release the blocks of an ended read, and let its requests go on."""
-        job = read.job
         if read.waiters:
             self._judge(read, self._clock() - read.began_at)
         self._cache_done(read)
         # Release the last blocks first, so that the cache keeps the beginning of the prefix
         # longest.
-        self._pool.release(reversed(job.block_ids))
+        self._pool.release(reversed(read.block_ids))
         self._pool.release(reversed(read.held_ids))
-        for cause in job.causes:
-            self._counts.misses[cause] += 1
+        for _, job in read.jobs:
+            for cause in job.causes:
+                self._counts.misses[cause] += 1
         self._let_go(read)
 
     def _judge(self, read: _Read, seconds: float) -> None:
         """Turn reading off for a while if computing the blocks would have been faster."""
-        tokens = read.job.num_done * self._manager.block_size
+        num_done = read.num_done(is_plain=self._groups.is_plain)
+        tokens = num_done * self._manager.block_size
         # A damaged file brings no blocks either, but its time does not tell how fast the disk is.
-        is_stuck = not tokens and not read.job.has_ended
+        is_stuck = not tokens and not read.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
             problem = f"{tokens} tokens were read in {seconds:.2g} s"
@@ -277,21 +403,29 @@ class KVFileTier:
 
     def _cache_done(self, read: _Read) -> None:
         """Cache those blocks of a read that are complete and not cached yet."""
-        job, begin = read.job, read.num_cached
-        end = 0 if read.is_void else job.num_done  # the thread may fill further blocks meanwhile
-        if end <= begin:
+        if read.is_void:
             return
-        chain, place = job.chain, job.first + begin
-        hashes = chain[place : job.first + end]
-        self._pool.cache(job.block_ids[begin:end], hashes, chain[place - 1] if place else None)
-        read.num_cached = end
-        self._counts.tokens_read += (end - begin) * self._manager.block_size
-        self._counts.hits += len(read.waiters)
+        chain = read.chain
+        for number, (group, job) in enumerate(read.jobs):
+            begin, end = read.num_cached[number], job.num_done  # the thread may fill more meanwhile
+            if end <= begin:
+                continue
+            place, suffix = job.first + begin, group_suffix(group)
+            hashes = [block_hash + suffix for block_hash in chain[place : job.first + end]]
+            parent = chain[place - 1] if place else None
+            self._pool.cache(job.block_ids[begin:end], hashes, parent, silent=group > 0)
+            read.num_cached[number] = end
+        num_new = read.num_done(is_plain=self._groups.is_plain) - read.num_counted
+        if num_new > 0:
+            read.num_counted += num_new
+            self._counts.tokens_read += num_new * self._manager.block_size
+            self._counts.hits += len(read.waiters)
 
     def _let_go(self, read: _Read) -> None:
         """Resume the requests of a read, and stop the read after its current file."""
-        read.job.is_stopped = True
-        for block_hash in read.job.chain:
+        for _, job in read.jobs:
+            job.stop.set()
+        for block_hash in read.chain:
             if self._coming.get(block_hash) is read:
                 del self._coming[block_hash]
         waiters, read.waiters = read.waiters, []
@@ -301,37 +435,46 @@ class KVFileTier:
 
     def _start_write(self, chain: list[BlockHash]) -> None:
         """Queue those cached blocks of a chain that no file has for writing."""
-        size, pool = self._manager.block_size, self._pool
+        size, num_groups = self._manager.block_size, len(self._groups)
         if len(chain) * size < MIN_TOKENS or not self._writing.is_on:
             return
         if self._writer.num_waiting >= MAX_WAITING_WRITES:
             self._counts.runs["skipped"] += 1
             return
-        if (len(chain) - self._store.first_missing(self.identity, chain)) * size < MIN_TOKENS:
+        first = self._groups.num_expired(0, len(chain))
+        missing = self._store.first_missing(self.identities[0], chain, first)
+        if len(chain) - missing < min(-(-MIN_TOKENS // size), len(chain) - first):
             return
         # A longer run may write earlier blocks again, although files have these blocks.
-        block_ids: list[int] = []
-        for block_hash in chain:
-            block_id = pool.find(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        if not block_ids:
+        block_ids = self._manager.coordinator.longest_hit(chain)
+        chain = chain[: len(block_ids) // num_groups]
+        if not chain:
             return
-        kept = list(zip(block_ids, chain, strict=False))
+        jobs = [
+            self._write_job(group, chain, block_ids[group::num_groups])
+            for group in range(num_groups)
+        ]
+        self._writer.submit(functools.partial(self._write, jobs))
+
+    def _write_job(
+        self, group: int, chain: Sequence[BlockHash], block_ids: Sequence[int]
+    ) -> WriteJob:
+        """Make the job that writes the blocks of one group that a hit of the chain needs."""
+        pool, suffix = self._pool, group_suffix(group)
+        first = self._groups.num_expired(group, len(chain))
+        kept = [(block_ids[i], chain[i] + suffix) for i in range(first, len(chain))]
         since = [pool.cached_at(*one) for one in kept]
 
         def are_same(place: int) -> bool:
             pairs = zip(kept[place:], since[place:], strict=True)
             return all(pool.cached_at(*one) == at for one, at in pairs)
 
-        job = WriteJob(self.identity, chain[: len(block_ids)], 0, block_ids, are_same)
-        self._writer.submit(functools.partial(self._write, job))
+        of_group, has_window = self.identities[group], self._groups.has_window(group)
+        return WriteJob(of_group, chain, first, block_ids[first:], are_same, has_window)
 
     def forget_request(self, request_id: str) -> None:
-        """Write nothing of a request whose results were damaged."""
-        for request in [one for one in self._tracked if one.request_id == request_id]:
-            del self._tracked[request]
+        """Write nothing of an ended request whose results were damaged."""
+        self._ended = [one for one in self._ended if one.request_id != request_id]
 
     def drop_memory(self) -> None:
         """Let no block of an open read enter the cache, because the cache was emptied.
@@ -343,9 +486,9 @@ class KVFileTier:
             self._let_go(read)
 
     @property
-    def memory_in_use(self) -> threading.Lock:
-        """Return the lock that a thread holds while it copies from or to a GPU."""
-        return self._store.memory.in_use
+    def memory_in_use(self) -> AbstractContextManager[object]:
+        """Return a context in which no thread copies from or to a GPU."""
+        return self._store.memory_in_use
 
     @property
     def is_busy(self) -> bool:
@@ -383,7 +526,7 @@ class KVFileTier:
         return [
             BlockHolding(
                 owner=BlockOwner.CACHE,
-                block_ids=(*read.held_ids, *read.job.block_ids),
+                block_ids=(*read.held_ids, *read.block_ids),
                 request_id=f"{read.request_id}#files",
                 state="READING" if read.waiters else "LATE",
                 age_s=now - read.began_at,
@@ -393,21 +536,24 @@ class KVFileTier:
 
     # ------------------------------------------------------------------ on the tier's threads
 
-    def _read(self, job: ReadJob) -> None:
-        try:
-            self._store.read(job)
-        except Exception as error:  # besides OSError: a GPU's memory is gone during a sleep
-            job.causes += ("error",)
-            self._reading.fail(repr(error))
-        job.has_ended = True
+    def _read(self, jobs: Sequence[ReadJob]) -> None:
+        for job in jobs:
+            try:
+                self._store.read(job)
+            except Exception as error:  # besides OSError: a GPU's memory is gone during a sleep
+                job.causes += ("error",)
+                self._reading.fail(repr(error))
+        for job in jobs:
+            job.has_ended = True
         self._news.set()
         self.on_ready()
 
-    def _write(self, job: WriteJob) -> None:
+    def _write(self, jobs: Sequence[WriteJob]) -> None:
         if not self._writing.is_on:
             return
         try:
-            self._store.write(job)
+            for job in jobs:
+                self._store.write(job)
             self._writing.succeed()
         except Exception as error:  # as in `_read`
             self._store.counts.runs["failed"] += 1

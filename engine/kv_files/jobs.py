@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from threading import Lock
+from dataclasses import dataclass, field
+from threading import Event, Lock
 from typing import Protocol
 
 from baton.kv.block_hash import BlockHash
@@ -45,7 +45,7 @@ class ReadJob:
         block_ids: blocks to fill, which nobody else uses until `has_ended`.
         num_done: leading blocks that are filled and whose digests are right.
         causes: why not all blocks could be read (`MISS_CAUSES`).
-        is_stopped: whether no further file should be read.
+        stop: set if no further file should be read.
         has_ended: whether the thread has let go of all blocks.
     """
 
@@ -55,8 +55,13 @@ class ReadJob:
     block_ids: Sequence[int]
     num_done: int = 0
     causes: tuple[str, ...] = ()
-    is_stopped: bool = False
+    stop: Event = field(default_factory=Event)
     has_ended: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether no further file should be read."""
+        return self.stop.is_set()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +75,8 @@ class WriteJob:
         block_ids: blocks with the chain's contents, from ``first`` on.
         are_same: returns whether the blocks from one place in ``block_ids`` on still have the
             contents that they had when this job was made, without a change meanwhile.
+        has_window: whether the blocks are the last ones that a window or a state needs. Then short
+            runs are written, too, and a run is as valuable as the whole chain.
     """
 
     identity: str
@@ -77,3 +84,4 @@ class WriteJob:
     first: int
     block_ids: Sequence[int]
     are_same: Callable[[int], bool]
+    has_window: bool = False

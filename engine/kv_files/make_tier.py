@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.api.errors import ConfigError
 from baton.engine_config import DEFAULT_KV_FILES_BYTES, EngineConfig
-from baton.kv.manifest import KVKind
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.executors.base import Executor
 from engine.kv_files.file_system import FileSystem
 from engine.kv_files.file_tier import KVFileTier
+from engine.kv_files.rank_stores import RankStores, open_rank_stores
 from engine.kv_files.run_store import RunStore
-
-_KINDS = (KVKind.PAGED, KVKind.LATENT)
 
 
 def make_tier(
@@ -31,23 +28,21 @@ def make_tier(
         resume: queues a request that waited for a part of its prompt.
 
     Raises:
-        ConfigError: the folder cannot be used, or files cannot hold the KV of this model.
+        ConfigError: the folder cannot be used, or a rank cannot open its files.
     """
     if not config.kv_files:
         return None
-    memory = executor.kv_memory
-    kinds = [group.kind for group in memory.manifest.groups]
-    if len(kinds) > 1 or kinds[0] not in _KINDS:
-        found = ", ".join(sorted(set(kinds)))
-        raise ConfigError(
-            f"kv_files: needs full attention in all layers, but this model has {len(kinds)} "
-            f"groups of layers with {found} KV"
-        )
-    store = RunStore(
-        Path(config.kv_files).expanduser(),
-        config.kv_files_bytes or DEFAULT_KV_FILES_BYTES,
-        memory.open_bytes(),
-        manager.block_size,
-        FileSystem(),
+    memory, manifest = executor.kv_memory, executor.kv_memory.manifest
+    folder = Path(config.kv_files).expanduser()
+    limit_bytes = config.kv_files_bytes or DEFAULT_KV_FILES_BYTES
+    own = RunStore(folder, limit_bytes, memory.open_bytes(), manager.block_size, FileSystem())
+    store: RunStore | RankStores = own
+    facts = ""
+    if manifest.num_ranks > 1:
+        facts = f" {manifest.num_ranks} {manifest.num_stages} {manifest.stage_layers}"
+        options = str(folder), limit_bytes, manager.block_size
+        store = open_rank_stores(own, memory.rank, options, executor.attach)
+    windows = memory.spec.sliding_windows
+    return KVFileTier(
+        manager, store, resume, config.kv_files_timeout_s, windows=windows, facts=facts
     )
-    return KVFileTier(manager, store, resume, config.kv_files_timeout_s)

@@ -52,7 +52,8 @@ class RunName:
         first: hash of the first block.
         last: leading bytes of the last block's hash.
         start: number of blocks before the first one, in its chain.
-        num_tokens: tokens of all blocks of the run.
+        num_tokens: tokens that need not be computed if the run is there: those of its blocks, or of
+            the whole chain if its blocks are a window or a state at the chain's end.
     """
 
     first: BlockHash
@@ -62,10 +63,16 @@ class RunName:
     num_tokens: int
 
     @classmethod
-    def of(cls, hashes: Sequence[BlockHash], start: int, block_size: int) -> RunName:
-        """Return the name of a run with these blocks."""
-        size = len(hashes) * block_size
-        return cls(hashes[0], hashes[-1][:LAST_BYTES], start, len(hashes), size)
+    def of(
+        cls, hashes: Sequence[BlockHash], start: int, block_size: int, *, whole: bool = False
+    ) -> RunName:
+        """Return the name of a run with these blocks.
+
+        Args:
+            whole: whether the run is as valuable as the whole chain up to its end.
+        """
+        num_tokens = (len(hashes) + (start if whole else 0)) * block_size
+        return cls(hashes[0], hashes[-1][:LAST_BYTES], start, len(hashes), num_tokens)
 
     @classmethod
     def parse(cls, text: str) -> RunName | None:

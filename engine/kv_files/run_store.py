@@ -13,13 +13,15 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import BlockHash
 from baton.kv.block_key import KEY_BYTES
-from baton.kv.kv_file_counts import KVFileCounts
+from engine.core.metrics import KVFileCounts
 from engine.kv_files.file_system import FileSystem
+from engine.kv_files.folder_watch import FolderWatch
 from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
 from engine.kv_files.run_file import (
     ENDING,
@@ -40,7 +42,9 @@ _ABANDONED_S = 600.0
 # Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
 # is read again.
 _SETTLED_S = 1.0
-_CHUNK_BYTES = 2**23  # bytes that are read between two checks whether the reader should stop
+# Seconds between two looks at all folders. Nobody reports the changes that other machines make.
+_SCAN_ALL_S = 30.0
+_CHUNK_BYTES = 2**21  # bytes that are read between two checks whether the reader should stop
 # Maximum number of headers that one read learns, because thousands of conversations may have the
 # same first blocks.
 _MOST_HEADERS = 32
@@ -84,6 +88,7 @@ class RunStore:
         self.index = RunIndex()
         self.counts = KVFileCounts()
         self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
+        self._watch, self._scan_all_at = FolderWatch(), 0.0
         least = 2 * -(-MIN_TOKENS // block_size) * memory.block_bytes
         if limit_bytes < least:
             raise ConfigError(
@@ -133,17 +138,45 @@ class RunStore:
         """Return a name that no other node uses; nodes in containers have equal process ids."""
         return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
+    @property
+    def memory_in_use(self) -> AbstractContextManager[object]:
+        """Return a context in which no thread copies from or to a GPU."""
+        return self.memory.in_use
+
+    def identity(self, digest: str, group: int) -> str:
+        """Return the name of the folder with the files of one KV group.
+
+        Args:
+            digest: digest of all that the KV depends on besides the blocks' hashes.
+        """
+        return f"{digest}.{group}" if group else digest
+
     # ------------------------------------------------------------------ listing
 
     def scan(self) -> None:
         """Read those folders that were changed since the last call. Raises OSError."""
+        changed, now = self._watch.take_changed(), time.monotonic()
+        are_runs = changed is not None and all(folder.count("/") == 1 for folder in changed)
+        if changed is None or not are_runs or now >= self._scan_all_at:
+            self._scan_all_at = now + _SCAN_ALL_S
+            self._scan_all()
+        elif changed:
+            for folder in changed:
+                self._scan_folder(folder.partition("/")[0], folder)
+            self._note_stored()
+
+    def _scan_all(self) -> None:
+        """Look at the time of change of all folders, and watch them from now on."""
         seen = set()
+        self._watch.add(self._folder, "")
         for identity in self._files.list_folders(self._folder):
+            self._watch.add(self._folder / identity, identity)
             found = self._files.list_folders(self._folder / identity)
             for name, changed_at in found.items():
                 folder = f"{identity}/{name}"
                 seen.add(folder)
                 if self._read_at.get(folder) != changed_at:
+                    self._watch.add(self._folder / folder, folder)
                     is_settled = time.time() - changed_at > _SETTLED_S
                     self._scan_folder(identity, folder)
                     self._read_at[folder] = changed_at if is_settled else -1.0
@@ -273,24 +306,25 @@ class RunStore:
 
     # ------------------------------------------------------------------ writing
 
-    def first_missing(self, identity: str, chain: Sequence[BlockHash]) -> int:
-        """Return the place of the first block of a chain that no known file has.
+    def first_missing(self, identity: str, chain: Sequence[BlockHash], first: int = 0) -> int:
+        """Return the place, from ``first`` on, of a chain's first block that no known file has.
 
         A run whose hashes are unknown counts only if its last block belongs to the chain.
         """
         found = self.index.runs_of(identity, chain)
         known = [(at, run) for at, run in found if run.num_equal(chain, at) is not None]
-        pieces = plan_pieces(known, chain, 0)
-        return pieces[-1].end if pieces else 0
+        pieces = plan_pieces(known, chain, first)
+        return pieces[-1].end if pieces else first
 
     def write(self, job: WriteJob) -> None:
         """Write those blocks of a job that no file has yet. Raises OSError."""
         chain = job.chain[: job.first + len(job.block_ids)]
-        first = max(self.first_missing(job.identity, chain), job.first)
+        first = self.first_missing(job.identity, chain, job.first)
         half = self._limit_bytes // 2
         chain = chain[: first + half // self.memory.block_bytes]
         most = max(min(half, _MAX_RUN_BYTES) // self.memory.block_bytes, 1)
-        while (len(chain) - first) * self._block_size >= MIN_TOKENS:
+        least = 1 if job.has_window else -(-MIN_TOKENS // self._block_size)
+        while len(chain) - first >= least:
             num_written = self._write_from(job, chain, first, most)
             if not num_written:
                 self.counts.runs["skipped"] += 1
@@ -339,7 +373,7 @@ class RunStore:
         header = encode_header(self._secret, job.identity, first, hashes, blocks)
         num_bytes = len(header) + sum(block.nbytes for block in blocks)
         self._make_room(num_bytes)
-        name = RunName.of(hashes, first, self._block_size)
+        name = RunName.of(hashes, first, self._block_size, whole=job.has_window)
         run = Run(job.identity, name, num_bytes, time.time(), tuple(hashes))
         folder = self._folder / run.folder
         self._files.make_folder(folder)

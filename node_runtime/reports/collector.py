@@ -20,12 +20,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from baton.kv.kv_file_counts import KVFileCounts
 from baton.kv.residency import RESIDENCY_S
 from baton.link.words import NodeRole
 from baton.serving.compat_names import VllmNames
 from baton.telemetry.ledger import BlockOwner, Ledger
-from engine.core.metrics import STEP_TOKENS, EngineMetrics
+from engine.core.metrics import STEP_TOKENS, EngineMetrics, KVFileCounts
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 
 # Seconds that a scrape waits for the ledger: less than Prometheus's default of 10 s, and more than

@@ -70,6 +70,7 @@ from router.api.pooling.classify import ClassifyRequest, classify
 from router.api.pooling.embeddings import EmbeddingRequest, embeddings
 from router.api.pooling.rerank import RerankRequest, rerank
 from router.api.pooling.score import ScoreRequest, score
+from router.api.sessions.hints import DropRequest, PrefetchRequest, drop, prefetch
 from router.api.ui.page import StatusPage
 from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
@@ -104,13 +105,15 @@ SERVED: dict[str, _Serve] = {
     "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
+    "/v1/sessions/prefetch": prefetch,
+    "/v1/sessions/drop": drop,
     **POOLED,
 }
 # Structs of the request bodies that the handlers above read.
 BODY_KINDS = (
     CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
     TokenizeRequest, DetokenizeRequest, LoadLoraRequest, UnloadLoraRequest, EmbeddingRequest,
-    RerankRequest, ScoreRequest, ClassifyRequest,
+    RerankRequest, ScoreRequest, ClassifyRequest, PrefetchRequest, DropRequest,
 )  # fmt: skip
 NOT_SERVED = (
     "/pooling", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech",

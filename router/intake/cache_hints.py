@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.access.identity import Principal
+from baton.api.errors import InvalidRequestError
 from baton.kv.pins import MAX_TTL_S, PinTerms, PrefixPin
+from baton.link.words import NodeRole, SessionHint
+from router.fleet.node import Node
 
 # OpenAI keeps prompts in memory for 5 to 10 minutes after their last use.
 IN_MEMORY_S = 600.0
@@ -46,15 +49,49 @@ def session_of_key(principal: Principal, key: str) -> str:
 def make_pins(
     principal: Principal, session_id: str, prefixes: Sequence[PrefixPin]
 ) -> PinTerms | None:
-    """Return the pins of a request; None: the request pins nothing.
+    """Return the pins of a request, maybe none, for its session; None: no pins and no session.
 
     Args:
-        session_id: the client's session, by which the pins can be dropped; empty: none.
+        session_id: the client's session, by which nodes remember the prefix; empty: none.
     """
-    if not prefixes:
+    if not prefixes and not session_id:
         return None
     session = session_name(principal, session_id) if session_id else b""
     return PinTerms(owner_name(principal), session, tuple(prefixes))
+
+
+def session_hint(
+    principal: Principal, session_id: str, prompt_cache_key: str, keep_s: float = 0.0
+) -> SessionHint:
+    """Return the command that keeps a session's prefix for a time, or (0) ends its pins.
+
+    Raises InvalidRequestError unless exactly one name of the session is given.
+    """
+    if bool(session_id) == bool(prompt_cache_key):
+        raise InvalidRequestError("session_id", "or prompt_cache_key is needed, and not both")
+    session_id = session_id or session_of_key(principal, prompt_cache_key)
+    return SessionHint(owner_name(principal), session_name(principal, session_id), keep_s)
+
+
+def check_prefetch_ttl(ttl_s: float) -> None:
+    """Raise InvalidRequestError if a prefetched prefix has no possible time."""
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise InvalidRequestError("ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}")
+
+
+def send_hint(nodes: Iterable[Node], hint: SessionHint) -> int:
+    """Send a hint to the nodes that serve; return their number.
+
+    Draining nodes get no hint: a node that then sleeps would store all commands.
+    """
+    serving = [
+        node
+        for node in nodes
+        if not node.is_draining and node.registration.role is not NodeRole.ENCODE
+    ]
+    for node in serving:
+        node.send(hint)
+    return len(serving)
 
 
 def owner_name(principal: Principal) -> bytes:

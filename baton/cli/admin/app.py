@@ -71,9 +71,17 @@ _ENTRIES = {
         "baton.cli.admin_changes.weights:weights",
         "Serve other weights of the same model from running nodes, or let nodes sleep.",
     ),
+    "cache": Entry(
+        "baton.cli.admin.cache:cache",
+        "Show what the nodes' prefix caches and files hold, and how many tokens came from where.",
+    ),
     "flush-cache": Entry(
         "baton.cli.admin_changes.tuning:flush_cache",
         "Empty the prefix cache of a node, or of all; running requests keep their blocks.",
+    ),
+    "drop-pins": Entry(
+        "baton.cli.admin_changes.tuning:drop_pins",
+        "End the pins of one session, whose prefix nodes then keep no longer than others.",
     ),
     "log-level": Entry(
         "baton.cli.admin_changes.tuning:log_level",

@@ -27,6 +27,7 @@ from baton.cli.admin.output import (
 )
 from baton.cli.router_access import OperatorAccess
 from baton.telemetry.rates import format_rate
+from baton.telemetry.receipt_table import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,11 +194,11 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{kv_bar(one)}  {num_used} of {one.num_blocks} in use, "
         f"{beat.num_quarantined_blocks} in quarantine",
     )
-    if beat.kv_files_bytes or beat.kv_file_read_tokens:
+    if beat.cache.num_files or beat.cache.file_tokens:
         table.add_row(
             "KV files",
-            f"{beat.kv_files_bytes / 2**20:,.0f} MiB in the folder; this node has read "
-            f"{format_count(beat.kv_file_read_tokens)} tokens",
+            f"{format_bytes(beat.cache.file_bytes)} in the folder; this node has read "
+            f"{format_count(beat.cache.file_tokens)} tokens",
         )
     table.add_row(
         "room",

@@ -1,4 +1,4 @@
-"""`baton admin policy`, `flush-cache`, `log-level` and `profile`: tune a running system."""
+"""`baton admin policy`, `flush-cache`, `drop-pins`, `log-level` and `profile`: tune a system."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from baton.api.printable import printable
 from baton.cli.admin.connection import (
     TIMEOUT_S,
+    BaseModelOption,
     ExitCode,
     OptionalNodeArgument,
     OutputFormat,
@@ -79,6 +80,24 @@ def flush_cache(
             typer.echo(f"{printable(one.node_name)}: {forgotten}")
     if any(one.problem for one in found.nodes):
         raise typer.Exit(ExitCode.ERROR)
+
+
+def drop_pins(
+    session_id: Annotated[str, typer.Argument(help="Id of the session.")] = "",
+    cache_key: Annotated[
+        str, typer.Option(help="The session's prompt_cache_key, instead of its id.")
+    ] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Tenant whose session it is; empty: your own tenant.")
+    ] = "",
+    base_model: BaseModelOption = "",
+    *,
+    access: OperatorAccess,
+) -> None:
+    """End the pins of one session, whose prefix nodes then keep no longer than others."""
+    names = {"session_id": session_id, "prompt_cache_key": cache_key}
+    found = ask(access, "DropPins", **names, tenant=tenant, model=base_model)
+    typer.echo(f"{found.num_nodes} nodes were told")
 
 
 def log_level(

@@ -24,7 +24,8 @@ from baton.kv.pins import PinTerms
 from engine.core.block_pool import KVCacheBlock
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import PinCounts
-from engine.core.request import Request
+from engine.core.pins.sessions import PrefetchBudget, SessionPrefixes
+from engine.core.request import Request, RequestStatus
 
 # Maximum number of an owner's pins, because `tick` looks at each pin.
 MAX_PINS = 4096
@@ -85,6 +86,9 @@ class PrefixPins:
         max_ttl_s: longest time of a pin in seconds; longer times are cut.
         counts: counts of pins, which this object writes.
         clock: returns seconds, never going back.
+
+    Attributes:
+        sessions: prefixes of the sessions' last requests.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class PrefixPins:
         self.counts = PinCounts() if counts is None else counts
         self._manager, self._pool = manager, manager.block_pool
         self._max_blocks, self._max_ttl_s, self._clock = max_blocks, max_ttl_s, clock
+        self.sessions = SessionPrefixes(manager.block_pool.num_blocks)
+        self._budget = PrefetchBudget(clock)
         self._owners: dict[bytes, _Owner] = {}
         self._kept: Counter[BlockHash] = Counter()  # number of owners that keep each block
         self._open: dict[str, tuple[Request, PinTerms]] = {}  # requests that have not ended
@@ -119,6 +125,14 @@ class PrefixPins:
             if found is not None and found[0] is request:
                 self._pin_all(request, found[1], request.num_computed_tokens)
 
+    def note_finish(self, request: Request) -> None:
+        """Forget an aborted request, for which nobody calls `end`."""
+        if not self._open or request.status is not RequestStatus.FINISHED_ABORTED:
+            return
+        found = self._open.get(request.request_id)
+        if found is not None and found[0] is request:
+            del self._open[request.request_id]
+
     def _pin_all(self, request: Request, terms: PinTerms, num_tokens: int) -> int:
         """Pin the prefixes of ``terms``, in the first tokens of a request.
 
@@ -129,14 +143,36 @@ class PrefixPins:
             self.counts.refused += len(terms.prefixes)
             return 0
         manager.extend_hashes(request, manager.hasher)
+        every = request.block_hashes[: num_tokens // manager.block_size]
+        if terms.session:
+            self.sessions.remember(terms.owner, terms.session, tuple(every))
         for prefix in terms.prefixes:
             wanted = min(prefix.num_tokens or num_tokens, num_tokens)
-            num_blocks = min(wanted // manager.block_size, len(request.block_hashes))
-            hashes = tuple(request.block_hashes[:num_blocks])
+            hashes = tuple(every[: wanted // manager.block_size])
             ttl_s = min(prefix.ttl_s, self._max_ttl_s)
             pinned = self._pin(terms.owner, hashes, terms.session, self._clock() + ttl_s)
             num_pinned = max(num_pinned, pinned * manager.block_size)
         return num_pinned
+
+    # ------------------------------------------------------------------ hints that name a session
+
+    def pin_session(self, owner: bytes, session: bytes, keep_s: float) -> tuple[BlockHash, ...]:
+        """Pin the prefix of a session's last request, whether its blocks are cached or not.
+
+        Returns the hashes of the pinned prefix; empty: the session is unknown, or has no room.
+        """
+        hashes, now = self.sessions.find(owner, session), self._clock()
+        expires_at = now + min(keep_s, self._max_ttl_s)
+        return hashes[: self._pin(owner, hashes, session, expires_at) if hashes else 0]
+
+    def room_for_prefetch(self, owner: bytes) -> int:
+        """Return how many blocks a prefetch may take: it takes no block that a pin keeps."""
+        share = self._max_blocks // max(len(self._owners), 1)
+        return min(self._budget.left(owner, share), self._pool.num_free - len(self._kept))
+
+    def note_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
+        """Count the blocks that a prefetch takes against its owner's share."""
+        self._budget.take(owner, num_blocks, min(keep_s, self._max_ttl_s))
 
     # ------------------------------------------------------------------ pins
 
@@ -170,7 +206,8 @@ class PrefixPins:
         coordinator = self._manager.coordinator
         lengths = range(len(hashes) + 1)  # a longer prefix needs as many blocks or more
         hashes = hashes[: bisect_right(lengths, share, key=coordinator.num_needed) - 1]
-        return hashes, coordinator.names_needed(hashes)
+        is_plain = coordinator.num_groups == 1 and not self._manager.slides
+        return hashes, hashes if is_plain else coordinator.names_needed(hashes)
 
     def _add(self, own: _Owner, pin: Pin) -> None:
         """Add a pin as the most recently used; replace a pin of the same prefix."""
@@ -184,7 +221,7 @@ class PrefixPins:
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
         """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long."""
-        if self._manager.slides:  # a shorter prefix needs other blocks
+        if self._manager.slides or len(own.pins) == 1:  # with windows, it needs other blocks
             return
         for block_hash in pin.hashes[:-1]:
             old = own.pins.get(block_hash)
@@ -262,7 +299,7 @@ class PrefixPins:
             block_id = pool.find(name, ANY_CLASS)
             if block_id is not None and pool.num_free_among((block_id,)):
                 pool.touch((block_id,), is_use=False)
-                pool.release((block_id,))
+                pool.release((block_id,), is_use=False)
 
     # ------------------------------------------------------------------ time
 
@@ -272,15 +309,13 @@ class PrefixPins:
         if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
-        for request_id, (request, _) in list(self._open.items()):
-            if request.status.is_finished:  # aborted requests do not call `end`
-                del self._open[request_id]
         if self._owners:
             self._end_pins(lambda pin: pin.expires_at <= now, "expired")
         self._count()
 
     def drop_session(self, owner: bytes, session: bytes) -> int:
-        """End an owner's pins of one session; return their number."""
+        """End an owner's pins of one session, and forget its prefix; return the number of pins."""
+        self.sessions.forget(owner, session)
         for request_id, (_, terms) in list(self._open.items()):
             if (terms.owner, terms.session) == (owner, session):
                 del self._open[request_id]
@@ -290,7 +325,8 @@ class PrefixPins:
         return self._end_pins(lambda pin: pin.session == session, "dropped", (owner,))
 
     def clear(self) -> None:
-        """End all pins, because the prefix cache was emptied."""
+        """End all pins and forget all sessions, because the prefix cache was emptied."""
+        self.sessions.clear()
         self._end_pins(lambda pin: True, "dropped")
 
     def _end_pins(

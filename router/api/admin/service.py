@@ -43,6 +43,7 @@ from router.api.admin.weights import WeightsChanges
 from router.calls.request_log import RequestRecord
 from router.fleet.node import Node
 from router.gate.overload import Overload
+from router.intake.cache_hints import send_hint, session_hint
 from router.names.base_model import BaseModel
 from router.names.table import NameTable
 from router.policies import POLICIES
@@ -445,6 +446,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if node is None:
             return await wire_admin.profile(ROUTER_THREAD, request.seconds)
         return await _calls(context).profile(node, request.seconds)
+
+    async def DropPins(  # gRPC prescribes this name
+        self, request: admin_pb2.AdminDropPinsRequest, context: Context
+    ) -> admin_pb2.AdminDropPinsResponse:
+        """End the pins of one session of a tenant; an operator may name any tenant."""
+        tenant = _whose(context, request.tenant, Role.OPERATE)
+        whose = context.principal if tenant is None else Principal(tenant=tenant)
+        hint = session_hint(whose, request.session_id, request.prompt_cache_key)
+        bases = [self._names.find_base(request.model)] if request.model else self._bases
+        num_nodes = sum(send_hint(base.pool.nodes, hint) for base in bases)
+        _note(context, f"drop the pins of a session of {tenant or 'its own tenant'}")
+        return admin_pb2.AdminDropPinsResponse(num_nodes=num_nodes)
 
     # ------------------------------------------------------------------ inside
 

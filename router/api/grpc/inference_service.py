@@ -17,7 +17,6 @@ from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.kv.pins import PrefixPin, check_num_pins, check_pins
 from baton.link import wire
-from baton.link.words import DropPins, NodeRole
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -25,7 +24,7 @@ from baton.wire import types as wire_types
 from router.api.grpc import pooled
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
-from router.intake.cache_hints import make_pins, owner_name, session_name
+from router.intake.cache_hints import check_prefetch_ttl, make_pins, send_hint, session_hint
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake.images.image_reader import ImageFile
 from router.intake.intake import MAX_REQUEST_ID_CHARS
@@ -45,6 +44,7 @@ NamingRequest = (
     | inference_pb2.TokenizeRequest
     | inference_pb2.CountTokensRequest
     | inference_pb2.DropPinsRequest
+    | inference_pb2.PrefetchRequest
     | inference_pb2.PooledTerms
 )
 
@@ -143,20 +143,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def DropPins(  # gRPC prescribes this name
         self, request: inference_pb2.DropPinsRequest, context: Context
     ) -> inference_pb2.DropPinsResponse:
-        """Tell the serving nodes of a model to end the pins of one session of the caller's tenant.
-
-        Draining nodes get no command: a node that then sleeps would store all commands.
-        """
-        served = self._find_name(request, context)
-        if not request.session_id:
-            raise InvalidRequestError("session_id", "is needed")
-        served.intake.admission.charge(context.principal)
-        principal = context.principal
-        command = DropPins(owner_name(principal), session_name(principal, request.session_id))
-        for node in served.base.pool.nodes:
-            if not node.is_draining and node.registration.role is not NodeRole.ENCODE:
-                node.send(command)
+        """Tell the serving nodes to end the pins of one session of the caller's tenant."""
+        self._send_hint(request, context)
         return inference_pb2.DropPinsResponse()
+
+    async def Prefetch(  # gRPC prescribes this name
+        self, request: inference_pb2.PrefetchRequest, context: Context
+    ) -> inference_pb2.PrefetchResponse:
+        """Tell the serving nodes of a model to keep one session's prefix, and to read it."""
+        check_prefetch_ttl(request.ttl_s)
+        self._send_hint(request, context, request.ttl_s)
+        return inference_pb2.PrefetchResponse()
+
+    def _send_hint(
+        self,
+        request: inference_pb2.DropPinsRequest | inference_pb2.PrefetchRequest,
+        context: Context,
+        keep_s: float = 0.0,
+    ) -> None:
+        served, principal = self._find_name(request, context), context.principal
+        hint = session_hint(principal, request.session_id, request.prompt_cache_key, keep_s)
+        served.intake.admission.charge(principal)
+        send_hint(served.base.pool.nodes, hint)
 
     async def ListModels(  # gRPC prescribes this name
         self, request: inference_pb2.ListModelsRequest, context: Context

@@ -26,6 +26,7 @@ from baton.api.pooling import PoolingKind, PoolingParams
 from baton.api.sampling_params import MAX_SEED, MAX_TOKEN_ID, SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.api.thinking import Thinking
+from baton.kv.cache_use import CacheUse
 from baton.link import wire
 from baton.link import words as link
 from baton.telemetry.spans import TraceContext
@@ -198,8 +199,18 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_waiting_for_encodings=uint32,
         num_decoding_images=uint32,
         adapter_load_s=seconds,
-        kv_files_bytes=uint64,
-        kv_file_read_tokens=uint64,
+        cache=st.builds(
+            CacheUse,
+            num_blocks=uint32,
+            num_bytes=uint64,
+            num_pinned_blocks=uint32,
+            memory_tokens=uint64,
+            file_tokens=uint64,
+            fetched_tokens=uint64,
+            file_bytes=uint64,
+            num_files=uint32,
+            evicted_after_s=seconds,
+        ),
     ),
     reports,
     st.builds(

@@ -18,12 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.access.access import Access
 from baton.api.errors import ConfigError
-from baton.kv.kv_file_counts import KVFileCounts
 from baton.kv.residency import RESIDENCY_S, BlockResidency, SecondsHistogram
 from baton.link.words import NodeRole
 from baton.serving.metrics_page import MetricsPage
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
-from engine.core.metrics import STEP_TOKENS, EngineMetrics, PinCounts
+from engine.core.metrics import STEP_TOKENS, EngineMetrics, KVFileCounts, PinCounts
 from kvconnector.base import ConnectorMetrics, HandoffMetrics, TransferOutcome
 from node_runtime.reports.collector import NodeCollector
 

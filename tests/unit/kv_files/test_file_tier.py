@@ -16,13 +16,11 @@ from baton.api.changes import SleepLevel
 from baton.api.errors import ConfigError
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import extra_keys_of
-from baton.kv.layers import PagedKV, StateArray, StateKV
-from engine.core.kv_cache_manager import KVCacheManager
+from baton.kv.layers import PagedKV
 from engine.core.request import Request
 from engine.engine import Engine
-from engine.executors.base import Executor
 from engine.kv_files.file_tier import KVFileTier
-from engine.kv_files.make_tier import make_tier
+from engine.kv_files.run_store import RunStore
 from engine.kv_files.switch import FIRST_PAUSE_S
 from engine.weights import ServedWeights
 from engine.worker.kv_cache import KVMemory, kv_cache_spec
@@ -64,6 +62,12 @@ def stop_time(engine: Engine) -> None:
 def tier_of(engine: Engine) -> KVFileTier:
     assert engine.features.files is not None
     return engine.features.files
+
+
+def store_of(engine: Engine) -> RunStore:
+    store = tier_of(engine)._store
+    assert isinstance(store, RunStore)
+    return store
 
 
 def ask(engine: Engine, salt: bytes = b"", prompt: list[int] | None = None) -> Request:
@@ -201,7 +205,7 @@ def test_a_prompt_joins_a_read_that_brings_all_that_files_have(tmp_path: Path) -
 
 def trouble(engine: Engine) -> TroubledFiles:
     """Give an engine's tier files with faults."""
-    files = tier_of(engine)._store._files = TroubledFiles()
+    files = store_of(engine)._files = TroubledFiles()
     return files
 
 
@@ -222,10 +226,31 @@ def test_a_slow_read_costs_no_more_than_its_deadline(written: Path, expected: li
     assert sum(engine.block_pool.ref_counts().values()) == 8
     assert answer(engine, b"other")[0] == expected
     files.gate.set()
-    wait_until(lambda: all(read.job.has_ended for read in tier._reads), "the read ends")
+    wait_until(lambda: all(read.has_ended for read in tier._reads), "the read ends")
     engine.schedule()
     assert sum(engine.block_pool.ref_counts().values()) == 0
     engine.block_pool.check()
+    engine.close()
+
+
+def test_a_read_slower_than_computing_is_given_up_soon(written: Path, expected: list[int]) -> None:
+    engine = load(written)
+    tier, files, clock = tier_of(engine), trouble(engine), Clock()
+    tier._clock = tier._reading._clock = clock
+    tier._token_s = 0.1  # computing the eight blocks takes 12.8 s
+    files.gate.clear()
+    request = ask(engine)
+    assert files.stands.wait(60)
+    clock.now = 0.64
+    engine.schedule()
+    assert request.awaits_prefix
+    clock.now = 0.65
+    engine.schedule()
+    assert not request.awaits_prefix
+    assert (tier.counts().misses["late"], tier._reading.is_on) == (1, False)
+    files.gate.set()
+    run(engine)
+    assert (request.output_token_ids, request.num_cached_tokens) == (expected, 0)
     engine.close()
 
 
@@ -294,7 +319,7 @@ def test_a_sleep_drops_what_is_read_and_written(written: Path, expected: list[in
     engine.block_pool.reset_prefix_cache()
     engine.features.forget_cached()
     files.gate.set()
-    wait_until(lambda: all(read.job.has_ended for read in tier_of(engine)._reads), "it ends")
+    wait_until(lambda: all(read.has_ended for read in tier_of(engine)._reads), "it ends")
     engine.schedule()
     assert engine.block_pool.num_cached == 0
     assert sum(engine.block_pool.ref_counts().values()) == 0
@@ -318,7 +343,7 @@ def test_blocks_of_an_open_read_do_not_enter_a_flushed_cache(
     assert not waiting.awaits_prefix
     assert not tier_of(engine)._coming
     files.gate.set()
-    wait_until(lambda: all(read.job.has_ended for read in tier_of(engine)._reads), "it ends")
+    wait_until(lambda: all(read.has_ended for read in tier_of(engine)._reads), "it ends")
     engine.features.settle_files()
     assert engine.block_pool.num_cached == 0
     run(engine)
@@ -335,13 +360,13 @@ def test_no_thread_copies_blocks_while_a_sleep_frees_their_memory(
     locked: dict[str, bool] = {}
 
     def note(name: str, *arguments: object) -> list[None]:
-        locked[name] = tier_of(engine).memory_in_use.locked()
+        locked[name] = store_of(engine).memory.in_use.locked()
         return [None]
 
     monkeypatch.setattr(engine.executor, "collective_rpc", note)
     ServedWeights(engine, DEMO_MODEL).sleep(SleepLevel.HOST)
     assert locked == {"sleep": True}
-    assert not tier_of(engine).memory_in_use.locked()
+    assert not store_of(engine).memory.in_use.locked()
     engine.close()
 
 
@@ -350,26 +375,15 @@ def test_no_thread_copies_blocks_while_a_sleep_frees_their_memory(
     [
         ({"kv_files_bytes": 2**30}, "kv_files_size: needs kv_files"),
         ({"kv_files": "x", "prefix_cache": False}, "kv_files: needs prefix_cache"),
-        ({"kv_files": "x", "tensor_parallel_size": 2}, "kv_files: needs one rank, got 2"),
+        (
+            {"kv_files": "x", "tensor_parallel_size": 2, "executor": "ray"},
+            "kv_files: needs all ranks on one machine, got the executor ray",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         EngineConfig(**options)
-
-
-def test_models_with_windows_and_states_are_refused(tmp_path: Path) -> None:
-    state = StateKV((StateArray((64, 3)), StateArray((8, 16, 32), "float32")))
-    spec = kv_cache_spec([state, PagedKV(2, 32, 64), PagedKV(2, 32)], 0, torch.float32)
-    memory = KVMemory(spec, torch.zeros((4, *spec.block_shape), dtype=spec.tensor_dtype))
-    executor = SimpleNamespace(kv_memory=memory)
-    manager = KVCacheManager(4, spec.block_size, sliding_windows=spec.sliding_windows)
-    config = EngineConfig(kv_files=str(tmp_path))
-    problem = (
-        r"kv_files: needs full attention in all layers, .* \d groups .* paged, state, window KV"
-    )
-    with pytest.raises(ConfigError, match=problem):
-        make_tier(config, cast("Executor", executor), manager, lambda request: None)
 
 
 def test_blocks_of_every_dtype_are_bytes() -> None:

@@ -38,16 +38,19 @@ from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, r
 NUM_BLOCKS = 8
 DIGEST = b"1234567812345678"
 BLOCK_SHAPE = (4, 2, 2, 4, 8)  # layers, k and v, heads, tokens, head_dim
-NUM_DAMAGED = 1000
+OTHER_BLOCKS = range(2, NUM_BLOCKS)  # of the sender; the first two are sent
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 Kind = TransferEventKind
 
 
 class DamagingTransport(InMemoryTransport):
-    """Turns one random bit of what it writes, while ``num_damages`` lasts."""
+    """Spoils one block of each write while ``num_damages`` lasts.
+
+    In turns, flips one bit, cuts the block off, and puts another block's bytes in its place.
+    """
 
     draw = random.Random(0)
-    num_damages = 0
+    num_damages = num_damages_made = 0
     num_writes = 0
 
     def write(
@@ -66,7 +69,15 @@ class DamagingTransport(InMemoryTransport):
             block = self._end(engine_id)._bytes[self.draw.choice(remote_block_ids)]
             size = len(block) // BLOCK_SHAPE[0]
             first, end = layers or (0, BLOCK_SHAPE[0])
-            block[self.draw.randrange(first * size, end * size)] ^= 1 << self.draw.randrange(8)
+            first, end = first * size, end * size
+            kind = self.num_damages_made = self.num_damages_made + 1
+            if kind % 3 == 0:
+                block[self.draw.randrange(first, end)] ^= 1 << self.draw.randrange(8)
+            elif kind % 3 == 1:  # the bytes of an element of a random tensor are never all zero
+                block[self.draw.randrange(first, end - 4) : end] = 0
+            else:
+                other = self._bytes[self.draw.choice(OTHER_BLOCKS)]
+                block[first:end] = other[first:end]
         return done
 
 
@@ -141,11 +152,14 @@ class Pair:
         assert self.deaths == []
 
 
-@pytest.mark.medium
-def test_of_a_thousand_random_damages_all_are_found_and_made_good() -> None:
+@pytest.mark.parametrize(
+    "num_transfers",
+    [pytest.param(1000, marks=pytest.mark.medium), pytest.param(6700, marks=pytest.mark.large)],
+)
+def test_all_of_many_random_damages_are_found_and_made_good(num_transfers: int) -> None:
     pair = Pair()
     by_layers = [(0, 1), (1, 3), (3, 4)]
-    for number in range(NUM_DAMAGED):
+    for number in range(num_transfers):
         pair.transport.num_damages = num_damages = 1 + number % 2
         num_writes = pair.transport.num_writes + 1 + num_damages
         name = f"r{number}"
@@ -157,6 +171,9 @@ def test_of_a_thousand_random_damages_all_are_found_and_made_good() -> None:
         assert torch.equal(pair.target[[first, second]], pair.source[[0, 1]])
         pair.wait(pair.sent, Kind.COMMITTED, name)
         pair.target.zero_()
+        pair.sent.clear()
+        pair.received.clear()
+    assert pair.transport.num_damages_made == num_transfers * 3 // 2
     pair.close()
 
 

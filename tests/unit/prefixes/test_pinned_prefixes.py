@@ -11,7 +11,7 @@ import pytest
 
 from baton.api.sampling_params import SamplingParams
 from baton.kv.pins import PinTerms, PrefixPin
-from baton.link.words import DropPins, RequestCommand
+from baton.link.words import RequestCommand, SessionHint
 from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, reference_tokens
 
@@ -60,7 +60,7 @@ def test_a_session_finds_its_pinned_blocks_until_they_are_dropped(alone: bool) -
     assert cluster.receipts["b"].num_pinned_tokens == 16
     assert_clean(cluster)
     for node in (cluster.p, cluster.d):
-        node.submit(DropPins(PINS.owner, PINS.session))
+        node.submit(SessionHint(PINS.owner, PINS.session))
     fill(cluster, 8, alone=alone)
     assert all(engine.features.pins.counts.open == 0 for engine in engines)
     place(cluster, "c", tokens, None, alone=alone)

@@ -16,7 +16,7 @@ from baton.api.outputs import FinishReason, RequestDelta, TextDelta, TokenLogpro
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from baton.link import wire
-from baton.link.words import CancelCommand, DropPins, NodeBeat, PrefillCommand, ServingState
+from baton.link.words import CancelCommand, NodeBeat, PrefillCommand, ServingState, SessionHint
 from baton.serving.access_log import AccessEntry
 from baton.serving.call_gate import Context
 from baton.text.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ async def test_sessions_are_dropped_on_nodes_that_serve() -> None:
     scene.prefill.pool.on_event(scene.prefill.node, beat)
     request = inference_pb2.DropPinsRequest(session_id="s")
     await scene.service.DropPins(request, cast(Context, _NoDeadline()))
-    assert [len(node.of(DropPins)) for node in (scene.prefill, scene.decode)] == [0, 1]
+    assert [len(node.of(SessionHint)) for node in (scene.prefill, scene.decode)] == [0, 1]
 
 
 @asynchronous

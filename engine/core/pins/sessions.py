@@ -1,0 +1,100 @@
+"""SessionPrefixes: the prefixes of sessions' last requests, for hints that name only a session."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from baton.kv.block_hash import BlockHash
+
+# Maximum number of hashes that all sessions store, per block of the KV cache.
+HASHES_PER_BLOCK = 16
+# Maximum number of sessions, because short prefixes have few hashes.
+MAX_SESSIONS = 16_384
+# Minimum seconds for which the blocks of a prefetch count against its owner's share.
+LEAST_AHEAD_S = 10.0
+
+_Name = tuple[bytes, bytes]
+
+
+class SessionPrefixes:
+    """Hashes of the prefix of each session's last request, by owner and session.
+
+    If there are too many, the owner with most hashes loses the session that it used longest ago.
+    So an owner with many sessions makes no other owner's sessions unknown before its own.
+
+    Args:
+        num_blocks: number of blocks of the KV cache.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._most = HASHES_PER_BLOCK * num_blocks
+        self._owners: dict[bytes, dict[bytes, tuple[BlockHash, ...]]] = {}
+        self._sizes: Counter[bytes] = Counter()
+        self._num_sessions = 0
+
+    def remember(self, owner: bytes, session: bytes, hashes: tuple[BlockHash, ...]) -> None:
+        """Store the prefix of a session's newest request."""
+        self.forget(owner, session)
+        if not hashes:
+            return
+        self._owners.setdefault(owner, {})[session] = hashes
+        self._sizes[owner] += len(hashes)
+        self._num_sessions += 1
+        while self._sizes.total() > self._most or self._num_sessions > MAX_SESSIONS:
+            largest = max(self._owners, key=self._sizes.__getitem__)
+            self.forget(largest, next(iter(self._owners[largest])))
+
+    def find(self, owner: bytes, session: bytes) -> tuple[BlockHash, ...]:
+        """Return the hashes of a session's prefix; empty: the session is unknown."""
+        return self._owners.get(owner, {}).get(session, ())
+
+    def forget(self, owner: bytes, session: bytes) -> None:
+        """Forget a session; do nothing if it is unknown."""
+        of_owner = self._owners.get(owner, {})
+        hashes = of_owner.pop(session, None)
+        if hashes is None:
+            return
+        self._sizes[owner] -= len(hashes)
+        self._num_sessions -= 1
+        if not of_owner:
+            del self._owners[owner], self._sizes[owner]
+
+    def clear(self) -> None:
+        """Forget all sessions."""
+        self._owners.clear()
+        self._sizes.clear()
+        self._num_sessions = 0
+
+
+class PrefetchBudget:
+    """Blocks that prefetches brought into the cache, while they count against an owner's share.
+
+    Reading ahead takes blocks that would keep other tenants' prefixes, and costs the owner no
+    computing. So an owner may bring at most its share of blocks within the time of the prefetches.
+
+    Args:
+        clock: returns seconds, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._taken: dict[bytes, deque[tuple[float, int]]] = {}
+
+    def left(self, owner: bytes, share: int) -> int:
+        """Return how many blocks an owner may still bring now."""
+        now, taken = self._clock(), self._taken.get(owner)
+        if taken is None:
+            return share
+        kept = deque(one for one in taken if one[0] > now)
+        if kept:
+            self._taken[owner] = kept
+        else:
+            del self._taken[owner]
+        return max(share - sum(num_blocks for _, num_blocks in kept), 0)
+
+    def take(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
+        """Count blocks that a prefetch brings and keeps for a time."""
+        if num_blocks:
+            until = self._clock() + max(keep_s, LEAST_AHEAD_S)
+            self._taken.setdefault(owner, deque()).append((until, num_blocks))

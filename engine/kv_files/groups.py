@@ -1,0 +1,118 @@
+"""FileGroups: which blocks of each group of layers a prefix needs, and which of them files have.
+
+    a prefix of 8 blocks       full attention   b0 b1 b2 b3 b4 b5 b6 b7
+                               a window         -- -- -- -- -- b5 b6 b7
+                               a state          -- -- -- -- -- -- -- b7
+
+Each group has runs of its own, in folders of its own. A window's run and a state's run end where a
+request ended, so a prefix can be read only up to such a place. Refuses to know: files, threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.kv.block_hash import BlockHash
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_coordinator import group_suffix
+from engine.core.kv_retention import longest_common_hit, make_retentions
+from engine.kv_files.run_index import Run, plan_pieces
+
+Found = Sequence[tuple[int, Run]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """The blocks that one group lacks for a prefix.
+
+    Attributes:
+        group: number of the group.
+        first: place in the chain of the first block that the cache lacks.
+        held_ids: cached blocks that the prefix needs before this place.
+    """
+
+    group: int
+    first: int
+    held_ids: Sequence[int]
+
+
+class FileGroups:
+    """The groups of layers of one KV cache.
+
+    Args:
+        pool: owner of the blocks.
+        windows: window of each group, in tokens; None: full attention.
+        block_size: tokens per block.
+
+    Attributes:
+        is_plain: whether there is only one group, with full attention. Then each part of a prefix
+            is of use; otherwise only a whole prefix is.
+    """
+
+    def __init__(self, pool: BlockPool, windows: Sequence[int | None], block_size: int) -> None:
+        self._pool, self._block_size = pool, block_size
+        self._retentions = make_retentions(windows, block_size)
+        self._windows = tuple(windows)
+        self.is_plain = self._windows == (None,)
+
+    def __len__(self) -> int:
+        return len(self._retentions)
+
+    def has_window(self, group: int) -> bool:
+        """Return whether a group keeps only the last blocks of a sequence."""
+        return self._windows[group] is not None
+
+    def num_expired(self, group: int, num_blocks: int) -> int:
+        """Return how many leading blocks a prefix of ``num_blocks`` blocks does not need."""
+        return self._retentions[group].num_expired_blocks(num_blocks * self._block_size)
+
+    def reach(self, chain: Sequence[BlockHash], found: Sequence[Found], first: int) -> int:
+        """Return how many leading blocks of a chain the cache and files have together.
+
+        Args:
+            found: each group's runs that begin with a block of the chain, see `RunIndex.runs_of`.
+            first: number of leading blocks that the cache has in all groups.
+        """
+        if self.is_plain:
+            pieces = plan_pieces(found[0], chain, first)
+            return pieces[-1].end if pieces else first
+        finds = [self._find_in(group, chain, runs) for group, runs in enumerate(found)]
+        return len(longest_common_hit(self._retentions, chain, finds)[0])
+
+    def _find_in(self, group: int, chain: Sequence[BlockHash], runs: Found) -> _Find:
+        in_files: set[BlockHash] = set()
+        for at, run in runs:
+            num_equal = run.num_equal(chain, at)
+            size = run.name.num_blocks if num_equal is None else num_equal
+            in_files.update(chain[at : at + size])
+        return _Find(self._pool, group_suffix(group), in_files)
+
+    def lacking(self, chain: Sequence[BlockHash], end: int) -> list[Lack]:
+        """Return what each group lacks for a prefix of ``end`` blocks."""
+        found = []
+        for group in range(len(self)):
+            held_ids, place = [], self.num_expired(group, end)
+            while place < end and (block_id := self.find(group, chain[place])) is not None:
+                held_ids.append(block_id)
+                place += 1
+            found.append(Lack(group, place, held_ids))
+        return found
+
+    def find(self, group: int, block_hash: BlockHash) -> int | None:
+        """Return a cached block of a group, or None."""
+        return self._pool.find(block_hash + group_suffix(group))
+
+
+@dataclass(frozen=True, slots=True)
+class _Find:
+    """A look-up of blocks in one group: the cache's, or -1 for blocks that only files have."""
+
+    pool: BlockPool
+    suffix: bytes
+    in_files: set[BlockHash]
+
+    def __call__(self, block_hash: BlockHash) -> int | None:
+        if block_hash in self.in_files:
+            return -1
+        return self.pool.find(block_hash + self.suffix)

@@ -1,0 +1,345 @@
+"""RankStores: the files of a node with several ranks. Each rank has files with its part of the KV.
+
+    leader   a job -> its own store, and an order to each other rank -> the outcome of all
+    rank     an order -> its own store; before a file gets its name, asks the leader whether the
+             blocks still have the contents that are written
+
+A read brings as many blocks as the rank with fewest. Refuses to know: requests, steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from baton.api.errors import ConfigError
+from baton.kv.block_hash import BlockHash
+from engine.core.metrics import KVFileCounts
+from engine.kv_files.file_system import FileSystem
+from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
+from engine.kv_files.run_index import RunIndex
+from engine.kv_files.run_store import RunStore
+
+START_TIMEOUT_S = 60.0
+_SCAN_S = 1.0
+_ENTRY = f"{__name__}:serve_rank"
+
+
+class Open(msgspec.Struct, frozen=True):
+    """A message with what a rank needs to open its store; ``address``: the leader's socket."""
+
+    folder: str
+    limit_bytes: int
+    block_size: int
+    address: str
+
+
+class Order(msgspec.Struct, tag=True, frozen=True):
+    """Blocks that a rank is to read or write; the fields are those of `ReadJob` and `WriteJob`."""
+
+    identity: str
+    chain: list[BlockHash]
+    first: int
+    block_ids: list[int]
+    has_window: bool = False
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Tells a rank to end its read after the chunk that it reads now."""
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """A rank's question whether blocks, from a place on, are unchanged; answered by one byte."""
+
+    place: int
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The outcome of an order. ``num_bytes``: bytes read or written; ``error``: an exception."""
+
+    num_done: int = 0
+    causes: tuple[str, ...] = ()
+    num_bytes: int = 0
+    error: str = ""
+
+
+_encode = msgspec.msgpack.encode
+_TO_RANK = msgspec.msgpack.Decoder(Order | Stop)
+_FROM_RANK = msgspec.msgpack.Decoder(Ask | Done)
+
+
+class RankStores:
+    """The stores of all ranks, on the leader; used as a `RunStore`.
+
+    Args:
+        own: the leader's store.
+        rank: number of the leader.
+        readers, writers: connections to the other ranks' threads.
+    """
+
+    def __init__(
+        self,
+        own: RunStore,
+        rank: int,
+        readers: Sequence[Connection],
+        writers: Sequence[Connection],
+    ) -> None:
+        self._own, self._rank = own, rank
+        self._readers, self._writers = readers, writers
+        # Held while ranks read or write; a sleep waits for both.
+        self._reads, self._writes = threading.Lock(), threading.Lock()
+
+    @property
+    def index(self) -> RunIndex:
+        """The known files; the tier looks for those of the leader."""
+        return self._own.index
+
+    @property
+    def counts(self) -> KVFileCounts:
+        """Counts of all ranks' bytes, and of the leader's runs."""
+        return self._own.counts
+
+    @property
+    def memory_in_use(self) -> AbstractContextManager[object]:
+        """Return a context in which no rank copies from or to a GPU."""
+        return _both(self._reads, self._writes)
+
+    def identity(self, digest: str, group: int) -> str:
+        """Return the name of the folder with the leader's files of one KV group."""
+        return f"{self._own.identity(digest, group)}-{self._rank}"
+
+    def scan(self) -> None:
+        """Read the changed folders; see `RunStore.scan`."""
+        self._own.scan()
+
+    def first_missing(self, identity: str, chain: Sequence[BlockHash], first: int = 0) -> int:
+        """Return the first block that no file of the leader has; see `RunStore.first_missing`."""
+        return self._own.first_missing(identity, chain, first)
+
+    def read(self, job: ReadJob) -> None:
+        """Let all ranks read; see `RunStore.read`. ``num_done`` changes only at the end."""
+        with self._reads:
+            order = Order(job.identity, list(job.chain), job.first, list(job.block_ids))
+            _send(self._readers, order)
+            own = ReadJob(job.identity, job.chain, job.first, job.block_ids, stop=job.stop)
+            try:
+                self._own.read(own)
+            finally:  # the ranks use the blocks until they have answered
+                if job.is_stopped or own.num_done < len(job.block_ids):
+                    _send(self._readers, Stop())
+                found = [_done(link) for link in self._readers]
+            self._own.counts.bytes_read += sum(one.num_bytes for one in found)
+            job.causes += tuple({*own.causes, *(cause for one in found for cause in one.causes)})
+            _raise_first(found)
+            job.num_done = min(own.num_done, *(one.num_done for one in found))
+
+    def write(self, job: WriteJob) -> None:
+        """Let all ranks write; see `RunStore.write`."""
+        with self._writes:
+            block_ids = list(job.block_ids)
+            order = Order(job.identity, list(job.chain), job.first, block_ids, job.has_window)
+            _send(self._writers, order)
+            found: list[Done] = []
+            others = threading.Thread(target=self._answer_ranks, args=(job, found), daemon=True)
+            others.start()
+            try:
+                self._own.write(job)
+            finally:
+                others.join()
+            self._own.counts.bytes_written += sum(one.num_bytes for one in found)
+            _raise_first(found)
+
+    def _answer_ranks(self, job: WriteJob, found: list[Done]) -> None:
+        """Answer the ranks' questions until all have written."""
+        links = list(self._writers)
+        while links:
+            for link in wait(links):
+                assert isinstance(link, Connection)
+                try:
+                    message = _FROM_RANK.decode(link.recv_bytes())
+                    if isinstance(message, Ask):
+                        link.send_bytes(b"\1" if job.are_same(message.place) else b"\0")
+                        continue
+                except (EOFError, OSError) as error:
+                    message = Done(error=f"a rank is gone: {error}")
+                found.append(message)
+                links.remove(link)
+
+
+@contextlib.contextmanager
+def _both(first: threading.Lock, second: threading.Lock) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _send(links: Sequence[Connection], message: Order | Stop) -> None:
+    content = _encode(message)
+    for link in links:
+        link.send_bytes(content)
+
+
+def _done(link: Connection) -> Done:
+    try:
+        message = _FROM_RANK.decode(link.recv_bytes())
+    except (EOFError, OSError) as error:
+        return Done(error=f"a rank is gone: {error}")
+    assert isinstance(message, Done)
+    return message
+
+
+def _raise_first(found: Sequence[Done]) -> None:
+    problem = next((one.error for one in found if one.error), "")
+    if problem:
+        raise OSError(problem)
+
+
+def open_rank_stores(
+    own: RunStore,
+    rank: int,
+    options: tuple[str, int, int],
+    attach: Callable[[str, bytes], Mapping[int, Connection]],
+) -> RankStores:
+    """Open the stores of all other ranks.
+
+    Args:
+        own: the leader's store.
+        rank: number of the leader.
+        options: folder, limit in bytes, and block size.
+        attach: starts a function beside the steps of each other rank, see `Executor.attach`.
+
+    Raises ConfigError if a rank does not connect in time.
+    """
+    # Only this user can enter the folder, hence connect to the socket.
+    with tempfile.TemporaryDirectory(prefix="baton-files-") as folder:
+        address = str(Path(folder) / "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.bind(address)
+            server.listen()
+            server.settimeout(START_TIMEOUT_S)
+            num_others = len(attach(_ENTRY, _encode(Open(*options, address))))
+            links: dict[bytes, list[Connection]] = {b"read": [], b"write": []}
+            for _ in range(2 * num_others):
+                link = _accept(server)
+                links[link.recv_bytes()].append(link)
+            return RankStores(own, rank, links[b"read"], links[b"write"])
+
+
+def _accept(server: socket.socket) -> Connection:
+    try:
+        accepted, _ = server.accept()
+    except TimeoutError:
+        raise ConfigError("kv_files: a rank's process opens no files") from None
+    accepted.setblocking(True)
+    return Connection(accepted.detach())
+
+
+# ---------------------------------------------------------------- in the other ranks' processes
+
+
+class RankMemory(Protocol):
+    """The part of a rank's `KVMemory` that files need."""
+
+    @property
+    def rank(self) -> int:
+        """Return the rank's number among all ranks."""
+
+    def open_bytes(self) -> BlockMemory:
+        """Return the bytes of the rank's blocks."""
+
+
+class _StopOf(threading.Event):
+    """An event that is set when the leader has sent `Stop`."""
+
+    def __init__(self, link: Connection) -> None:
+        super().__init__()
+        self._link = link
+
+    def is_set(self) -> bool:
+        return self._link.poll(0)
+
+
+def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
+    """Read and write this rank's files as the leader orders, until the leader ends."""
+    given = msgspec.msgpack.decode(argument, type=Open)
+    store = RunStore(
+        Path(given.folder),
+        given.limit_bytes,
+        memory.open_bytes(),
+        given.block_size,
+        FileSystem(),
+    )
+    reader, writer = _connect(given.address, b"read"), _connect(given.address, b"write")
+    serve = threading.Thread(
+        target=_serve, args=(reader, store, memory.rank, _read), name="kv-files-read", daemon=True
+    )
+    serve.start()
+
+    def scan() -> None:
+        with contextlib.suppress(OSError):  # the next order then finds fewer files
+            store.scan()
+
+    _serve(writer, store, memory.rank, _write, scan)
+
+
+def _connect(address: str, purpose: bytes) -> Connection:
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end.connect(address)
+    link = Connection(end.detach())
+    link.send_bytes(purpose)
+    return link
+
+
+def _serve(
+    link: Connection,
+    store: RunStore,
+    rank: int,
+    work: Callable[[Connection, RunStore, Order], Done],
+    scan: Callable[[], None] = lambda: None,
+) -> None:
+    with contextlib.suppress(EOFError, ConnectionError):  # the leader has ended
+        while True:
+            scan()
+            if not link.poll(_SCAN_S):
+                continue
+            message = _TO_RANK.decode(link.recv_bytes())
+            if isinstance(message, Stop):
+                continue  # the stopped read had ended
+            base, _, _ = message.identity.rpartition("-")
+            order = msgspec.structs.replace(message, identity=f"{base}-{rank}")
+            try:
+                done = work(link, store, order)
+            except (EOFError, ConnectionError):
+                raise
+            except Exception as error:  # a full disk, or a GPU's memory that is gone in a sleep
+                done = Done(error=repr(error))
+            link.send_bytes(_encode(done))
+
+
+def _read(link: Connection, store: RunStore, order: Order) -> Done:
+    before = store.counts.bytes_read
+    job = ReadJob(order.identity, order.chain, order.first, order.block_ids, stop=_StopOf(link))
+    store.read(job)
+    return Done(job.num_done, job.causes, store.counts.bytes_read - before)
+
+
+def _write(link: Connection, store: RunStore, order: Order) -> Done:
+    def are_same(place: int) -> bool:
+        link.send_bytes(_encode(Ask(place)))
+        return link.recv_bytes() == b"\1"
+
+    before = store.counts.bytes_written
+    store.write(
+        WriteJob(
+            order.identity, order.chain, order.first, order.block_ids, are_same, order.has_window
+        )
+    )
+    return Done(num_bytes=store.counts.bytes_written - before)

@@ -1,0 +1,82 @@
+"""Hints that name a session: every way to give one sends nodes the same name, and only its own."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from baton.access.identity import Principal
+from baton.api.errors import InvalidRequestError
+from baton.link.words import SessionHint
+from baton.serving.call_gate import Context
+from baton.v1 import inference_pb2
+from router.intake.cache_hints import make_pins, session_hint, session_of_key
+from tests.fakes.router.http_scene import HttpScene, on_http
+from tests.fakes.router.router_scene import Scene as RouterScene
+from tests.fakes.router.router_scene import asynchronous
+from tests.unit.router.api.admin.test_admin_service import served
+from tests.unit.router.api.grpc.test_service import Scene, _NoDeadline
+
+ACME, OTHER = Principal(tenant="acme"), Principal(tenant="other")
+
+
+def test_a_hint_has_the_names_of_the_session_s_requests() -> None:
+    pins = make_pins(ACME, "s", ())
+    assert pins is not None
+    hint = session_hint(ACME, "s", "", 5.0)
+    assert (hint.owner, hint.session, hint.keep_s) == (pins.owner, pins.session, 5.0)
+    others = session_hint(OTHER, "s", "")
+    assert others.owner != hint.owner
+    assert others.session != hint.session
+    of_key = make_pins(ACME, session_of_key(ACME, "k"), ())
+    assert of_key is not None
+    assert session_hint(ACME, "", "k").session == of_key.session
+    assert make_pins(ACME, "", ()) is None
+
+
+@pytest.mark.parametrize("names", [("", ""), ("s", "k")])
+def test_exactly_one_name_is_needed(names: tuple[str, str]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^session_id: or prompt_cache_key is needed"):
+        session_hint(ACME, *names)
+
+
+@asynchronous
+async def test_grpc_sends_prefetches_and_drops_to_all_nodes() -> None:
+    scene, context = Scene(), cast(Context, _NoDeadline())
+    for ttl_s in (0.0, 7 * 86_400.0 + 1, float("nan")):
+        request = inference_pb2.PrefetchRequest(session_id="s", ttl_s=ttl_s)
+        with pytest.raises(InvalidRequestError, match=r"^ttl_s: must be above 0"):
+            await scene.service.Prefetch(request, context)
+    request = inference_pb2.PrefetchRequest(session_id="s", ttl_s=5.0)
+    await scene.service.Prefetch(request, context)
+    await scene.service.DropPins(inference_pb2.DropPinsRequest(session_id="s"), context)
+    for node in (scene.prefill, scene.decode):
+        hints = node.of(SessionHint)
+        assert [hint.keep_s for hint in hints] == [5.0, 0.0]
+        assert len({hint.session for hint in hints}) == 1
+
+
+@on_http()
+async def test_http_sends_prefetches_and_drops_to_all_nodes(scene: HttpScene) -> None:
+    answers = [
+        await scene.post("/v1/sessions/prefetch", session_id="s", ttl="2m"),
+        await scene.post("/v1/sessions/prefetch", session_id="s", ttl=1.5),
+        await scene.post("/v1/sessions/drop", session_id="s"),
+    ]
+    assert [answer.status for answer in answers] == [200] * 3
+    assert await answers[0].json() == {"num_nodes": 2, "object": "session"}
+    assert [hint.keep_s for hint in scene.decode.of(SessionHint)] == [120.0, 1.5, 0.0]
+    refused = await scene.post("/v1/sessions/prefetch", session_id="s", ttl="soon")
+    assert refused.status == 400
+    assert "ttl: must be seconds, or a number with the unit" in await refused.text()
+
+
+@asynchronous
+async def test_operators_drop_the_sessions_of_any_tenant() -> None:
+    scene = RouterScene()
+    async with served(scene) as call:
+        found = await call("DropPins", prompt_cache_key="k", tenant="acme")
+    hints = [hint for node in (scene.prefill, scene.decode) for hint in node.of(SessionHint)]
+    assert found.num_nodes == len(hints) == 2
+    assert set(hints) == {session_hint(ACME, "", "k")}
