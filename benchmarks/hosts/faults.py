@@ -146,7 +146,7 @@ def running_site(
     names = [CLIENT, ROUTER, *NODES, SPARE]
     with tempfile.TemporaryDirectory(prefix="baton-clocks-") as folder:
         library = Path(folder) / "clock_shift.so"
-        command = ["cc", "-O2", "-shared", "-fPIC", "-o", library, _CLOCK_SOURCE, "-ldl"]
+        command = ("cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK_SOURCE), "-ldl")
         subprocess.run(command, check=True)
         variables = {"LD_PRELOAD": str(library)}
         with Network(names, [family]) as network, HostPrograms(network, variables) as programs:

@@ -17,9 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import grpc
+import psutil
 
 from baton import AsyncClient, Receipt, SamplingParams
 from baton.api.errors import NodeUnavailableError
@@ -53,6 +54,8 @@ class Row:
         num_retried: number of requests with several attempts.
         parts_ms: medians of the times until token 1, and from token 1 to the last token.
         p50_ms, max_ms: milliseconds from a request's arrival to its last token.
+        cpu_ms: CPU milliseconds of all programs per request. Other work on this machine changes
+            them less than the times of requests.
     """
 
     requests_per_s: float
@@ -61,6 +64,7 @@ class Row:
     parts_ms: tuple[float, float]
     p50_ms: float
     max_ms: float
+    cpu_ms: float = 0.0
 
 
 def wait_for_pairs(programs: HostPrograms, num_pairs: int) -> None:
@@ -92,6 +96,16 @@ def bandwidths(router: str) -> dict[str, float]:
         if node.node_name.startswith("p")
         for peer in node.peers
     }
+
+
+def cpu_seconds(programs: HostPrograms) -> float:
+    """Return the CPU seconds that all programs have used so far."""
+    times = [
+        psutil.Process(pid).cpu_times()
+        for name in programs.processes
+        for pid in programs.pids(name)
+    ]
+    return float(sum(one.user + one.system for one in times))
 
 
 async def measure(
@@ -169,7 +183,10 @@ class Site:
         """Send requests; record their outcome, and the bandwidths that the router knows then."""
         self._seed += 1
         router = self._programs.router
+        cpu_s = cpu_seconds(self._programs)
         row = asyncio.run(measure(router, self._requests, self._concurrency, self._seed))
+        cpu_s = cpu_seconds(self._programs) - cpu_s
+        row = replace(row, cpu_ms=round(1e3 * cpu_s / self._requests, 1))
         self.rows.setdefault(name, []).append(row)
         self.known[name] = bandwidths(router)
         self._run.console.print(f"{name:24} {row}\n{'':24} {self.known[name]}")

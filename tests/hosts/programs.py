@@ -84,10 +84,15 @@ class HostPrograms:
                 start_new_session=True,
             )  # fmt: skip
 
-    def start_router(self, *words: object, model: Path = DEMO_MODEL) -> None:
-        """Start the router on the host "router"."""
+    def start_router(
+        self,
+        *words: object,
+        model: Path = DEMO_MODEL,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the router, with additional environment variables, on the host "router"."""
         self.start("router", "router", "--model", model, "--listen", self.router,
-                   "--http-listen", "", "--insecure", *words)  # fmt: skip
+                   "--http-listen", "", "--insecure", *words, variables=variables)  # fmt: skip
 
     def start_node(
         self,
