@@ -61,7 +61,7 @@ GROUPS = {
 }  # fmt: skip
 AFTER_S = 1.0  # load goes on for this long after the recovery
 _NOTICED = re.compile(
-    r"([pd]\d (?:cannot reach|gets no requests|stands still))|node ([pd]\d (?!joined)\D{3,40})"
+    r"([pd]\d (?:cannot reach|gets no requests|stands still))|node ([pd]\d (?!joined)[^\d\n]{3,40})"
 )
 
 
