@@ -207,6 +207,7 @@ class Plan:
 
     Attributes:
         faults: names and seconds, in order.
+        limit_s: seconds after which no further fault begins; 0: all faults.
         logs: whether to print the logs of a broken row's programs.
     """
 
@@ -216,6 +217,7 @@ class Plan:
     concurrency: int
     family: Family
     connector: str
+    limit_s: float
     logs: bool
 
 
@@ -223,7 +225,10 @@ def carry_out(plan: Plan, cases: list[Case]) -> tuple[list[Row], list[str]]:
     """Cause the faults of a plan; return the rows, and the changes of the network."""
     rows: list[Row] = []
     with running_site(cases, plan.connector, plan.family) as site:
+        begin = time.monotonic()
         for name, seconds in plan.faults:
+            if plan.limit_s and time.monotonic() > begin + plan.limit_s:
+                break
             blank = Row(name, seconds, plan.times, plan.seed, find_fault(name).restarts)
             row = undisturbed_row(site, blank, plan.concurrency)
             rows.append(row)
@@ -244,6 +249,7 @@ def run(
     concurrency: int = 3,
     family: Family = "ipv4",
     connector: Literal["nixl", "tls"] = "nixl",
+    limit: float = 0.0,
     logs: bool = False,
 ) -> dict[str, object] | None:
     """Cause each fault for each time.
@@ -257,6 +263,7 @@ def run(
         concurrency: number of open requests.
         family: ipv4 or ipv6, the only addresses of all hosts.
         connector: nixl or tls.
+        limit: seconds after which no further fault begins; 0: no limit.
         logs: print the logs of a broken row's programs.
     """
     if reason := why_no_hosts():
@@ -266,7 +273,7 @@ def run(
     planned = [(NO_FAULT, min(seconds, key=lambda one: abs(one - AFTER_S)))]
     planned += [(name, one) for name in names for one in lengths(name, seconds)]
     plans = [
-        Plan(seed, planned, times, concurrency, family, connector, logs) for seed in seeds
+        Plan(seed, planned, times, concurrency, family, connector, limit, logs) for seed in seeds
     ]  # fmt: skip
     cases = make_cases(str(DEMO_MODEL), NUM_CASES, seed=0)
     context = multiprocessing.get_context("spawn")
