@@ -203,7 +203,7 @@ def _broken(row: Row, fault: Fault, site: Site) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one process does: faults and lengths on one site.
+    """Work of one process: faults and lengths on one site.
 
     Attributes:
         faults: names and seconds, in order.
