@@ -180,7 +180,7 @@ SLOW_LINK = Source("slow_link", (
     Row("slowest request / slowest over the slow link alone", _slowest_request, "<= 1"),
 ), "Two prefill nodes and two decode nodes on hosts of their own; loads with and without the node"
    " on the slow link in turns, medians.",
-   absent="its last run was ended before it wrote the file; docs/log.md has the figures")  # fmt: skip
+   absent="its last run was ended before it wrote a file; docs/log.md has figures")  # fmt: skip
 
 
 def _left_home(document: Json) -> Found:
