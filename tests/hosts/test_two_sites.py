@@ -1,4 +1,4 @@
-"""Two groups of hosts with a slow trunk between them: KV stays at home unless home is full."""
+"""Two groups of hosts with a slow trunk: KV crosses only if no node at home can take it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ pytestmark = [
 LINK, TRUNK = 400e6, 20e6  # bits per second
 NEAR, FAR = ("p0", "d0"), ("p1", "d1")
 PROMPT_TOKENS = 400
-# Room for the KV of two requests
-NODE_WORDS = ("--dtype", "float32", "--num-blocks", "70", "--no-prefix-cache")
+NODE_WORDS = ("--dtype", "float32", "--num-blocks", "200", "--no-prefix-cache")
 seeds = itertools.count()
 
 
-def pairs(programs: HostPrograms, num_requests: int, lanes: int, max_tokens: int) -> set[str]:
+def pairs(programs: HostPrograms, num_requests: int, lanes: int) -> set[str]:
     """Send requests; return the pairs of nodes that answered them."""
     draw = random.Random(next(seeds))
     prompts = [draw.choices(range(4000), k=PROMPT_TOKENS) for _ in range(num_requests)]
-    words = [programs.router, json.dumps(prompts), lanes, max_tokens]
+    words = [programs.router, json.dumps(prompts), lanes]
     command = [sys.executable, "-m", "tests.hosts.ask", *map(str, words)]
     told = subprocess.run(
         programs.network.command("client", *command), capture_output=True, check=True, timeout=120
@@ -40,7 +39,7 @@ def pairs(programs: HostPrograms, num_requests: int, lanes: int, max_tokens: int
     return {f"{answer['prefill_node']}>{answer['decode_node']}" for answer in json.loads(told)}
 
 
-def test_kv_crosses_the_trunk_only_if_home_is_full() -> None:
+def test_kv_crosses_the_trunk_only_if_no_node_at_home_can_take_it() -> None:
     hosts = ["router", "client", *NEAR, *FAR]
     with Network(hosts, ["ipv4"], far=FAR) as network, HostPrograms(network) as programs:
         network.limit_trunk(TRUNK)
@@ -60,9 +59,12 @@ def test_kv_crosses_the_trunk_only_if_home_is_full() -> None:
         for name in ("p0", "d0", "d1"):
             start(name)
         wait_for_self_tests("p0", 2)
-        assert pairs(programs, 6, lanes=1, max_tokens=4) == {"p0>d0"}
-        assert "p0>d1" in pairs(programs, 10, lanes=10, max_tokens=64)
+        assert pairs(programs, 6, lanes=1) == {"p0>d0"}
+        programs.kill("d0")
+        assert pairs(programs, 2, lanes=1) == {"p0>d1"}
+        start("d0")
         start("p1")
+        wait_for_self_tests("p0", 3)
         wait_for_self_tests("p1", 2)
-        assert pairs(programs, 12, lanes=2, max_tokens=4) == {"p0>d0", "p1>d1"}
+        assert pairs(programs, 12, lanes=2) <= {"p0>d0", "p1>d1"}
         assert not programs.ended()
