@@ -1,8 +1,9 @@
 """IoLoop: the KV I/O thread, which carries out the actions of the protocol's state machine.
 
 Only this thread uses the transport and the state machine; other threads queue wishes for the
-thread. It polls fast while bytes are in flight (without pauses if a GPU writes KV), slowly while
-messages may arrive, and otherwise sleeps between two ticks of the state machine.
+thread. If the transport has a descriptor for its events, the thread sleeps until one comes.
+Otherwise it polls: fast while bytes are in flight (without pauses if a GPU writes KV), slowly while
+messages may arrive, and rarely at rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from baton.api.errors import EngineDeadError, TransferError
@@ -51,15 +53,35 @@ from kvconnector.protocol.actions import (
     WriteProbe,
 )
 from kvconnector.protocol.inbox import Inbox
-from kvconnector.protocol.peers import Peers
+from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.seals import Channels, Refusal
 from kvconnector.transports.base import KVTransport, PendingWrite
+from kvconnector.waker import make_waker
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT_POLL_S = 0.0001
-EXPECTING_POLL_S = 0.0005
-IDLE_POLL_S = 0.025
+IDLE_POLL_S = 0.025  # while a peer must be found or found again
+REST_POLL_S = 0.1  # while all peers are connected: short beside a lease, and beats can wait
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Longest pauses between two rounds, in seconds.
+
+    Attributes:
+        in_flight: while bytes are in flight, or wait to be posted.
+        expecting: while messages may arrive.
+        rest: while all peers are connected and no transfer is open.
+    """
+
+    in_flight: float
+    expecting: float
+    rest: float
+
+
+POLLING = Pauses(in_flight=0.0001, expecting=0.0005, rest=REST_POLL_S)
+# An event that the descriptor does not show, such as the end of a copy, is noticed this late.
+LISTENING = Pauses(in_flight=0.001, expecting=0.002, rest=0.25)
 MAX_READ_FAILURES = 100  # consecutive failed reads after which the transport counts as broken
 _WARM_S = 2.0  # seconds of fast polling after a new peer was added
 
@@ -120,7 +142,7 @@ class IoLoop:
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
         # The scratch memory is where the KV cache is
         self._is_on_device = transport.scratch.is_on_device
-        self._wake = threading.Event()
+        self._wake = make_waker(getattr(transport, "descriptor", None))
         self._expecting = False
         self._num_read_failures = 0
         self._num_peer_failures = 0
@@ -214,14 +236,23 @@ class IoLoop:
                 time.sleep(0)  # lets other threads run
 
     def _pause_s(self) -> float:
-        """Return how many seconds to pause before the next round; 0 if a GPU writes KV."""
+        """Return how many seconds to pause before the next round.
+
+        Returns 0 if a GPU writes KV, or if writes can be posted and none is in flight.
+        """
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
+        is_sending = self._core.is_moving and self._core.is_expecting
+        if is_sending and not self._writes and not self._is_on_device:
+            return 0.0
+        pauses = LISTENING if getattr(self._wake, "listens", False) else POLLING
         if self._core.is_moving:
-            return IN_FLIGHT_POLL_S
+            return pauses.in_flight
         is_warm = self._clock() < self._warm_until
         if self._expecting or is_warm or self._core.is_expecting:
-            return EXPECTING_POLL_S
+            return pauses.expecting
+        if all(peer.state is PeerState.CONNECTED for peer in self._peers):
+            return min(pauses.rest, max(0.001, self._peers.rest_s()))
         return IDLE_POLL_S
 
     def round(self) -> None:

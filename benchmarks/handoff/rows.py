@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from benchmarks.hosts.rows import HOSTS
 from benchmarks.page.measures import at, number, ratio, value
 from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
@@ -99,7 +100,7 @@ HANDOFF = Source("handoff", (
 
 
 def _hybrids_growth(document: Json) -> Found:
-    """Compare the exposed transfer of the longest prompt with the shortest prompt's, by family.
+    """Compare, by family, the exposed transfers of the longest and the shortest prompt.
 
     The dense model is not judged here, because it has its own rows in `HANDOFF`.
     """
@@ -212,7 +213,7 @@ SUBJECT = Subject(
             (HANDOFF, HYBRIDS, MACS, TRANSPORTS),
         ),
         Measurement("handoff.handoff_trace", "kvconnector prefill_node decode_node"),
-        Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node"),
+        Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node", (HOSTS,)),
         Measurement("hosts.slow_link", "kvconnector router/policies router/fleet", (SLOW_LINK,)),
         Measurement("hosts.two_sites", "kvconnector router/policies router/fleet", (TWO_SITES,)),
     ),

@@ -3,7 +3,9 @@
 A client, a router, a prefill node and a decode node run on hosts of their own, which are network
 namespaces of this machine (Linux, root, iproute2). The links of both nodes have 1 Gbit/s, 10 Gbit/s
 or no limit. KV travels by NIXL over TCP or by TLS sockets, while the prefill runs (layers) or after
-it. One request at a time; the checkpoint is random and computes long prompts fast.
+it. One request at a time; the checkpoint is random and computes long prompts fast. `link_model.py`
+predicts each exposed transfer. On a slow link, KV in fp8 and digests are compared, too. Ends
+without engines then fill the links (`full_link.py`), which shows how long messages wait.
 """
 
 from __future__ import annotations
@@ -11,35 +13,49 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
 from baton import Client, Receipt
 from baton.v1 import admin_pb2
 from benchmarks.handoff.handoff_modes import PARAMS, make_checkpoint, push_figures
+from benchmarks.hosts.full_link import SLOW, measure_full_links, measure_slow_neighbour
+from benchmarks.hosts.link_model import BITS, Prefills, exposed_s, least_rate, push_queue
 from benchmarks.runner.deployments import receipt_of
 from benchmarks.runner.programs import admin_of
 from benchmarks.runner.run import Run
 from tests.hosts.network import Network, why_no_hosts
 from tests.hosts.programs import HostPrograms
 
-HOSTS = ("client", "router", "p0", "d0")
+HOSTS = ("client", "router", "p0", "d0", SLOW)
 CONNECTORS, PUSHES = ("nixl", "tls"), ("layers", "after-prefill")
 LENGTHS = (1024, 4096, 16384)  # tokens
+Part = Literal["links", "table", "variants"]
+PARTS: tuple[Part, ...] = ("links", "table", "variants")
 UNLIMITED = 0.0
 RATES = (1.0, 10.0, UNLIMITED)  # Gbit/s
+WARM_TOKENS, NUM_WARM = 4096, 3  # requests after each change of the rate
+SLOW_RATE = 0.1  # Gbit/s: slower than a prefill makes KV
+# Ways to send fewer bytes, or to check them, over the slow link
+VARIANTS = {
+    "no digests": ("--no-kv-digests",),
+    "digests": ("--kv-digests",),
+    "fp8": ("--kv-cache-dtype", "fp8", "--kv-digests"),
+}
 READY_TIMEOUT_S = 120.0
-BITS = 8
 
 
 @contextmanager
-def running(network: Network, folder: Path, connector: str, push: str) -> Iterator[HostPrograms]:
+def running(
+    network: Network, folder: Path, connector: str, push: str, options: Sequence[str] = ()
+) -> Iterator[HostPrograms]:
     """Run the programs of one way to send KV; yield when the nodes have met, at full rate."""
     words = ["--kv-cache-memory", "256M", "--no-prefix-cache", "--kv-connector", connector]
+    words += options
     with HostPrograms(network) as programs:
         programs.start_router("--no-local-prefill", model=folder)
         for name in ("p0", "d0"):
@@ -52,6 +68,8 @@ def running(network: Network, folder: Path, connector: str, push: str) -> Iterat
                 raise TimeoutError("\n".join(programs.log(n)[-2000:] for n in programs.processes))
             time.sleep(0.2)
         yield programs
+    for name in ("p0", "d0"):
+        network.limit(name, None)  # the next pair meets at full rate
 
 
 def _is_paired(router: str) -> bool:
@@ -80,75 +98,150 @@ def measure(
 
 
 def figures(receipts: list[Receipt], rate: float, push: str) -> dict[str, Any]:
-    """Return medians, and what the link allows.
-
-    A link is a bottleneck only where it is slower than the prefill makes KV; what it cannot carry
-    during the prefill is exposed.
-    """
+    """Return medians of requests of one length, and the share of the link's rate."""
     found: dict[str, Any] = dict(push_figures(receipts))
-    decode = receipts[0].decode
+    prefill, decode = receipts[0].prefill, receipts[0].decode
+    assert prefill is not None
     assert decode is not None
     bits = found["num_bytes"] * BITS
-    found["transport"] = decode.push.transport
-    found["kv_made_gbit_per_s"] = round(bits / found["prefill_ms"] / 1e6, 3)
-    sent_s = found["exposed_transfer_ms"] / 1e3
+    found |= {
+        "rate": rate,
+        "push": push,
+        "transport": decode.push.transport,
+        "num_chunks": prefill.num_chunks,
+        "kv_made_gbit_per_s": round(bits / found["prefill_ms"] / 1e6, 3),
+    }
     if push == "after-prefill":
-        found["gbit_per_s"] = round(bits / sent_s / 1e9, 3)
-    if rate:
-        link_ms = bits / rate / 1e6
-        hidden_ms = found["prefill_ms"] if push == "layers" else 0.0
-        found["least_exposed_ms"] = round(max(0.0, link_ms - hidden_ms), 2)
-        if push == "after-prefill":
-            found["share_of_link"] = round(link_ms / 1e3 / sent_s, 3)
+        found["gbit_per_s"] = round(bits / found["exposed_transfer_ms"] / 1e6, 3)
+        if rate:
+            found["share_of_link"] = round(found["gbit_per_s"] / rate, 3)
     return found
+
+
+def predict(rows: Mapping[str, dict[str, Any]]) -> None:
+    """Add the model's predictions to the rows of one connector, in milliseconds and Gbit/s.
+
+    The model gets the times of the prefills, and the exposed transfer of the shortest prompt over
+    the unlimited link, sent by layers, which is the time that a hand-off takes besides the link's.
+    """
+    prefills = Prefills.fit(
+        {
+            row["num_chunks"]: row["prefill_ms"] / 1e3
+            for row in rows.values()
+            if row["push"] == "layers" and not row["rate"]
+        }
+    )
+    besides_ms = min(
+        row["exposed_transfer_ms"]
+        for row in rows.values()
+        if row["push"] == "layers" and not row["rate"]
+    )
+    for row in rows.values():
+        queue = push_queue(prefills, row["num_chunks"], row["num_bytes"], row["push"])
+        if row["push"] == "layers":
+            row["least_gbit_per_s"] = round(least_rate(queue), 3)
+        if row["rate"]:
+            ms = besides_ms + 1e3 * exposed_s(queue, row["rate"])
+            row["predicted_exposed_ms"] = round(ms, 2)
+
+
+def measure_table(
+    network: Network,
+    folder: Path,
+    connector: str,
+    requests: int,
+    lengths: Sequence[int],
+    rates: Sequence[float],
+    pushes: Sequence[str],
+) -> dict[str, dict[str, Any]]:
+    """Measure each push mode, rate and prompt length with one connector."""
+    rows: dict[str, dict[str, Any]] = {}
+    for push in pushes:
+        with running(network, folder, connector, push) as programs:
+            for rate in rates:
+                # The sender learns the new bandwidth.
+                measure(network, programs.router, rate, min(WARM_TOKENS, max(lengths)), NUM_WARM)
+                for length in lengths:
+                    number = max(1, round(requests * min(1.0, 2048 / length)))
+                    found = measure(network, programs.router, rate, length, number)
+                    name = f"{connector}, {push}, {speed_of(rate)}, {length} tokens"
+                    rows[name] = figures(found, rate, push)
+    predict(rows)
+    for name, row in rows.items():
+        print_row(name, row)
+    return rows
+
+
+def measure_variants(
+    network: Network, folder: Path, length: int, requests: int
+) -> dict[str, dict[str, Any]]:
+    """Measure fp8 KV and digests over the slow link, sent after the prefill and by layers."""
+    rows = {}
+    for name, options in VARIANTS.items():
+        for push in PUSHES:
+            with running(network, folder, "nixl", push, options) as programs:
+                measure(network, programs.router, UNLIMITED, length, 1)  # warms up
+                found = measure(network, programs.router, SLOW_RATE, length, requests)
+                rows[f"{name}, {push}"] = figures(found, SLOW_RATE, push)
+                print_row(f"{name}, {push}, {length} tokens", rows[f"{name}, {push}"])
+    return rows
 
 
 def run(
     run: Run,
     requests: int = 5,
     lengths: Sequence[int] = LENGTHS,
-    rates: Sequence[float] = RATES,
+    rates: Sequence[float] = (*RATES, SLOW_RATE),
     connectors: Sequence[str] = CONNECTORS,
     pushes: Sequence[str] = PUSHES,
-) -> dict[str, object] | None:
+    seconds: float = 5.0,
+    parts: Sequence[Part] = PARTS,
+) -> dict[str, dict[str, Any]] | None:
     """Measure each connector, push mode, rate and prompt length.
 
     Args:
-        requests: number per length of 1,024 tokens; fewer for longer prompts.
+        requests: number per length of up to 2,048 tokens; fewer for longer prompts.
         rates: Gbit/s of the nodes' links; 0: unlimited.
         connectors: nixl, tls.
         pushes: layers, after-prefill.
+        seconds: how long each link is filled.
+        parts: links: full links; table: requests; variants: fp8 and digests on a slow link.
     """
     if reason := why_no_hosts():
         run.problems.append(reason)
         return None
-    table: dict[str, dict[str, Any]] = {}
-    with Network(HOSTS) as network, tempfile.TemporaryDirectory() as path:
+    document: dict[str, dict[str, Any]] = dict(run.saved()) if set(parts) != set(PARTS) else {}
+    with Network(HOSTS, ["ipv4"]) as network, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
-        network.enter("client")  # before gRPC has threads: they stay where they begin
+        # Called before gRPC has threads, because threads stay in the network where they begin
+        network.enter("client")
         for connector in connectors:
-            for push in pushes:
-                with running(network, folder, connector, push) as programs:
-                    measure(network, programs.router, UNLIMITED, min(lengths), 1)  # warms up
-                    for rate in rates:
-                        for length in lengths:
-                            number = max(1, round(requests * min(1.0, 1024 / length)))
-                            found = measure(network, programs.router, rate, length, number)
-                            speed = f"{rate:g} Gbit/s" if rate else "unlimited"
-                            name = f"{connector}, {push}, {speed}, {length} tokens"
-                            table[name] = figures(found, rate, push)
-                            print_row(name, table[name])
-                for name in ("p0", "d0"):
-                    network.limit(name, None)  # the next pair meets at full rate
-    return {"rows": table}
+            if "links" in parts:
+                fast = [rate for rate in rates if rate != SLOW_RATE]
+                links = document.setdefault("links", {})
+                links |= measure_full_links(network, connector, fast, seconds)
+                links |= measure_slow_neighbour(network, connector, 1.0, seconds)
+            if "table" in parts:
+                document.setdefault("rows", {}).update(
+                    measure_table(network, folder, connector, requests, lengths, rates, pushes)
+                )
+        if "variants" in parts:
+            document["slow"] = measure_variants(network, folder, 1024, 2)
+    return document
+
+
+def speed_of(rate: float) -> str:
+    """Return a rate as text."""
+    return f"{rate:g} Gbit/s" if rate else "unlimited"
 
 
 def print_row(name: str, row: dict[str, Any]) -> None:
     """Print the main figures of one row."""
     parts = [f"exposed {row['exposed_transfer_ms']:.2f} ms", f"prefill {row['prefill_ms']:.0f} ms"]
-    if "least_exposed_ms" in row:
-        parts.append(f"least exposed {row['least_exposed_ms']:.2f} ms")
-    parts.append(f"KV made at {row['kv_made_gbit_per_s']:.2f} Gbit/s")
+    if "predicted_exposed_ms" in row:
+        parts.append(f"predicted {row['predicted_exposed_ms']:.2f} ms")
+    if "least_gbit_per_s" in row:
+        parts.append(f"flat from {row['least_gbit_per_s']:.2f} Gbit/s")
     if "gbit_per_s" in row:
         parts.append(f"sent at {row['gbit_per_s']:.2f} Gbit/s")
     if "share_of_link" in row:

@@ -24,8 +24,8 @@ from enum import Enum
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.actions import Connect, ConnectEnded, Disconnect, Send, SendEnded, Turn
-from kvconnector.protocol.messages import Beat, Hello, Message
-from kvconnector.transports.paths import judge_path
+from kvconnector.protocol.messages import Beat, Hello, Message, Start
+from kvconnector.transports.paths import CMA_PATH, judge_path
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,14 @@ LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a peer
-# A message waits behind the KV that is in flight to its peer, at most for this time. The time is
-# longer than round trips are, so that a link is always full, and much shorter than a lease.
-QUEUE_S = 0.1
-MIN_POSTED_BYTES = 2**18  # lower bound of a link's limit, however slow the link
+# KV in flight to a peer fills the link for two round trips and this time, so that the link always
+# has bytes to carry. A message waits behind this KV, so the time is short.
+QUEUE_S = 0.0015
+ROUND_TRIPS = 2  # more than one, because the measured bandwidth may be too low by a third
+MAX_ROUND_TRIP_S = 0.1
+TRIPS_S = 30.0  # seconds after which an older round trip no longer counts
+NUM_PIECES = 4  # bytes in flight are cut into as many pieces, so that the link has no pauses
+MIN_POSTED_BYTES = 2**16  # lower bound of a link's limit, however slow the link
 # After this many read rounds and seconds, no more bytes of a dead peer can arrive (`DeadPeers`).
 DRAIN_READS, DRAIN_S = 10, 0.5
 
@@ -68,6 +72,9 @@ class Peer:
         is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe, or the last writes of KV, measured.
+        round_trip_s: shortest time between a message and its answer in the last `TRIPS_S` or twice
+            this time, while no write to the peer was in flight; both ends' loops may sleep in it.
+        recent_trip_s: the shortest round trip since the time ``tripped_at``.
         problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.
     """
@@ -85,6 +92,9 @@ class Peer:
     is_probing: bool = False
     is_probed: bool = False
     bandwidth_bytes_per_s: float = 0.0
+    round_trip_s: float = MAX_ROUND_TRIP_S
+    recent_trip_s: float = MAX_ROUND_TRIP_S
+    tripped_at: float = -math.inf
     problem: str = ""
     unreached: str = ""
 
@@ -151,7 +161,7 @@ class Peers:
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
             logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
             return
-        self._turn.ask(Connect(info))
+        self._turn.add_action(Connect(info))
 
     def take_connected(self, result: ConnectEnded) -> None:
         """Greet a connected peer, or send the action's message ``then``; report a failure."""
@@ -166,7 +176,7 @@ class Peers:
             self._lose_unreached(known)
         elif known is not None:
             known.is_broken, known.path = False, result.path
-            self._turn.ask(then)
+            self._turn.add_action(then)
 
     def _new_peer(self, info: PeerInfo, path: str, known: Peer | None) -> Peer:
         report_at = self._turn.now + HELLO_TIMEOUT_S
@@ -192,7 +202,7 @@ class Peers:
     def remove(self, engine_id: str) -> None:
         """Forget a peer, and disconnect from it."""
         self._peers.pop(engine_id, None)
-        self._turn.ask(Disconnect(engine_id))
+        self._turn.add_action(Disconnect(engine_id))
 
     # ------------------------------------------------------------------ signs of life
 
@@ -206,8 +216,18 @@ class Peers:
     def renew(self, engine_id: str, sent_at_s: float) -> None:
         """Renew the lease to write to a peer that has answered a message sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
-        if self._is_fresh(self._peers[engine_id]):
+        peer = self._peers[engine_id]
+        if not self._is_busy(engine_id):
+            self._note_round_trip(peer, max(0.0, self._turn.now - sent_at_s))
+        if self._is_fresh(peer):
             self.confirm(engine_id)
+
+    def _note_round_trip(self, peer: Peer, seconds: float) -> None:
+        peer.recent_trip_s = min(peer.recent_trip_s, seconds)
+        peer.round_trip_s = min(peer.round_trip_s, seconds)
+        if self._turn.now - peer.tripped_at >= TRIPS_S:
+            peer.round_trip_s, peer.recent_trip_s = peer.recent_trip_s, MAX_ROUND_TRIP_S
+            peer.tripped_at = self._turn.now
 
     def confirm(self, engine_id: str) -> None:
         """Set a probed peer, which has just sent a message, to CONNECTED; report PEER_CONNECTED."""
@@ -217,7 +237,7 @@ class Peers:
         peer.state = PeerState.CONNECTED
         peer.back_off_s = HELLO_INTERVAL_S
         peer.problem = ""
-        self._turn.ask(
+        self._turn.add_action(
             TransferEvent(
                 kind=TransferEventKind.PEER_CONNECTED,
                 engine_id=engine_id,
@@ -286,15 +306,25 @@ class Peers:
         return False
 
     def limit_bytes(self, engine_id: str, most_bytes: int) -> int:
-        """Return how many bytes may be posted at once to a peer, at most ``most_bytes``.
+        """Return how many bytes may be in flight to a peer at once, at most ``most_bytes``.
 
-        A slow link gets no more than the link carries in `QUEUE_S`, so that messages stay fast.
+        The limit keeps the link full, and makes messages wait little longer than `QUEUE_S`.
         """
         peer = self._peers.get(engine_id)
-        if peer is None or not peer.bandwidth_bytes_per_s:
+        if peer is None or not peer.bandwidth_bytes_per_s or peer.path == CMA_PATH:
             return most_bytes
-        in_time = max(MIN_POSTED_BYTES, int(QUEUE_S * peer.bandwidth_bytes_per_s))
-        return min(most_bytes, in_time)
+        seconds = ROUND_TRIPS * peer.round_trip_s + QUEUE_S
+        return min(most_bytes, max(MIN_POSTED_BYTES, int(seconds * peer.bandwidth_bytes_per_s)))
+
+    def piece_bytes(self, engine_id: str, most_bytes: int) -> int:
+        """Return how many bytes one write to a peer may have, at most ``most_bytes``."""
+        return min(most_bytes, self.limit_bytes(engine_id, NUM_PIECES * most_bytes) // NUM_PIECES)
+
+    def rest_s(self) -> float:
+        """Return the seconds until a beat is due, or a connected peer has been silent too long."""
+        leases = [p.alive_at + LEASE_S for p in self if p.state is PeerState.CONNECTED]
+        beats = [peer.speak_at for peer in self] if self._greets else []
+        return max(0.0, min(leases + beats, default=math.inf) - self._turn.now)
 
     def tick(self) -> None:
         """Set silent peers to SUSPECT; send Hello and Beat when they are due."""
@@ -357,14 +387,18 @@ class Peers:
         Args:
             wants_result: whether `SendEnded` follows also if the message was sent; after a failure,
                 it always follows.
+
+        A Beat follows a Start, because both ends' loops are awake then: the round trip is short.
         """
         peer = self._peers.get(engine_id)
         if peer is None:
             return False
+        if isinstance(message, Start):
+            peer.speak_at = min(peer.speak_at, self._turn.now)
         action = Send(engine_id, message, wants_result)
         if peer.is_broken:
             return self._send_anew(peer, action)
-        self._turn.ask(action)
+        self._turn.add_action(action)
         return True
 
     def send_again(self, result: SendEnded) -> bool:
@@ -388,14 +422,15 @@ class Peers:
     def _send_anew(self, peer: Peer, action: Send) -> bool:
         """Reconnect and send, unless the back-off pause is not over or writes are in flight.
 
-        Writes in flight need the old connection. They end soon, because the peer's transfers fail.
+        Writes in flight need the old connection. These writes end soon, because the peer's
+        transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):
             self._lose_unreached(peer)
             return False
         peer.reconnect_at = now + self._next_back_off(peer)
-        self._turn.ask(Connect(peer.info, then=action))
+        self._turn.add_action(Connect(peer.info, then=action))
         return True
 
     def _next_back_off(self, peer: Peer) -> float:
@@ -404,7 +439,7 @@ class Peers:
         return back_off_s
 
     def _report(self, engine_id: str, reason: str) -> None:
-        self._turn.ask(
+        self._turn.add_action(
             TransferEvent(kind=TransferEventKind.PEER_FAILED, engine_id=engine_id, reason=reason)
         )
 

@@ -38,7 +38,8 @@ from node_runtime.prefixes.held_prefix import NOTHING_HELD, find_prefix
 
 logger = logging.getLogger(__name__)
 
-# Most of the cache's blocks that are kept from this node's requests because they are being sent.
+# Largest share of the cache's blocks that this node's requests cannot use because they are being
+# sent.
 MAX_SHARE = 0.5
 
 

@@ -85,10 +85,10 @@ class PrefixSources:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._reach = Reach()
-        # By holder and prefill node, and whether the holder reports.
+        # For each holder and prefill node, and whether the holder reports:
         self._reports: dict[tuple[str, str, bool], PeerReport] = {}
         self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and prefill node
-        # By holder and prefill node: until when the holder sends nothing to the prefill node.
+        # For each holder and prefill node: until when the holder sends nothing to the prefill node.
         self._barred: dict[tuple[str, str], float] = {}
 
     def note_report(self, node: Node, peer: Node, report: PeerReport) -> None:

@@ -35,7 +35,7 @@ from kvconnector.peer_info import (
 )
 from kvconnector.transports.base import NO_OPTIONS, PendingWrite, TransportOptions
 from kvconnector.transports.nixl.agent import NixlAgent
-from kvconnector.transports.paths import UNKNOWN_GPU_PATH
+from kvconnector.transports.paths import CMA_PATH, UNKNOWN_GPU_PATH
 from kvconnector.transports.scratch import Scratch, scratch_layout
 from kvconnector.transports.write_parts import post_all
 
@@ -145,6 +145,10 @@ class NixlTransport:
     def num_connections(self) -> int:
         return self._agent.num_peers
 
+    @property
+    def descriptor(self) -> int | None:
+        return self._agent.descriptor
+
     def connect(self, peer: PeerInfo) -> str:
         self.peer_info.check_pair(peer)
         if peer.engine_id not in self._peers:
@@ -189,7 +193,7 @@ class NixlTransport:
         check_block_ids(remote_block_ids, peer.info.num_blocks)
         check_layers(layers, self._manifest.layers_per_unit)
         if layers == (0, self._manifest.layers_per_unit):
-            layers = None  # a range of all layers uses the table of None
+            layers = None  # a range of all layers has the same table as None
         local = np.asarray(local_block_ids, dtype=np.int32)
         remote = np.asarray(remote_block_ids, dtype=np.int32)
         posts = []
@@ -304,7 +308,7 @@ class NixlTransport:
             processes = peer.info.processes()
             ranks = peer.slices.readers_of(self._rank) or [peer.info.manifest.leader]
             if all(_may_access(processes[r], peer.info.ranks[r].base_address) for r in ranks):
-                return "nixl/ucx cma"
+                return CMA_PATH
         return "nixl/ucx tcp"
 
 

@@ -12,7 +12,7 @@ from baton.api.errors import BatonError
 from kvconnector.base import BlockPush, KVReservation, TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver, Sender
 from kvconnector.protocol.link_meter import DOUBLING_S, ENOUGH_S, LOOK_S, _Link
-from kvconnector.protocol.peers import MIN_POSTED_BYTES, QUEUE_S
+from kvconnector.protocol.peers import MIN_POSTED_BYTES, NUM_PIECES, QUEUE_S, ROUND_TRIPS
 from kvconnector.transports.scratch import Scratch
 from tests.fakes.handoff.kv_memories import memory_of
 from tests.fakes.handoff.scripted_network import ScriptedNetwork, ScriptedTransport
@@ -117,10 +117,10 @@ def test_small_fast_writes_raise_a_low_bandwidth() -> None:
     # longer spans.
     link = _Link(tested=1e5, reported=1e5, counted_at=0.0)
     measured: list[float | None] = []
-    for number in range(64):
+    for number in range(256):
         link.begin_write(("r", 1), MIN_POSTED_BYTES, number)
         measured.append(link.end_write(("r", 1), number + 2**-10, ""))
-    assert measured == [None] * 63 + [MIN_POSTED_BYTES * 2**10]
+    assert measured == [None] * 255 + [MIN_POSTED_BYTES * 2**10]
 
 
 def test_a_low_bandwidth_doubles_while_only_small_writes_are_sent() -> None:
@@ -212,16 +212,21 @@ def test_a_failed_write_is_no_measurement() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "expected"),
+    ("bandwidth", "round_trip_s", "expected"),
     [
-        (0.0, 2**25),  # unknown
-        (1e9, 2**25),
-        (1e8, int(QUEUE_S * 1e8)),
-        (1e3, MIN_POSTED_BYTES),
+        (0.0, 0.0, 2**25),  # unknown
+        (1e11, 0.0, 2**25),
+        (1e8, 0.0, int(QUEUE_S * 1e8)),
+        (1e8, 0.02, int((ROUND_TRIPS * 0.02 + QUEUE_S) * 1e8)),
+        (1e3, 0.1, MIN_POSTED_BYTES),
     ],
 )
-def test_a_slow_link_limits_the_bytes_in_flight(bandwidth: float, expected: int) -> None:
+def test_bandwidth_and_round_trip_limit_the_bytes_in_flight(
+    bandwidth: float, round_trip_s: float, expected: int
+) -> None:
     peers = Link().sender.machine.peers
     peers["d"].bandwidth_bytes_per_s = bandwidth
+    peers["d"].round_trip_s = round_trip_s
     assert peers.limit_bytes("d", 2**25) == expected
+    assert peers.piece_bytes("d", 2**25) == expected // NUM_PIECES or expected == 2**25
     assert peers.limit_bytes("a stranger", 2**25) == 2**25

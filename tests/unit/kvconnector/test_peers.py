@@ -8,8 +8,15 @@ import pytest
 
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.protocol.actions import Connect, ConnectEnded, Send, SendEnded, Turn
-from kvconnector.protocol.messages import Beat, Hello, Message
-from kvconnector.protocol.peers import BEAT_INTERVAL_S, HELLO_TIMEOUT_S, LEASE_S, Peers, PeerState
+from kvconnector.protocol.messages import Beat, Hello, Message, Start
+from kvconnector.protocol.peers import (
+    BEAT_INTERVAL_S,
+    HELLO_TIMEOUT_S,
+    LEASE_S,
+    TRIPS_S,
+    Peers,
+    PeerState,
+)
 from tests.fakes.handoff.peer_infos import peer_info
 
 CONNECTED, FAILED = TransferEventKind.PEER_CONNECTED, TransferEventKind.PEER_FAILED
@@ -124,6 +131,29 @@ def test_one_that_fails_its_test_again_and_again_is_reported_once_and_greeted_wi
     scene.advance(1)
     scene.connect()
     assert scene.kinds() == [FAILED, CONNECTED]
+
+
+def test_the_shortest_round_trip_without_kv_in_flight_counts_for_a_while() -> None:
+    scene = Scene()
+    scene.connect()
+    scene.advance(TRIPS_S)
+    scene.peers.renew("d", scene.turn.now - 0.05)  # begins a new window
+    scene.advance(TRIPS_S)
+    found = []
+    for trip_s, is_busy in ((0.02, False), (0.004, True), (0.03, False), (0.002, False)):
+        scene.is_busy = is_busy
+        scene.peers.renew("d", scene.turn.now - trip_s)
+        found.append(scene.peers["d"].round_trip_s)
+    assert found == pytest.approx([0.02, 0.02, 0.02, 0.002])
+
+
+def test_a_beat_follows_a_start() -> None:
+    scene = Scene()
+    scene.connect()
+    scene.answer(scene.tick())
+    assert scene.tick() == []
+    scene.peers.send("d", Start(engine_id="p", request_id="r", epoch=0, num_tokens=1))
+    assert [type(message) for message in scene.tick()] == [Start, Beat]
 
 
 def test_beats_keep_a_link_that_nobody_uses_and_there_are_four_a_second() -> None:

@@ -1,0 +1,143 @@
+"""Fills links between hosts with KV: the share of a link's rate, and how long messages wait.
+
+A sender and receivers without engines (`kv_end.py`) run on hosts of their own. The sender pushes
+transfers one after another, so that the link is always full, and exchanges a beat with each
+receiver every 10 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from tests.hosts.network import Network
+
+SENDER, RECEIVER, SLOW = "p0", "d0", "d1"
+NUM_BLOCKS, FEW_BLOCKS = 512, 64  # per transfer: 64 MiB, and 8 MiB where a link is very slow
+SLOWNESS = 20.0  # the other link has the rate of the slow receiver's, times this
+WARM_S, BITS = 2.0, 8
+
+
+class End:
+    """One end on a host: a child process that gets orders and gives answers."""
+
+    def __init__(self, network: Network, host: str, connector: str) -> None:
+        role = "send" if host == SENDER else "receive"
+        words = (role, f"{host}-{connector}", connector, network.at(host, 0))
+        command = [sys.executable, "-m", "benchmarks.hosts.kv_end", *words]
+        self._process = subprocess.Popen(
+            network.command(host, *command, 2 * NUM_BLOCKS),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "UCX_NET_DEVICES": "eth0"},
+        )  # fmt: skip
+        self.info = self._answer()["info"]
+
+    def tell(self, **order: Any) -> None:
+        """Send an order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """Send an order; return its answer."""
+        self.tell(**order)
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("an end of the connector has failed")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+@contextmanager
+def connected(
+    network: Network, connector: str, receivers: Sequence[str]
+) -> Iterator[tuple[End, dict[str, str]]]:
+    """Connect a sender to receivers; yield the sender and the receivers' engine ids by host."""
+    with ExitStack() as stack:
+
+        def start(host: str) -> End:
+            end = End(network, host, connector)
+            stack.callback(end.close)
+            return end
+
+        sender, ids = start(SENDER), {}
+        for host in receivers:
+            receiver = start(host)
+            receiver.tell(peer=sender.info)
+            ids[host] = sender.ask(peer=receiver.info)["engine_id"]
+        yield sender, ids
+
+
+def fill(
+    sender: End, ids: Sequence[str], seconds: float, num_blocks: int = NUM_BLOCKS
+) -> dict[str, Any]:
+    """Fill the links to some receivers; return the ends' figures by engine id."""
+    # The first load shows the sender the bandwidth, because the rate has just been changed.
+    sender.ask(num_blocks=num_blocks, seconds=WARM_S, engine_ids=list(ids))
+    return sender.ask(num_blocks=num_blocks, seconds=seconds, engine_ids=list(ids))
+
+
+def figures(found: Mapping[str, Any], rate: float) -> dict[str, float]:
+    """Return a load's rate in Gbit/s, its share of the link, and milliseconds of messages."""
+    gbit_per_s = found["num_bytes"] * BITS / found["seconds"] / 1e9
+    trips_ms = sorted(1e3 * trip for trip in found["round_trips_s"])
+    row = {
+        "gbit_per_s": round(gbit_per_s, 3),
+        "message_p50_ms": round(statistics.median(trips_ms), 2),
+        "message_p99_ms": round(trips_ms[int(0.99 * len(trips_ms))], 2),
+        "message_max_ms": round(trips_ms[-1], 2),
+        "num_messages": len(trips_ms),
+        "known_gbit_per_s": round(found["known_rate"] * BITS / 1e9, 3),
+    }
+    return row | ({"share_of_link": round(gbit_per_s / rate, 3)} if rate else {})
+
+
+def measure_full_links(
+    network: Network, connector: str, rates: Sequence[float], seconds: float
+) -> dict[str, dict[str, float]]:
+    """Fill one link at each rate, in Gbit/s; 0: unlimited."""
+    rows = {}
+    with connected(network, connector, [RECEIVER]) as (sender, ids):
+        for rate in rates:
+            for host in (SENDER, RECEIVER):
+                network.limit(host, rate * 1e9 or None)
+            found = fill(sender, list(ids.values()), seconds)
+            name = f"{connector}, {f'{rate:g} Gbit/s' if rate else 'unlimited'}"
+            rows[name] = figures(found[ids[RECEIVER]], rate)
+            print(f"{name:28} {rows[name]}", flush=True)
+    for host in (SENDER, RECEIVER):
+        network.limit(host, None)
+    return rows
+
+
+def measure_slow_neighbour(
+    network: Network, connector: str, rate: float, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Fill the links to two receivers, one of which is slow: it must not delay the other."""
+    rates = {RECEIVER: rate, SLOW: rate / SLOWNESS}
+    with connected(network, connector, list(rates)) as (sender, ids):
+        for host, own in rates.items():
+            network.limit(host, own * 1e9)
+        found = fill(sender, list(ids.values()), seconds, FEW_BLOCKS)
+    rows = {}
+    for host, own in rates.items():
+        network.limit(host, None)
+        name = f"{connector}, {own:g} Gbit/s, beside another receiver"
+        rows[name] = figures(found[ids[host]], own)
+        print(f"{name:28} {rows[name]}", flush=True)
+    return rows

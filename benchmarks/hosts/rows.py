@@ -1,0 +1,159 @@
+"""Rows of docs/performance.md about hand-offs between hosts whose links have a rate."""
+
+from __future__ import annotations
+
+from benchmarks.page.measures import at, number
+from benchmarks.page.rows import Found, Json, Measure, Row, Source
+
+CONNECTORS = {"nixl": "UCX", "tls": "TLS"}
+SPEEDS = ("1 Gbit/s", "10 Gbit/s", "unlimited")
+LENGTHS = (1024, 4096, 16384)
+SLOW = "0.1 Gbit/s"
+_CORES = "both hosts share two cores, which this link fills."
+# Why a share of a full link, or the time of its messages, is missed
+WHY = {
+    ("nixl", "10 Gbit/s"): _CORES,
+    ("nixl", "unlimited"): _CORES,
+    ("tls", "1 Gbit/s"): "a round of the TLS transport takes up to 1 ms on each host.",
+    ("tls", "10 Gbit/s"): f"TLS has this rate without a limit, too: {_CORES}",
+    ("tls", "unlimited"): _CORES,
+}
+FLAT = 2.0  # largest growth of the exposed time while the bytes grow 16 times
+_LENGTHS = " / ".join(f"{length:,}" for length in LENGTHS)
+
+
+def _row(document: Json, connector: str, push: str, speed: str, length: int) -> Json:
+    return at(document, "rows", f"{connector}, {push}, {speed}, {length} tokens")
+
+
+def _exposed(connector: str, speed: str) -> Measure:
+    """Return a measure of the exposed time by length, judged where the link is the faster one."""
+
+    def measure(document: Json) -> Found:
+        texts, flat = [], []
+        for push in ("layers", "after-prefill"):
+            rows = [_row(document, connector, push, speed, length) for length in LENGTHS]
+            times = [number(row, "exposed_transfer_ms") for row in rows]
+            texts.append(" / ".join(f"{ms:,.1f}" for ms in times))
+            if push == "layers":
+                flat = [
+                    ms
+                    for ms, row in zip(times, rows, strict=True)
+                    if not number(row, "rate") or number(row, "rate") >= _least(row)
+                ]
+        text = f"{texts[0]} ms; pushed after the prefill {texts[1]} ms"
+        return Found(text, max(flat) / flat[0])
+
+    return measure
+
+
+def _least(row: Json) -> float:
+    return number(row, "least_gbit_per_s")
+
+
+def _share(connector: str, speed: str) -> Measure:
+    def measure(document: Json) -> Found:
+        row = at(document, "links", f"{connector}, {speed}")
+        rate = number(row, "gbit_per_s")
+        if speed == "unlimited":
+            return Found(f"{rate:.1f} Gbit/s")
+        share = number(row, "share_of_link")
+        return Found(f"{share:.2f} ({rate:.2f} Gbit/s)", share)
+
+    return measure
+
+
+def _messages(connector: str, speed: str) -> Measure:
+    def measure(document: Json) -> Found:
+        row = at(document, "links", f"{connector}, {speed}")
+        p50, p99 = number(row, "message_p50_ms"), number(row, "message_p99_ms")
+        return Found(f"p50 {p50:.1f}, p99 {p99:.1f} ms", p99)
+
+    return measure
+
+
+def _neighbour(connector: str) -> Measure:
+    def measure(document: Json) -> Found:
+        fast, slow = (
+            at(document, "links", f"{connector}, {speed}, beside another receiver")
+            for speed in ("1 Gbit/s", "0.05 Gbit/s")
+        )
+        shares = number(fast, "share_of_link"), number(slow, "share_of_link")
+        text = f"{shares[0]:.2f} and {shares[1]:.2f} of their links"
+        return Found(f"{text}; p99 of messages {number(fast, 'message_p99_ms'):.1f} ms", shares[0])
+
+    return measure
+
+
+def _least_rates(connector: str) -> Measure:
+    def measure(document: Json) -> Found:
+        rows = [_row(document, connector, "layers", SLOW, length) for length in LENGTHS]
+        return Found(" / ".join(f"{_least(row):.2f}" for row in rows) + " Gbit/s")
+
+    return measure
+
+
+def _model(connector: str) -> Measure:
+    """Return a measure of the model's error where the link is slower than the prefill makes KV."""
+
+    def measure(document: Json) -> Found:
+        texts, errors = [], []
+        for length in LENGTHS:
+            for speed in (SLOW, "1 Gbit/s"):
+                row = _row(document, connector, "layers", speed, length)
+                if number(row, "rate") >= _least(row):
+                    continue
+                told, seen = (
+                    number(row, name) for name in ("predicted_exposed_ms", "exposed_transfer_ms")
+                )
+                texts.append(f"{told:,.0f} / {seen:,.0f} ms ({length:,} tokens, {speed})")
+                errors.append(abs(told / seen - 1))
+        return Found("; ".join(texts), max(errors))
+
+    return measure
+
+
+def _variants(push: str) -> Measure:
+    def measure(document: Json) -> Found:
+        names = ("no digests", "digests", "fp8")
+        rows = [at(document, "slow", f"{name}, {push}") for name in names]
+        return Found(" / ".join(f"{number(row, 'exposed_transfer_ms'):,.0f}" for row in rows)
+                     + " ms")  # fmt: skip
+
+    return measure
+
+
+HOSTS = Source("hosts_handoff", (
+    *(
+        row
+        for connector, name in CONNECTORS.items()
+        for speed in SPEEDS
+        for row in (
+            Row(f"{name}, {speed}: exposed transfer at {_LENGTHS} tokens, by layers",
+                _exposed(connector, speed), f"growth <= {FLAT:g}"),
+            Row(f"{name}, {speed}: share of a full link", _share(connector, speed),
+                "" if speed == "unlimited" else ">= 0.9", WHY.get((connector, speed), "")),
+            Row(f"{name}, {speed}: round trip of messages while the link is full",
+                _messages(connector, speed), "<= 5 ms (p99)", WHY.get((connector, speed), "")),
+        )
+    ),
+    *(
+        row
+        for connector, name in CONNECTORS.items()
+        for row in (
+            Row(f"{name}: the link is faster than the prefill makes KV at {_LENGTHS} tokens from,"
+                " by the model", _least_rates(connector)),
+            Row(f"{name}: exposed transfer on slower links, by the model / measured",
+                _model(connector), "error <= 0.15",
+                "one request of 16,384 tokens and two of 1,024; prefills in one run differ by a"
+                " tenth."),
+            Row(f"{name}: two receivers at once, on 1 Gbit/s and on 0.05 Gbit/s",
+                _neighbour(connector), ">= 0.9 of the fast one"),
+        )
+    ),
+    Row(f"UCX, {SLOW}, 1,024 tokens, by layers: without digests / with digests / fp8, digests",
+        _variants("layers")),
+    Row("the same KV pushed after the prefill", _variants("after-prefill")),
+), "Hosts of their own on one machine, joined by links with a rate (`tc tbf`). The growth of the"
+   " exposed transfer is judged where the link is faster than the prefill makes KV; the model"
+   " (`benchmarks/hosts/link_model.py`) says from which rate on this holds.")  # fmt: skip

@@ -1,0 +1,82 @@
+"""Waker: lets the KV I/O thread sleep until a message, a wish of the node, or a time has come.
+
+Refuses to know: transports, what the thread does once it is awake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from typing import Protocol
+
+
+class Waker(Protocol):
+    """A flag that wakes one waiting thread: a `threading.Event`, or `DescriptorWaker`."""
+
+    def set(self) -> None:
+        """End the present wait, or the next one at once; safe from any thread."""
+
+    def clear(self) -> None:
+        """Reset the flag."""
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Wait until the flag is set, at most ``timeout`` seconds."""
+
+
+class DescriptorWaker:
+    """A waker whose waits also end when a descriptor becomes readable.
+
+    Waits have whole milliseconds. A descriptor that ends many long waits is no longer used,
+    because it may be readable all the time.
+
+    Args:
+        descriptor: the descriptor, such as that of an epoll instance; it is not closed here.
+    """
+
+    MAX_WAKES_PER_S = 2000
+    LONG_S = 0.05  # shorter waits are for bytes in flight, which may come that often
+
+    def __init__(self, descriptor: int) -> None:
+        self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._flag, select.POLLIN)
+        self._poller.register(descriptor, select.POLLIN)
+        self._descriptor = descriptor
+        self.listens = True
+        self._count, self._counted_from = 0, time.monotonic()
+
+    def set(self) -> None:
+        os.eventfd_write(self._flag, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the flag is not set
+            os.eventfd_read(self._flag)
+
+    def wait(self, timeout: float | None = None) -> object:
+        timeout_s = 1.0 if timeout is None else timeout
+        found = self._poller.poll(1e3 * timeout_s)
+        if timeout_s >= self.LONG_S and any(one == self._descriptor for one, _ in found):
+            self._count_wake()
+        return found
+
+    def _count_wake(self) -> None:
+        self._count += 1
+        now = time.monotonic()
+        if now - self._counted_from >= 1.0:
+            self._count, self._counted_from = 1, now
+        elif self._count > self.MAX_WAKES_PER_S:
+            self._poller.unregister(self._descriptor)
+            self.listens = False
+
+    def __del__(self) -> None:
+        os.close(self._flag)  # only now, because other threads may still set the flag
+
+
+def make_waker(descriptor: int | None) -> Waker:
+    """Make a waker that also waits for a descriptor, if there is one and the system allows it."""
+    if descriptor is None or not hasattr(os, "eventfd"):
+        return threading.Event()
+    return DescriptorWaker(descriptor)
