@@ -80,7 +80,8 @@ deploy-check: setup ## check deploy/ without a cluster: helm, strict schemas, ch
 	$(BIN)/python -m tools.kustomize_base
 	$(PYTEST) -m large tests/deploy
 
-test-all: test test-large test-clients ## run all tests, and the clients
+test-all: test test-large test-clients ## run all tests, the clients, and ten minutes of the soak where hosts can be made
+	$(BIN)/python -m benchmarks soak --seconds 600 --skip
 
 # Each of the two draws examples of its own: without CI, Hypothesis is random.
 property-long: setup ## EXAMPLES (10000) of each state machine of the hand-off, in two processes (takes long)
@@ -121,12 +122,13 @@ performance: setup ## write docs/performance.md from the files in benchmarks/res
 chaos: setup ## kill, stop and restart real processes under load; JSON in benchmarks/results
 	$(BIN)/python -m benchmarks chaos --save
 
-# SEEDS and LENGTHS of cuts in seconds: `make hosts SEEDS="0 1 2" LENGTHS=30`.
+# SEEDS, FAULTS and their LENGTHS in seconds: `make hosts SEEDS="0 1 2" FAULTS=directions LENGTHS=30`.
 SEEDS ?= 0
+FAULTS ?= directions links states newcomers
 LENGTHS ?= 0.2 1 3
-hosts: setup ## run router, nodes and client on hosts of their own (network namespaces): tests, then partitions under load (root, iproute2; minutes)
+hosts: setup ## run router, nodes and client on hosts of their own (network namespaces): tests, then faults under load (root, iproute2; many minutes)
 	$(BIN)/python -m pytest -q tests/hosts
-	$(BIN)/python -m benchmarks partitions --seeds $(SEEDS) --seconds $(LENGTHS)
+	$(BIN)/python -m benchmarks partitions --seeds $(SEEDS) --faults $(FAULTS) --seconds $(LENGTHS)
 
 soak: setup ## SECONDS (120) of mixed load on hosts of their own, with a fault every 20 s: memory, descriptors, threads must not grow; plot in build (root)
 	$(BIN)/python -m benchmarks soak --seconds $(SECONDS)

@@ -46,6 +46,7 @@ class Load:
         most: number of requests after which the load stops by itself.
         num_leavers: number of extra lanes in which every client leaves during the hand-off.
         patience_s: seconds after which a request counts as hung.
+        pause_s: seconds between a lane's requests.
     """
 
     address: str
@@ -56,6 +57,7 @@ class Load:
     most: float = float("inf")
     num_leavers: int = 0
     patience_s: float = HUNG_S
+    pause_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)
     _stopping: bool = False
 
@@ -78,8 +80,8 @@ class Load:
             case = draw.choice(self.cases)
             answer = await ask(client, case, draw, self.leaving, self.patience_s)
             self.answers.append(answer)
-            if answer.outcome == "NodeUnavailableError":
-                await asyncio.sleep(RETRY_PAUSE_S)
+            failed = answer.outcome == "NodeUnavailableError"
+            await asyncio.sleep(max(self.pause_s, RETRY_PAUSE_S if failed else 0.0))
 
     async def _leaver_lane(self, client: AsyncClient, lane: int) -> None:
         draw = random.Random(f"{self.seed}-leaver-{lane}")

@@ -189,11 +189,50 @@ SOAK = Source(
             _soak_promises, "0 broken"),
         Row("memory, descriptors and threads that grew from the third to the fourth quarter, and"
             " peaks of descriptors",
-            _soak_growth, "none (4 MiB, 2, 1; 15)",
-            "a decode node opened sockets to a killed prefill node; mended, and the soak was"
-            " not repeated (log)."),
+            _soak_growth, "none (4 MiB, 2, 1; 15)"),
     ),
     "Hosts of their own on one machine; a fault every 20 s: kills, stops, cuts of the network.",
+)  # fmt: skip
+
+
+def _partition_promises(document: Json) -> Found:
+    rows = at(document, "rows")
+    num_broken = sum(bool(at(row, "broken")) for row in rows)
+    num_requests = sum(sum(at(row, "counts").values()) for row in rows)
+    seeds = {at(row, "seed") for row in rows}
+    text = f"{num_broken} of {len(rows)} faults, {num_requests:,} requests, {len(seeds)} seeds"
+    return Found(text, not num_broken and len(rows) > 0)
+
+
+def _slowest_recovery(document: Json) -> Found:
+    found = [
+        number(row, "recovered_after_s") for row in at(document, "rows") if not at(row, "restarts")
+    ]
+    return Found(f"{max(found):.2f} s", max(found))
+
+
+def _pauses(document: Json) -> Found:
+    """Return the longest pause for each length of faults whose client was not cut off."""
+    longest: dict[float, float] = {}
+    for row in at(document, "rows"):
+        if "client" not in at(row, "fault") and not at(row, "restarts"):
+            seconds = number(row, "seconds")
+            pause_s = number(row, "longest_pause_s")
+            longest[seconds] = max(longest.get(seconds, 0.0), pause_s)
+    return Found("; ".join(f"{s:g} s: {pause:.1f} s" for s, pause in sorted(longest.items())))
+
+
+PARTITIONS = Source(
+    "partitions",
+    (
+        Row("faults after which a request was hung, wrong or lost, a block held, or a program"
+            " ended", _partition_promises, "none"),
+        Row("all pairs of nodes connected after the end of a fault, at most", _slowest_recovery,
+            "<= 2 s"),
+        Row("longest pause of a request, by the fault's length", _pauses),
+    ),
+    "Hosts of their own on one machine: cuts of one direction, stops, clocks, full disks, no"
+    " descriptors, wrong and moved addresses.",
 )  # fmt: skip
 SUBJECT = Subject(
     "Faults and overload",
@@ -216,7 +255,11 @@ SUBJECT = Subject(
             (MANY_NAMES,),
         ),
         Measurement("hosts.soak", "kvconnector node_runtime router/calls router/fleet", (SOAK,)),
-        Measurement("hosts.partitions", "kvconnector node_runtime router/calls router/fleet"),
+        Measurement(
+            "hosts.partitions",
+            "kvconnector node_runtime router/calls router/fleet",
+            (PARTITIONS,),
+        ),
         Measurement("faults.innocents", "router/calls kvconnector"),
         Measurement("faults.innocents_virtual", "router/calls sim_node"),
         Measurement("faults.long_run", "kvconnector node_runtime router/calls"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+
 from benchmarks.hosts.rows import HOSTS
 from benchmarks.page.measures import at, number, ratio, value
-from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
+from benchmarks.page.rows import Found, Json, Measure, Measurement, Row, Source, Subject
 
 LENGTHS = (256, 1024, 4096, 16384)
 FLAT = 2.0  # largest growth of the exposed time while the bytes grow 64 times
@@ -145,6 +147,63 @@ TRANSPORTS = Source("kv_transports", (
     Row("KV sent after the prefill over TLS sockets / over NIXL held to TCP",
         ratio("gb_per_s_after_prefill > tls", "gb_per_s_after_prefill > nixl, tcp", *SPEED)),
 ), options="--parts transports")  # fmt: skip
+
+
+def _median_rate(document: Json, name: str) -> float:
+    return statistics.median(number(row, "requests_per_s") for row in at(document, "rows", name))
+
+
+def _share_without_slow_link(name: str) -> Measure:
+    """Divide the requests per second with a slow link by those without this link's node."""
+
+    def measure(document: Json) -> Found:
+        share = _median_rate(document, name) / _median_rate(document, f"{name}: without d1")
+        return Found(f"{share:.2f}", share)
+
+    return measure
+
+
+def _slowest_request(document: Json) -> Found:
+    def slowest_ms(name: str) -> float:
+        return max(number(row, "max_ms") for row in at(document, "rows", name))
+
+    most = max(slowest_ms("d1 slow"), slowest_ms("d1 slow from its start"))
+    return Found(
+        f"{most / slowest_ms('slow link alone'):.2f}", most / slowest_ms("slow link alone")
+    )
+
+
+SLOW_LINK = Source("slow_link", (
+    Row("one of four links at 1/20 of the rate: requests per second, with / without its node",
+        _share_without_slow_link("d1 slow"), ">= 0.9"),
+    Row("the same if the link was slow when its node joined",
+        _share_without_slow_link("d1 slow from its start"), ">= 0.9"),
+    Row("slowest request / slowest over the slow link alone", _slowest_request, "<= 1"),
+), "Two prefill nodes and two decode nodes on hosts of their own; loads with and without the node"
+   " on the slow link in turns, medians.",
+   absent="its last run was ended before it wrote a file; docs/log.md has figures")  # fmt: skip
+
+
+def _left_home(document: Json) -> Found:
+    left = number(document, "crossing", "home has room")
+    num_requests = sum(at(document, "rows", "home has room", "by_pair").values())
+    return Found(f"{left:.0f} of {num_requests}", left)
+
+
+def _overflow(document: Json) -> Found:
+    left = number(document, "crossing", "home is full")
+    num_requests = sum(at(document, "rows", "home is full", "by_pair").values())
+    return Found(f"{left:.0f} of {num_requests}", left > 0)
+
+
+TWO_SITES = Source("two_sites", (
+    Row("requests whose KV crossed the trunk while home had room", _left_home, "0"),
+    Row("requests whose KV crossed the trunk while home was full", _overflow, "some"),
+    Row("home full: requests per second, with / without the far decode node",
+        ratio("rows > home is full > requests_per_s",
+              "rows > home is full, no trunk > requests_per_s", ".2f")),
+), "A prefill node and a decode node on each end of a trunk with 1/20 of the links' rate, without"
+   " labels; the policy knows measured bandwidths.")  # fmt: skip
 SUBJECT = Subject(
     "The hand-off",
     (
@@ -155,7 +214,8 @@ SUBJECT = Subject(
         ),
         Measurement("handoff.handoff_trace", "kvconnector prefill_node decode_node"),
         Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node", (HOSTS,)),
-        Measurement("hosts.slow_link", "kvconnector router/policies router/fleet"),
+        Measurement("hosts.slow_link", "kvconnector router/policies router/fleet", (SLOW_LINK,)),
+        Measurement("hosts.two_sites", "kvconnector router/policies router/fleet", (TWO_SITES,)),
     ),
     log=(
         "2026-11-21: a hand-over that hides behind the computation, and blocks that lie together",

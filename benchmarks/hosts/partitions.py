@@ -1,117 +1,134 @@
-"""Cut one direction between two hosts, under load; exit 1 if a request is lost, wrong or hangs.
+"""Cause each fault between hosts under load; exit 1 if a request is lost, wrong or hangs.
 
 A client, a router, two prefill nodes and two decode nodes run on hosts of their own, which are
-network namespaces of this machine (Linux, root, iproute2). KV travels by NIXL over TCP. For a while
-the network drops what one of client, router, p0 and d0 sends to another; the other direction works.
-After each cut every request must have ended with the tokens of one process, all pairs of nodes must
-be connected, and every block of every node must be free. A client that is itself cut off may lose
-requests.
+network namespaces of this machine (Linux, root, iproute2, a C compiler). KV travels over TCP.
+`faults.py` lists the faults: one direction or both between two hosts, a link, a stopped process, a
+clock that jumps, a full disk, no descriptors, a name or a node that moves, a node with a wrong
+address. After each fault every request must have ended with the tokens of one process, all pairs of
+nodes must be connected, and every block of every node must be free. A client that is itself cut off
+may lose requests. Rows during which other work stopped this machine's programs are repeated. Seeds
+run at one time, each on hosts of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import multiprocessing
 import random
 import re
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-import grpc
-
 from baton.v1 import admin_pb2
-from benchmarks.faults.chaos_load import CHUNK_TOKENS, HUNG_S, Load, make_cases, under_load
+from benchmarks.faults.chaos_load import HUNG_S, Load, make_cases, under_load
 from benchmarks.faults.chaos_site import held_blocks, list_nodes
+from benchmarks.hosts.faults import (
+    IDLE_PAIRS,
+    LINKS,
+    NEWCOMERS,
+    NO_FAULT,
+    NODES,
+    PAIRS,
+    ROUTER,
+    STATES,
+    Fault,
+    Site,
+    all_are_paired,
+    find_fault,
+    running_site,
+    seconds_until,
+)
 from benchmarks.runner.answers import Case
 from benchmarks.runner.environment import DEMO_MODEL
 from benchmarks.runner.programs import admin_of
 from benchmarks.runner.run import Run
-from tests.hosts.network import Family, Network, why_no_hosts
-from tests.hosts.programs import HostPrograms
+from tests.hosts.network import Family, why_no_hosts
 
-CLIENT, ROUTER = "client", "router"
-NODES = ("p0", "p1", "d0", "d1")
-MEMBERS = (CLIENT, ROUTER, "p0", "d0")
-PAIRS = tuple(f"{a}>{b}" for a, b in itertools.permutations(MEMBERS, 2))
-LINKS = (ROUTER, "p0", "d0")
-NO_CUT = "none"
 NUM_CASES = 24
-# Caches are much smaller than all prompts together, so that most KV travels.
-NODE_WORDS = (
-    *("--dtype", "float32", "--num-blocks", "160", "--max-num-requests", "16"),
-    *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
-)
-READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, FREE_TIMEOUT_S = 120.0, 30.0, 10.0
+RECOVERY_TIMEOUT_S, FREE_TIMEOUT_S = 30.0, 10.0
+MOST_RECOVERY_S = 2.0  # promise: seconds from a link's mending until all pairs are connected
+SHORT_S = 5.0  # longest fault that is not of the network
+PAUSE_S = 0.3  # pause of a client's lane between requests, so that the machine is not always busy
+# A thread of this process that is late by more than this time was stopped by other work.
+TICK_S, MOST_LATE_S, MOST_REPEATS = 0.1, 1.0, 4
+GROUPS = {
+    "directions": PAIRS, "links": LINKS, "states": STATES, "newcomers": NEWCOMERS,
+}  # fmt: skip
 AFTER_S = 1.0  # load goes on for this long after the recovery
 _NOTICED = re.compile(
-    r"([pd]\d (?:cannot reach|gets no requests|stands still))|node ([pd]\d (?!joined)\D{3,40})"
+    r"([pd]\d (?:cannot reach|gets no requests|stands still))|node ([pd]\d (?!joined)[^\d\n]{3,40})"
 )
 
 
 @dataclass(slots=True)
 class Row:
-    """Outcome of one cut.
+    """Outcome of one fault.
 
     Attributes:
-        cut: a direction such as p0>d0, or a host whose link goes down.
-        times: number of cuts; the network is whole between them for as long.
+        fault: name of the fault.
+        times: number of times; the site is whole between them for as long.
+        restarts: whether a program is started at the end.
         counts: number of requests by outcome.
         longest_pause_s: longest time without a token in any request.
-        recovered_after_s: seconds from the mended network until all pairs are connected; None: not
-            in time.
+        recovered_after_s: seconds from the fault's end until all pairs are connected; None: not in
+            time.
         free_after_s: seconds from the last answer until all blocks are free; None: not in time.
+        late_s: longest time for which other work stopped this process.
         noticed: what the router's log says about nodes.
         broken: promises that did not hold.
     """
 
-    cut: str
+    fault: str
     seconds: float
     times: int
     seed: int
+    restarts: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     num_retried: int = 0
     longest_pause_s: float = 0.0
     recovered_after_s: float | None = None
     free_after_s: float | None = None
+    late_s: float = 0.0
     noticed: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
 
-class Site:
-    """The programs on their hosts, and the cases that the client asks for."""
+class Lateness(threading.Thread):
+    """Finds the longest time for which this process was stopped, or got no processor."""
 
-    def __init__(self, network: Network, programs: HostPrograms, cases: list[Case]) -> None:
-        self.network, self.programs, self.cases = network, programs, cases
-        self.router = programs.router
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.late_s = 0.0
+        self._over = threading.Event()
 
-    def start(self, connector: str) -> None:
-        """Start all programs, and wait until all pairs are connected."""
-        self.programs.start_router("--no-local-prefill")
-        for name in NODES:
-            self.start_node(name, connector)
-        # Called before gRPC has threads, because threads stay in the network where they begin
-        self.network.enter(CLIENT)
-        if _seconds_until(lambda: all_are_paired(self.router), READY_TIMEOUT_S) is None:
-            raise TimeoutError("\n".join(self.programs.log(name)[-2000:] for name in NODES))
+    def run(self) -> None:
+        due = time.monotonic() + TICK_S
+        while not self._over.wait(max(0.0, due - time.monotonic())):
+            now = time.monotonic()
+            self.late_s = max(self.late_s, now - due)
+            due = now + TICK_S
 
-    def start_node(self, name: str, connector: str) -> None:
-        """Start a node."""
-        kv = ["--kv-listen", self.network.at(name, 0)] if connector == "tls" else []
-        self.programs.start_node(name, *NODE_WORDS, "--kv-connector", connector, *kv)
+    def end(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self.join()
 
 
-def all_are_paired(router: str) -> bool:
-    """Return whether every node is known and connected to both nodes of the other role."""
+@contextmanager
+def measuring_lateness(row: Row) -> Iterator[None]:
+    """Note in a row for how long other work stops this process during the ``with`` block."""
+    lateness = Lateness()
+    lateness.start()
     try:
-        with admin_of(router) as admin:
-            nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=2).nodes
-    except grpc.RpcError:
-        return False
-    whole = [n for n in nodes if not n.lost and sum(p.connected for p in n.peers) == 2]
-    return {node.node_name for node in whole} == set(NODES)
+        yield
+    finally:
+        lateness.end()
+        row.late_s = round(lateness.late_s, 2)
 
 
 def unowned_blocks(router: str) -> list[str]:
@@ -125,139 +142,178 @@ def unowned_blocks(router: str) -> list[str]:
     ]
 
 
-def _seconds_until(condition: Callable[[], bool], limit_s: float) -> float | None:
-    begin = time.monotonic()
-    while not condition():
-        if time.monotonic() > begin + limit_s:
-            return None
-        time.sleep(0.05)
-    return time.monotonic() - begin
-
-
 async def run_row(site: Site, row: Row, concurrency: int) -> None:
-    """Run the load, cut and mend the network meanwhile, and fill the row."""
-    draw = random.Random(f"{row.cut} {row.seconds:g} {row.seed}")
+    """Run the load, cause the fault and end it meanwhile, and fill the row."""
+    fault = find_fault(row.fault)
+    draw = random.Random(f"{row.fault} {row.seconds:g} {row.seed}")
     mark = len(site.programs.log(ROUTER))
     load = Load(
         site.router, site.cases, concurrency, draw.randrange(2**32),
-        leaving=0.0, patience_s=row.seconds + HUNG_S,
+        leaving=0.0, patience_s=row.seconds + HUNG_S, pause_s=PAUSE_S,
     )  # fmt: skip
-    async with under_load(load):
-        await asyncio.sleep(draw.uniform(0.3, 0.8))
-        for number in range(row.times):
-            if number:
-                await asyncio.sleep(row.seconds)
-            await cut_for(site.network, row.cut, row.seconds)
-        row.recovered_after_s = await asyncio.to_thread(
-            _seconds_until, lambda: all_are_paired(site.router), RECOVERY_TIMEOUT_S
+    with measuring_lateness(row):
+        async with under_load(load):
+            await asyncio.sleep(draw.uniform(0.3, 0.8))
+            for number in range(row.times):
+                if number:
+                    await asyncio.sleep(row.seconds)
+                await cause(site, fault, row.seconds)
+            row.recovered_after_s = await asyncio.to_thread(
+                seconds_until, lambda: all_are_paired(site.router), RECOVERY_TIMEOUT_S
+            )
+            await asyncio.sleep(AFTER_S)
+        row.free_after_s = await asyncio.to_thread(
+            seconds_until, lambda: not held_blocks(site.router, set(NODES)), FREE_TIMEOUT_S
         )
-        await asyncio.sleep(AFTER_S)
     row.counts = dict(load.counts())
     row.num_retried = sum(answer.attempts > 1 for answer in load.answers)
     row.longest_pause_s = max((a.longest_gap_s for a in load.answers), default=0.0)
-    row.free_after_s = await asyncio.to_thread(
-        _seconds_until, lambda: not held_blocks(site.router, set(NODES)), FREE_TIMEOUT_S
-    )
     told = _NOTICED.findall(site.programs.log(ROUTER)[mark:])
     row.noticed = sorted({" ".join(filter(None, words)).strip() for words in told})
-    row.broken = [*_broken(row, site)]
+    row.broken = [*_broken(row, fault, site)]
     details = {f"{a.outcome}: {a.detail}"[:200] for a in load.answers if a.outcome != "complete"}
     if row.broken:
         row.broken += sorted(details)[:3]
 
 
-async def cut_for(network: Network, cut: str, seconds: float) -> None:
-    """Cut one direction, or take a host's link down, for a while."""
-    if cut == NO_CUT:
-        await asyncio.sleep(seconds)
-        return
-    if ">" in cut:
-        pair = cut.split(">")
-        begin, end = partial(network.cut, *pair), partial(network.mend, *pair)
-    else:
-        begin = partial(network.set_link, cut, up=False)
-        end = partial(network.set_link, cut, up=True)
-    await asyncio.to_thread(begin)
+async def cause(site: Site, fault: Fault, seconds: float) -> None:
+    """Cause a fault for a while."""
     try:
+        await asyncio.to_thread(fault.begin, site)
         await asyncio.sleep(seconds)
     finally:
-        await asyncio.to_thread(end)
+        await asyncio.to_thread(fault.end, site)
 
 
-def _broken(row: Row, site: Site) -> list[str]:
+def _broken(row: Row, fault: Fault, site: Site) -> list[str]:
     """Return the promises that did not hold."""
-    is_excused = CLIENT in row.cut.split(">") or row.cut == ROUTER
     broken = [
         f"{number} {outcome}"
         for outcome, number in row.counts.items()
-        if outcome in ("hung", "wrong") or (outcome != "complete" and not is_excused)
+        if outcome in ("hung", "wrong") or (outcome != "complete" and not fault.is_clients)
     ]
     if row.recovered_after_s is None:
         broken.append(f"not all paired: {list_nodes(site.router)}")
+    elif row.recovered_after_s > MOST_RECOVERY_S and not fault.restarts:
+        broken.append(f"all paired only after {row.recovered_after_s:.2f} s")
     if row.free_after_s is None:
         broken.append(f"held: {held_blocks(site.router, set(NODES))}")
     return broken + unowned_blocks(site.router) + [f"{n} ended" for n in site.programs.ended()]
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Work of one process: faults and lengths on one site.
+
+    Attributes:
+        faults: names and seconds, in order.
+        limit_s: seconds after which no further fault begins; 0: all faults.
+        logs: whether to print the logs of a broken row's programs.
+    """
+
+    seed: int
+    faults: Sequence[tuple[str, float]]
+    times: int
+    concurrency: int
+    family: Family
+    connector: str
+    limit_s: float
+    logs: bool
+
+
+def carry_out(plan: Plan, cases: list[Case]) -> tuple[list[Row], list[str]]:
+    """Cause the faults of a plan; return the rows, and the changes of the network."""
+    rows: list[Row] = []
+    with running_site(cases, plan.connector, plan.family) as site:
+        begin = time.monotonic()
+        for name, seconds in plan.faults:
+            if plan.limit_s and time.monotonic() > begin + plan.limit_s:
+                break
+            blank = Row(name, seconds, plan.times, plan.seed, find_fault(name).restarts)
+            row = undisturbed_row(site, blank, plan.concurrency)
+            rows.append(row)
+            print_row(row)
+            if row.broken and plan.logs:
+                print(*(site.programs.log(n)[-6000:] for n in (ROUTER, *NODES)), sep="\n\n")
+            if row.broken and not all_are_paired(site.router):
+                break
+        return rows, [f"{event.at_s:.2f} {event.text}" for event in site.network.events]
+
+
 def run(
     run: Run,
     seconds: Sequence[float] = (0.2, 1.0, 3.0),
-    cuts: Sequence[str] = (*PAIRS, *LINKS),
+    faults: Sequence[str] = tuple(GROUPS),
     times: int = 1,
     seeds: Sequence[int] = (0,),
-    concurrency: int = 6,
+    concurrency: int = 3,
     family: Family = "ipv4",
     connector: Literal["nixl", "tls"] = "nixl",
-    rto_max_ms: int = 0,
+    limit: float = 0.0,
     logs: bool = False,
 ) -> dict[str, object] | None:
-    """Cut each direction for each time.
+    """Cause each fault for each time.
 
     Args:
-        seconds: lengths of the cuts; 30 is worth a run of its own.
-        cuts: directions such as p0>d0, or hosts whose link goes down; by default all directions
-            between client, router, p0 and d0, and the links of the last three.
-        times: number of cuts of each row; the network is whole between them for as long.
-        seeds: each has its own requests and moments.
+        seconds: lengths of the faults; more than 5 s only for the network. A fault that starts a
+            program has only the longest length of at most 5 s.
+        faults: names of faults such as p0>d0, or of groups: directions, links, states, newcomers.
+        times: number of times in each row; the site is whole between them for as long.
+        seeds: each has its own requests and moments, and runs beside the others.
         concurrency: number of open requests.
         family: ipv4 or ipv6, the only addresses of all hosts.
         connector: nixl or tls.
-        rto_max_ms: longest pause of TCP between two tries to send the same bytes, on all hosts
-            (net.ipv4.tcp_rto_max_ms, Linux 6.15); 0: the kernel's default.
+        limit: seconds after which no further fault begins; 0: no limit.
         logs: print the logs of a broken row's programs.
     """
     if reason := why_no_hosts():
         run.problems.append(reason)
         return None
+    names = [name for one in faults for name in GROUPS.get(one, (one,))]
+    planned = [(NO_FAULT, min(seconds, key=lambda one: abs(one - AFTER_S)))]
+    planned += [(name, one) for name in names for one in lengths(name, seconds)]
+    plans = [
+        Plan(seed, planned, times, concurrency, family, connector, limit, logs) for seed in seeds
+    ]  # fmt: skip
     cases = make_cases(str(DEMO_MODEL), NUM_CASES, seed=0)
-    rows: list[Row] = []
-    with Network([CLIENT, ROUTER, *NODES], [family]) as network, HostPrograms(network) as programs:
-        if rto_max_ms:
-            network.set_kernel_option("net.ipv4.tcp_rto_max_ms", rto_max_ms)
-        site = Site(network, programs, cases)
-        site.start(connector)
-        all_cuts = [(NO_CUT, max(seconds)), *itertools.product(cuts, seconds)]
-        for seed, (cut, length) in itertools.product(seeds, all_cuts):
-            row = Row(cut, length, times, seed)
-            asyncio.run(run_row(site, row, concurrency))
-            rows.append(row)
-            print_row(row)
-            if row.broken:
-                run.problems.append(f"{cut} {length:g} s, seed {seed}: {'; '.join(row.broken)}")
-                if logs:
-                    print(*(programs.log(name)[-6000:] for name in (ROUTER, *NODES)), sep="\n\n")
-                if not all_are_paired(site.router):
-                    break
-        events = [f"{event.at_s:.2f} {event.text}" for event in network.events]
-    return {"rows": [asdict(row) for row in rows], "events": events, "connector": connector,
-            "rto_max_ms": rto_max_ms}  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(plans), mp_context=context) as processes:
+        done = list(processes.map(carry_out, plans, [cases] * len(plans)))
+    rows = [row for some, _ in done for row in some]
+    run.problems += [
+        f"{row.fault} {row.seconds:g} s, seed {row.seed}: {'; '.join(row.broken)}"
+        for row in rows
+        if row.broken
+    ]
+    events = {plan.seed: events for plan, (_, events) in zip(plans, done, strict=True)}
+    return {"rows": [asdict(row) for row in rows], "events": events, "connector": connector}
+
+
+def lengths(name: str, seconds: Sequence[float]) -> list[float]:
+    """Return the lengths of a fault that are worth their time; raise ValueError for its name."""
+    find_fault(name)
+    if name in LINKS or (name in PAIRS and name not in IDLE_PAIRS):
+        return list(seconds)
+    short = [one for one in seconds if one <= SHORT_S]
+    return short[-1:] if name in NEWCOMERS else short
+
+
+def undisturbed_row(site: Site, blank: Row, concurrency: int) -> Row:
+    """Fill a row, again if other work stopped this process meanwhile; return the last one."""
+    for _ in range(MOST_REPEATS):
+        row = replace(blank, counts={}, noticed=[], broken=[])
+        asyncio.run(run_row(site, row, concurrency))
+        if row.late_s <= MOST_LATE_S:
+            break
+        print(f"{row.fault}: repeated, because this process stood still for {row.late_s} s")
+    return row
 
 
 def print_row(row: Row) -> None:
     """Print one row."""
     recovered = "-" if row.recovered_after_s is None else f"{row.recovered_after_s:.2f} s"
     print(
-        f"{row.cut:15} {row.times} x {row.seconds:4g} s | {row.counts} | "
+        f"seed {row.seed} {row.fault:22} {row.times} x {row.seconds:4g} s | {row.counts} | "
         f"tried again {row.num_retried} | longest pause {row.longest_pause_s:.2f} s | "
         f"whole after {recovered} | "
         f"{', '.join(row.noticed) or 'nothing noticed'}"

@@ -15,11 +15,12 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import grpc
+import psutil
 
 from baton import AsyncClient, Receipt, SamplingParams
 from baton.api.errors import NodeUnavailableError
@@ -34,7 +35,8 @@ SLOW = "d1"
 HOSTS = ("client", "router", *FAST, SLOW)
 PROMPT_TOKENS, VOCABULARY = 512, 4000
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-NODE_WORDS = ("--dtype", "float32", "--num-blocks", "600", "--no-prefix-cache")
+NODE_WORDS = ("--dtype", "float32", "--no-prefix-cache")
+NUM_BLOCKS = 600
 READY_TIMEOUT_S = 120.0
 MIN_SHARE = 0.9
 SETTLE_S = 5.0  # nodes that have just met poll often for a while
@@ -48,20 +50,21 @@ class Row:
         requests_per_s: number of open requests, divided by the median time of a request. Other
             work on this machine, which may stop all programs for a while, changes the median
             little.
-        by_node: number of requests by the decode node of the last attempt.
-        by_prefill_node: number of requests by the prefill node of the last attempt.
+        by_pair: number of requests by the nodes of the last attempt, such as p0>d0.
         num_retried: number of requests with several attempts.
         parts_ms: medians of the times until token 1, and from token 1 to the last token.
         p50_ms, max_ms: milliseconds from a request's arrival to its last token.
+        cpu_ms: CPU milliseconds of all programs per request. Other work on this machine changes
+            them less than the times of requests.
     """
 
     requests_per_s: float
-    by_node: dict[str, int]
-    by_prefill_node: dict[str, int]
+    by_pair: dict[str, int]
     num_retried: int
     parts_ms: tuple[float, float]
     p50_ms: float
     max_ms: float
+    cpu_ms: float = 0.0
 
 
 def wait_for_pairs(programs: HostPrograms, num_pairs: int) -> None:
@@ -95,7 +98,19 @@ def bandwidths(router: str) -> dict[str, float]:
     }
 
 
-async def measure(router: str, num_requests: int, concurrency: int, seed: int) -> Row:
+def cpu_seconds(programs: HostPrograms) -> float:
+    """Return the CPU seconds that all programs have used so far."""
+    times = [
+        psutil.Process(pid).cpu_times()
+        for name in programs.processes
+        for pid in programs.pids(name)
+    ]
+    return float(sum(one.user + one.system for one in times))
+
+
+async def measure(
+    router: str, num_requests: int, concurrency: int, seed: int, params: SamplingParams = PARAMS
+) -> Row:
     """Send requests with new prompts in some lanes; return the outcome."""
     draw = random.Random(seed)
     prompts = [draw.choices(range(VOCABULARY), k=PROMPT_TOKENS) for _ in range(num_requests)]
@@ -105,7 +120,7 @@ async def measure(router: str, num_requests: int, concurrency: int, seed: int) -
         while prompts:
             prompt = prompts.pop()
             try:
-                receipt = (await client.generate(prompt, PARAMS)).receipt
+                receipt = (await client.generate(prompt, params)).receipt
             except NodeUnavailableError:
                 prompts.append(prompt)
                 await asyncio.sleep(1.0)
@@ -118,8 +133,7 @@ async def measure(router: str, num_requests: int, concurrency: int, seed: int) -
     times_ms = [1e3 * receipt.total_s for receipt in receipts]
     return Row(
         round(concurrency / statistics.median(receipt.total_s for receipt in receipts), 2),
-        dict(Counter(receipt.decode_node for receipt in receipts)),
-        dict(Counter(receipt.prefill_node for receipt in receipts)),
+        dict(Counter(f"{receipt.prefill_node}>{receipt.decode_node}" for receipt in receipts)),
         sum(receipt.num_attempts > 1 for receipt in receipts),
         (
             round(1e3 * statistics.median(receipt.ttft_s for receipt in receipts), 1),
@@ -131,21 +145,27 @@ async def measure(router: str, num_requests: int, concurrency: int, seed: int) -
 
 
 @contextmanager
-def running(network: Network, connector: str) -> Iterator[HostPrograms]:
-    """Run all programs but d1, and yield when they have met."""
+def running(
+    network: Network, connector: str, nodes: Sequence[str] = FAST, num_blocks: int = NUM_BLOCKS
+) -> Iterator[HostPrograms]:
+    """Run a router and some nodes, and yield when they have met."""
     with HostPrograms(network) as programs:
         programs.start_router("--no-local-prefill")
-        for name in FAST:
-            start_node(programs, name, connector)
+        for name in nodes:
+            start_node(programs, name, connector, num_blocks)
         network.enter("client")  # before gRPC starts threads, which keep their network
-        wait_for_pairs(programs, 2)
+        num_prefills = sum(name.startswith("p") for name in nodes)
+        wait_for_pairs(programs, num_prefills * (len(nodes) - num_prefills))
         yield programs
 
 
-def start_node(programs: HostPrograms, name: str, connector: str) -> None:
+def start_node(
+    programs: HostPrograms, name: str, connector: str, num_blocks: int = NUM_BLOCKS
+) -> None:
     """Start a node with a transport."""
     listen = ["--kv-listen", programs.network.at(name, 0)] if connector == "tls" else []
-    programs.start_node(name, *NODE_WORDS, "--kv-connector", connector, *listen)
+    words = [*NODE_WORDS, "--num-blocks", str(num_blocks)]
+    programs.start_node(name, *words, "--kv-connector", connector, *listen)
 
 
 class Site:
@@ -163,7 +183,10 @@ class Site:
         """Send requests; record their outcome, and the bandwidths that the router knows then."""
         self._seed += 1
         router = self._programs.router
+        cpu_s = cpu_seconds(self._programs)
         row = asyncio.run(measure(router, self._requests, self._concurrency, self._seed))
+        cpu_s = cpu_seconds(self._programs) - cpu_s
+        row = replace(row, cpu_ms=round(1e3 * cpu_s / self._requests, 1))
         self.rows.setdefault(name, []).append(row)
         self.known[name] = bandwidths(router)
         self._run.console.print(f"{name:24} {row}\n{'':24} {self.known[name]}")
@@ -174,7 +197,7 @@ class Site:
             self._programs.signal(SLOW, signal.SIGSTOP)
             wait_for_pairs(self._programs, 2)
             time.sleep(SETTLE_S)
-            self.load("without d1")
+            self.load(f"{name}: without d1")
             self._programs.signal(SLOW, signal.SIGCONT)
             wait_for_pairs(self._programs, 4)
             time.sleep(SETTLE_S)
@@ -184,7 +207,7 @@ class Site:
         """Return the promises that did not hold."""
         with_d1, without = (
             statistics.median(row.requests_per_s for row in self.rows[which])
-            for which in (name, "without d1")
+            for which in (name, f"{name}: without d1")
         )
         slowest_ms = max(row.max_ms for row in self.rows["slow link alone"])
         found = []

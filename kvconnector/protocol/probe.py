@@ -43,8 +43,12 @@ MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
 # On a slow link, fewer writes are in flight, so that the probe does not fill the link for longer
-# than this time. If the first write takes longer, its own time gives the bandwidth.
+# than this time.
 FILLED_S = 0.75
+# If the first write takes longer, no second write would end while the slot is this end's, and the
+# first write's own time gives the bandwidth.
+MAX_FIRST_S = 2.6
+MARGIN_S = 0.5  # seconds before `OFFER_S` after which a probe is abandoned
 ROUND_S = 0.001  # maximum seconds per round for posting, which may copy; other peers wait meanwhile
 
 
@@ -54,8 +58,9 @@ class _Probe:
 
     Attributes:
         num_in_flight: number of posted writes that are not complete.
-        timed_from: when the first write was complete. The first write sets up the connection, so
-            the bandwidth is measured from then on, except on very slow links.
+        timed_from: when the first write was complete. The first write sets up the connection, and
+            either process may be busy meanwhile, so the bandwidth is measured from then on, except
+            on very slow links.
         max_in_flight: number of writes that may be in flight at once.
         num_posted: number of posted writes, including the first.
         bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
@@ -73,6 +78,12 @@ class _Probe:
     duration_s: float = 0.0
     say_at: float = -math.inf
     is_over: bool = False
+
+    @property
+    def give_up_at(self) -> float:
+        """Return when the probe is abandoned: later if the first write has shown a slow link."""
+        is_slow = self.timed_from is not None and self.timed_from > self.began_at + FILLED_S
+        return self.began_at + (OFFER_S - MARGIN_S if is_slow else TIMEOUT_S)
 
 
 class Probes:
@@ -154,9 +165,10 @@ class Probes:
     def _go_on(self, peer_id: str, probe: _Probe) -> None:
         if peer_id not in self._peers or self._peers[peer_id].state is PeerState.LEAVING:
             self._fail(peer_id, probe, "it is gone")
-        elif self._turn.now >= probe.began_at + TIMEOUT_S:
+        elif self._turn.now >= probe.give_up_at:
             part = "answer to" if probe.bandwidth_bytes_per_s else "end of the writes of"
-            self._fail(peer_id, probe, f"no {part} the self-test in {TIMEOUT_S:.0f} s")
+            seconds = probe.give_up_at - probe.began_at
+            self._fail(peer_id, probe, f"no {part} the self-test in {seconds:.3g} s")
         elif probe.bandwidth_bytes_per_s:
             self._say(peer_id, probe)
         else:
@@ -173,7 +185,7 @@ class Probes:
                 return
             probe.timed_from = now
             first_s = now - probe.began_at
-            if first_s > FILLED_S:
+            if first_s > MAX_FIRST_S:
                 self._note_bandwidth(peer_id, probe, 1, first_s)
                 return
             probe.max_in_flight = max(1, min(MAX_POSTED, int(FILLED_S / max(first_s, 1e-6))))

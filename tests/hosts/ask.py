@@ -1,39 +1,41 @@
-"""Sends requests to a router, one after the other; run on a client's host by a test.
+"""Sends requests to a router; run on a client's host by a test.
 
-    python -m tests.hosts.ask ROUTER PROMPTS
+    python -m tests.hosts.ask ROUTER PROMPTS [LANES [MAX_TOKENS]]
 
-PROMPTS is JSON, a list of lists of token ids. Prints JSON: an answer for each prompt.
+PROMPTS is JSON, a list of lists of token ids. LANES requests are open at once, by default one.
+Prints JSON: an answer for each prompt, in the order of the prompts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from baton import Client, SamplingParams
 
 MAX_TOKENS = 24
 
 
-def main(address: str, prompts: str) -> None:
+def main(address: str, prompts: str, lanes: str = "1", max_tokens: str = str(MAX_TOKENS)) -> None:
     """Print the tokens of each prompt's greedy answer, how its KV travelled, and where to."""
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    answers = []
-    with Client(address) as client:
-        for prompt in json.loads(prompts):
-            found = client.generate(prompt, params)
-            assert found.receipt is not None
-            assert found.receipt.decode is not None
-            push = found.receipt.decode.push
-            answers.append(
-                {
-                    "token_ids": list(found.token_ids),
-                    "transport": push.transport,
-                    "num_bytes": push.num_bytes,
-                    "decode_node": found.receipt.decode_node,
-                }
-            )
-    json.dump(answers, sys.stdout)
+    params = SamplingParams(max_tokens=int(max_tokens), temperature=0.0, ignore_eos=True)
+
+    def ask(prompt: list[int]) -> dict[str, object]:
+        found = client.generate(prompt, params)
+        assert found.receipt is not None
+        assert found.receipt.decode is not None
+        push = found.receipt.decode.push
+        return {
+            "token_ids": list(found.token_ids),
+            "transport": push.transport,
+            "num_bytes": push.num_bytes,
+            "prefill_node": found.receipt.prefill_node,
+            "decode_node": found.receipt.decode_node,
+        }
+
+    with Client(address) as client, ThreadPoolExecutor(int(lanes)) as threads:
+        json.dump(list(threads.map(ask, json.loads(prompts))), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ def main(name: str, names_file: str) -> None:
     _mount("-t", "sysfs", "sysfs", "/sys")
     _mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
     _mount("--bind", names_file, "/etc/hosts")
+    # Without an address of a name server, lookups of names that are not in the file fail at once.
+    _mount("--bind", "/dev/null", "/etc/resolv.conf")
+    _mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", "/mnt")  # a small disk for logs and dumps
     # Nobody else has this host's addresses, so that it may use them at once.
     Path("/proc/sys/net/ipv6/conf/default/accept_dad").write_text("0")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)

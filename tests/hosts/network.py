@@ -2,8 +2,9 @@
 
 Each host has one interface, ``eth0``, and a link to a router in between, which belongs to no host.
 The router in between can drop what one host sends to another, silently and in one direction only.
-Links have rates in both directions. Needs Linux, root and iproute2. A host ends with the process
-that made it, even at kill -9, and leaves nothing behind.
+Links have rates in both directions. Some hosts may be far: they have a router of their own, and one
+trunk joins the two routers. Needs Linux, root and iproute2. A host ends with the process that made
+it, even at kill -9, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 Family = Literal["ipv4", "ipv6"]
 BOTH: tuple[Family, ...] = ("ipv4", "ipv6")
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
-_MIDDLE = "between"  # the router that joins the hosts
+_ROUTERS = ("near", "far")  # the routers that join the hosts of a site
+_TRUNK = "trunk"  # device of each router's end of the link between both
+_TRUNK_NUMBER = 255
 _FLAGS: Mapping[Family, str] = {"ipv4": "-4", "ipv6": "-6"}
 _CLONE_NEWNET = 0x40000000
 # A bucket must hold what arrives between two ticks of the kernel's clock.
@@ -71,6 +74,7 @@ class Host:
     Attributes:
         pid: its process 1, as this process sees it.
         addresses: its address in each family.
+        is_far: whether its packets to near hosts cross the trunk.
     """
 
     name: str
@@ -79,7 +83,13 @@ class Host:
     addresses: dict[Family, str]
     holder: subprocess.Popen[bytes]
     names_file: Path
+    is_far: bool = False
     extra_names: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def disk(self) -> Path:
+        """Return the folder of the host's small disk, as this process sees it."""
+        return Path(f"/proc/{self.pid}/root/mnt")
 
     def command(self, *words: object) -> list[str]:
         """Return a command line that runs a program on this host."""
@@ -97,13 +107,18 @@ class Network:
     Args:
         names: names of the hosts; names are resolved on all hosts.
         families: IP versions that hosts have addresses of.
+        far: names of the hosts at the other end of the trunk; empty: there is no trunk.
 
     Attributes:
         events: changes of the network so far, in order.
     """
 
-    def __init__(self, names: Sequence[str], families: Sequence[Family] = BOTH) -> None:
+    def __init__(
+        self, names: Sequence[str], families: Sequence[Family] = BOTH, far: Sequence[str] = ()
+    ) -> None:
         self.families = tuple(families)
+        self._far = frozenset(far)
+        self._middles: list[Host] = []
         self.events: list[Event] = []
         self.hosts: dict[str, Host] = {}
         self._names = list(names)
@@ -112,16 +127,14 @@ class Network:
 
     def __enter__(self) -> Self:
         try:
-            self._middle = self._start(_MIDDLE, 0)
-            self._middle.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
-            self._middle.run(
-                "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1",
-                "net.ipv6.conf.all.keep_addr_on_down=1",
-            )  # fmt: skip
+            for number in range(2 if self._far else 1):
+                self._start_router(_TRUNK_NUMBER - number)
             for number, name in enumerate(self._names, 1):
                 self.hosts[name] = self._start(name, number)
             for host in self.hosts.values():
                 self._plug_in(host)
+            if self._far:
+                self._join_routers()
             self.write_names()
         except BaseException:
             self.close()
@@ -138,9 +151,7 @@ class Network:
 
     def close(self) -> None:
         """End all processes of all hosts, and remove the network."""
-        holders = [host.holder for host in self.hosts.values()]
-        if hasattr(self, "_middle"):
-            holders.append(self._middle.holder)
+        holders = [host.holder for host in (*self.hosts.values(), *self._middles)]
         for holder in holders:
             holder.kill()  # its child, process 1 of the host, gets SIGKILL from the kernel
         for holder in holders:
@@ -181,6 +192,23 @@ class Network:
             lines = [f"{address} {name}\n" for name, all_of in found.items() for address in all_of]
             host.names_file.write_text(local + "".join(lines))  # same inode: it is mounted
 
+    def add_address(self, name: str, last: str) -> str:
+        """Give a host one more address, which differs in its last part; return the address."""
+        return self._change_address("add", name, last)
+
+    def remove_address(self, name: str, last: str) -> str:
+        """Take an additional address from a host; return the address."""
+        return self._change_address("delete", name, last)
+
+    def _change_address(self, verb: str, name: str, last: str) -> str:
+        family = self.families[0]
+        address = self.address(name)[:-1] + last
+        length = 24 if family == "ipv4" else 64
+        self.hosts[name].run("ip", _FLAGS[family], "address", verb, f"{address}/{length}", "dev",
+                             "eth0")  # fmt: skip
+        self._note(f"{verb} the address {address} of {name}")
+        return address
+
     # ------------------------------------------------------------------ faults
 
     def limit(self, name: str, bits_per_s: float | None) -> None:
@@ -188,14 +216,14 @@ class Network:
         self._note(f"link of {name}: {bits_per_s / 1e6:g} Mbit/s" if bits_per_s else
                    f"link of {name}: unlimited")  # fmt: skip
         host = self.hosts[name]
-        for end, device in ((host, "eth0"), (self._middle, f"port{host.number}")):
-            with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit
-                end.run("tc", "qdisc", "delete", "dev", device, "root")
-            if bits_per_s:
-                bucket = max(_MIN_BUCKET_BYTES, int(bits_per_s / 8 * _BUCKET_S))
-                end.run("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate",
-                        f"{int(bits_per_s)}bit", "burst", f"{bucket}b",
-                        "latency", _QUEUE)  # fmt: skip
+        _limit_device(host, "eth0", bits_per_s)
+        _limit_device(self._router_of(host), f"port{host.number}", bits_per_s)
+
+    def limit_trunk(self, bits_per_s: float | None) -> None:
+        """Limit the rate between near and far hosts in each direction; None: unlimited."""
+        self._note(f"trunk: {bits_per_s / 1e6:g} Mbit/s" if bits_per_s else "trunk: unlimited")
+        for router in self._middles:
+            _limit_device(router, _TRUNK, bits_per_s)
 
     def cut(self, sender: str, receiver: str) -> None:
         """Drop what one host sends to another, silently; the other direction is not changed."""
@@ -224,8 +252,9 @@ class Network:
 
     def set_link(self, name: str, *, up: bool) -> None:
         """Take a host's link down or up."""
-        number = self.hosts[name].number
-        self._middle.run("ip", "link", "set", f"port{number}", "up" if up else "down")
+        host = self.hosts[name]
+        router = self._router_of(host)
+        router.run("ip", "link", "set", f"port{host.number}", "up" if up else "down")
         self._note(f"link of {name} {'up' if up else 'down'}")
 
     def received_bytes(self, name: str) -> int:
@@ -264,10 +293,41 @@ class Network:
             "ipv6": f"fd77:0:0:{number}::2",
         }
         held = {family: addresses[family] for family in self.families}
-        return Host(name, number, int(children), held, holder, names_file)
+        return Host(name, number, int(children), held, holder, names_file, name in self._far)
+
+    def _start_router(self, number: int) -> None:
+        router = self._start(_ROUTERS[len(self._middles)], number)
+        self._middles.append(router)
+        router.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+        router.run(
+            "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1",
+            "net.ipv6.conf.all.keep_addr_on_down=1",
+        )  # fmt: skip
+
+    def _router_of(self, host: Host) -> Host:
+        return self._middles[host.is_far]
+
+    def _join_routers(self) -> None:
+        """Make the trunk: a link between both routers, and routes to the other site's hosts."""
+        near, far = self._middles
+        near.run("ip", "link", "add", _TRUNK, "type", "veth", "peer", "name", _TRUNK,
+                 "netns", far.pid)  # fmt: skip
+        for router in self._middles:
+            router.run("ip", "link", "set", _TRUNK, "up")
+        for family in self.families:
+            flag, length = _FLAGS[family], 24 if family == "ipv4" else 64
+            for router, end in zip(self._middles, _trunk_ends(family), strict=True):
+                add = [*("ip", flag, "address", "add", f"{end}/{length}", "dev", _TRUNK)]
+                router.run(*add, *(() if family == "ipv4" else ("nodad",)))
+            near_end, far_end = _trunk_ends(family)
+            far.run("ip", flag, "route", "add", "default", "via", near_end)
+            for host in self.hosts.values():
+                if host.is_far:
+                    near.run("ip", flag, "route", "add", f"{host.addresses[family]}", "via",
+                             far_end)  # fmt: skip
 
     def _plug_in(self, host: Host) -> None:
-        port, middle = f"port{host.number}", self._middle
+        port, middle = f"port{host.number}", self._router_of(host)
         middle.run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0",
                    "netns", host.pid)  # fmt: skip
         host.run("ip", "link", "set", "eth0", "up")
@@ -283,8 +343,9 @@ class Network:
     def _rules(self, verb: str, sender: str, receiver: str) -> None:
         for family in self.families:
             source, target = (self.hosts[name].addresses[family] for name in (sender, receiver))
-            self._middle.run("ip", _FLAGS[family], "rule", verb, "from", source, "to", target,
-                             "priority", "10", "type", "blackhole")  # fmt: skip
+            router = self._router_of(self.hosts[sender])
+            router.run("ip", _FLAGS[family], "rule", verb, "from", source, "to", target,
+                       "priority", "10", "type", "blackhole")  # fmt: skip
 
     def _counter(self, name: str, which: str) -> int:
         host = self.hosts[name]
@@ -293,3 +354,20 @@ class Network:
 
     def _note(self, text: str) -> None:
         self.events.append(Event(time.monotonic() - self._begin, text))
+
+
+def _trunk_ends(family: Family) -> tuple[str, str]:
+    """Return the addresses of the near and the far router on the trunk."""
+    if family == "ipv4":
+        return f"10.77.{_TRUNK_NUMBER}.1", f"10.77.{_TRUNK_NUMBER}.2"
+    return f"fd77:0:0:{_TRUNK_NUMBER}::1", f"fd77:0:0:{_TRUNK_NUMBER}::2"
+
+
+def _limit_device(host: Host, device: str, bits_per_s: float | None) -> None:
+    """Limit the rate at which a device sends; None: unlimited."""
+    with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit
+        host.run("tc", "qdisc", "delete", "dev", device, "root")
+    if bits_per_s:
+        bucket = max(_MIN_BUCKET_BYTES, int(bits_per_s / 8 * _BUCKET_S))
+        host.run("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate",
+                 f"{int(bits_per_s)}bit", "burst", f"{bucket}b", "latency", _QUEUE)  # fmt: skip

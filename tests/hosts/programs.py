@@ -1,4 +1,7 @@
-"""Baton's programs on hosts of a network: each with a log, all ended with the `with` block."""
+"""Baton's programs on hosts of a network: each with a log, all ended with the `with` block.
+
+Logs and dumps of a program are on its host's small disk.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,12 +33,12 @@ class HostPrograms:
     def __init__(self, network: Network, variables: Mapping[str, str] | None = None) -> None:
         self.network = network
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-host-logs-")
+        self._places: dict[str, str] = {}  # host of each program's last start
         # UCX listens on loopback unless told otherwise. Nothing keeps it from other ways than TCP:
         # that hosts share a kernel is for the hosts to hide.
         self._environment = {
             **os.environ, "UCX_NET_DEVICES": "eth0", "COLUMNS": "200", "OMP_WAIT_POLICY": "PASSIVE",
-            **(variables or {}),
+            "BATON_DUMP_FOLDER": "/mnt", **(variables or {}),
         }  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -57,7 +59,6 @@ class HostPrograms:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        self._folder.cleanup()
 
     # ------------------------------------------------------------------ programs
 
@@ -75,6 +76,7 @@ class HostPrograms:
     ) -> None:
         """Start `baton` with these words, and additional environment variables, on a host."""
         name = name or host
+        self._places[name] = host
         command = self.network.command(host, *_BATON, *words)
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -82,29 +84,36 @@ class HostPrograms:
                 start_new_session=True,
             )  # fmt: skip
 
-    def start_router(self, *words: object, model: Path = DEMO_MODEL) -> None:
-        """Start the router on the host "router"."""
+    def start_router(
+        self,
+        *words: object,
+        model: Path = DEMO_MODEL,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the router, with additional environment variables, on the host "router"."""
         self.start("router", "router", "--model", model, "--listen", self.router,
-                   "--http-listen", "", "--insecure", *words)  # fmt: skip
+                   "--http-listen", "", "--insecure", *words, variables=variables)  # fmt: skip
 
     def start_node(
         self,
-        host: str,
+        name: str,
         *words: object,
+        host: str = "",
         model: Path = DEMO_MODEL,
         router: str = "",
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a node; a host whose name begins with p computes prompts.
+        """Start a node; a node whose name begins with p computes prompts.
 
         Args:
+            host: the node's host; empty: the host with the node's name.
             router: the router's address; empty: that of the host "router".
             variables: additional environment variables of this node.
         """
-        role = "prefill" if host.startswith("p") else "decode"
+        role, host = "prefill" if name.startswith("p") else "decode", host or name
         self.start(host, role, "--model", model, "--router", router or self.router,
-                   "--name", host, "--listen", self.network.at(host, NODE_PORT),
-                   "--insecure", "--num-threads", "1", *words, variables=variables)  # fmt: skip
+                   "--name", name, "--listen", self.network.at(host, NODE_PORT), "--insecure",
+                   "--num-threads", "1", *words, name=name, variables=variables)  # fmt: skip
 
     def run(self, host: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Run a `baton` command on a host; return what it prints, or raise AssertionError."""
@@ -115,13 +124,18 @@ class HostPrograms:
         assert result.returncode == 0, (words, result.stdout, result.stderr)
         return result.stdout + result.stderr
 
+    def pids(self, name: str) -> list[int]:
+        """Return the process id of a program itself, without the process that enters its host."""
+        process = self.processes[name]
+        if process.poll() is not None:
+            return []
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        return [int(child) for child in children.split()]
+
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a program itself, if it still runs."""
-        process = self.processes[name]
-        if process.poll() is None:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-            for child in children.split():
-                os.kill(int(child), number)
+        for pid in self.pids(name):
+            os.kill(pid, number)
 
     def kill(self, name: str) -> None:
         """Kill a program."""
@@ -130,7 +144,7 @@ class HostPrograms:
         process.wait()
 
     def log(self, name: str) -> str:
-        """Return a program's output so far, of all its starts."""
+        """Return a program's output so far, of all its starts on its present host."""
         return self._log(name).read_text(errors="replace")
 
     def ended(self) -> list[str]:
@@ -138,4 +152,4 @@ class HostPrograms:
         return [name for name, process in self.processes.items() if process.poll() is not None]
 
     def _log(self, name: str) -> Path:
-        return Path(self._folder.name) / f"{name}.log"
+        return self.network.hosts[self._places[name]].disk / f"{name}.log"

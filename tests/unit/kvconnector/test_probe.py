@@ -156,6 +156,24 @@ def test_the_first_write_goes_alone_and_the_others_a_few_at_a_time() -> None:
     assert event.bandwidth_bytes_per_s == pytest.approx(MAX_POSTED * slot_bytes / 0.05, rel=0.3)
 
 
+@pytest.mark.parametrize(("first_s", "timed_s"), [(1.0, 0.05), (2.8, 2.8)])
+def test_a_slow_first_write_gives_the_bandwidth_only_if_no_second_write_can_end_in_time(
+    first_s: float, timed_s: float
+) -> None:
+    scene = Scene()
+    scene.network.holds_tests = True
+    scene.add("p")
+    scene.run(first_s)
+    scene.land_all()
+    for _ in range(3):
+        scene.run(0.05)
+        scene.land_all()
+    assert scene.kinds("p") == scene.kinds("d") == [CONNECTED]
+    slot_bytes = scene.transports["p"].scratch.memory.shape[1]
+    [event] = scene.events["p"]
+    assert event.bandwidth_bytes_per_s == pytest.approx(slot_bytes / timed_s, rel=0.3)
+
+
 def test_where_posting_copies_the_others_have_their_turn_in_between() -> None:
     scene = Scene()
     scene.add("p")
