@@ -20,6 +20,7 @@ from engine.core.images.image_steps import ImageLimits
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.scheduler import Scheduler
+from engine.core.side_blocks import SideBlocks
 from engine.engine import Engine
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor
@@ -110,8 +111,9 @@ def make_engine(
         config.max_pin_s,
         scheduler.counters.pins,
     )
-    files = make_tier(config, executor, kv_cache_manager, scheduler.resume)
-    features = Features(scheduler, compiler, pins, images, speculation, files)
+    side_blocks = SideBlocks(memory.num_blocks)
+    files = make_tier(config, executor, kv_cache_manager, side_blocks, scheduler.resume)
+    features = Features(scheduler, compiler, pins, side_blocks, images, speculation, files)
     engine = Engine(executor, scheduler, features, compatibility)
     if files is not None:
         engine.figures.file_counts = files.counts

@@ -29,14 +29,15 @@ from baton.telemetry.ledger import BlockHolding, BlockOwner
 from baton.version import __version__
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
+from engine.core.side_blocks import SideBlocks
 from engine.kv_files.file_thread import FileThread
 from engine.kv_files.jobs import ReadJob, WriteJob
 from engine.kv_files.run_index import Run, plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Largest part of the free blocks for one read; largest part of all blocks for several reads.
-FREE_SHARE, MAX_SHARE = 0.75, 0.5
+# Largest part of the free blocks for one read, while no other transfer has blocks.
+FREE_SHARE = 0.75
 MAX_WAITING_WRITES = 64
 # Reads that took fewer seconds do not tell how fast the disk is.
 _LONG_READ_S = 0.5
@@ -72,6 +73,7 @@ class KVFileTier:
 
     Args:
         manager: owner of the blocks and of the prefix cache, with one group without a window.
+        side_blocks: bounds the blocks of several reads and other transfers.
         store: the files.
         resume: queues a request that waited for a part of its prompt.
         timeout_s: longest time that a request waits for files.
@@ -84,13 +86,16 @@ class KVFileTier:
     def __init__(
         self,
         manager: KVCacheManager,
+        side_blocks: SideBlocks,
         store: RunStore,
         resume: Callable[[Request], None],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager, self._pool, self._store = manager, manager.block_pool, store
-        self._resume, self._timeout_s, self._clock = resume, timeout_s, clock
+        self._side_blocks, self._resume = side_blocks, resume
+        self._timeout_s, self._clock = timeout_s, clock
+        side_blocks.add_holder(self._num_held)
         self.on_ready: Callable[[], None] = lambda: None
         self._tracked: dict[Request, None] = {}  # requests to write when they end
         self._reads: list[_Read] = []
@@ -200,10 +205,13 @@ class KVFileTier:
         """Allocate up to ``num_blocks`` blocks, and leave some for running requests."""
         pool = self._pool
         room = int(pool.num_free * FREE_SHARE)
-        if self._reads:
-            held = sum(len(read.job.block_ids) for read in self._reads)
-            room = min(room, int(pool.num_blocks * MAX_SHARE) - held)
+        if self._side_blocks.num_held:
+            room = min(room, self._side_blocks.num_left)
         return pool.allocate(min(num_blocks, room), extents=True) or [] if room > 0 else []
+
+    def _num_held(self) -> int:
+        """Return how many blocks reads are filling."""
+        return sum(len(read.job.block_ids) for read in self._reads)
 
     @property
     def identity(self) -> str:

@@ -10,6 +10,7 @@ from baton.engine_config import DEFAULT_KV_FILES_BYTES, EngineConfig
 from baton.kv.manifest import KVKind
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
+from engine.core.side_blocks import SideBlocks
 from engine.executors.base import Executor
 from engine.kv_files.file_system import FileSystem
 from engine.kv_files.file_tier import KVFileTier
@@ -22,12 +23,14 @@ def make_tier(
     config: EngineConfig,
     executor: Executor,
     manager: KVCacheManager,
+    side_blocks: SideBlocks,
     resume: Callable[[Request], None],
 ) -> KVFileTier | None:
     """Open the folder of ``--kv-files``; return None without this option.
 
     Args:
         manager: owner of the blocks and of the prefix cache.
+        side_blocks: bounds the blocks that reads take.
         resume: queues a request that waited for a part of its prompt.
 
     Raises:
@@ -50,4 +53,4 @@ def make_tier(
         manager.block_size,
         FileSystem(),
     )
-    return KVFileTier(manager, store, resume, config.kv_files_timeout_s)
+    return KVFileTier(manager, side_blocks, store, resume, config.kv_files_timeout_s)

@@ -11,7 +11,7 @@ from baton.link.words import PeerUpdate, ShareCommand
 COMMAND = ShareCommand(
     request_id="r",
     epoch=5,
-    prefill_engine_id="p0-1",
+    reader_engine_id="p0-1",
     timeout_s=9.5,
     prompt_token_ids=[1, 2, 3, 4],
     cache_salt=b"salt",

@@ -19,6 +19,7 @@ from baton.kv.block_hash import extra_keys_of
 from baton.kv.layers import PagedKV, StateArray, StateKV
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
+from engine.core.side_blocks import SideBlocks
 from engine.engine import Engine
 from engine.executors.base import Executor
 from engine.kv_files.file_tier import KVFileTier
@@ -369,7 +370,7 @@ def test_models_with_windows_and_states_are_refused(tmp_path: Path) -> None:
         r"kv_files: needs full attention in all layers, .* \d groups .* paged, state, window KV"
     )
     with pytest.raises(ConfigError, match=problem):
-        make_tier(config, cast("Executor", executor), manager, lambda request: None)
+        make_tier(config, cast("Executor", executor), manager, SideBlocks(8), lambda request: None)
 
 
 def test_blocks_of_every_dtype_are_bytes() -> None:

@@ -15,11 +15,11 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand
 from baton.telemetry.ledger import BlockOwner
 from engine import LLM
+from engine.core import side_blocks
 from engine.core.request import RequestStatus
 from kvconnector.base import HandoffRecord
 from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Commit, Grant, Start
-from node_runtime.prefixes import fetches, shares
 from node_runtime.prefixes.held_prefix import find_prefix
 from tests.fakes.handoff.fetch_cluster import TIMEOUT_S, FetchCluster
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
@@ -305,7 +305,7 @@ def test_a_holder_lets_a_prefix_go_whose_prompt_never_starts(cluster: FetchClust
 def test_fetches_take_a_part_of_the_blocks_only(
     cluster: FetchCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "MAX_SHARE", 0.02)
+    monkeypatch.setattr(side_blocks, "MAX_SHARE", 0.02)
     prompt = second_prompt()
     cluster.ask(("second", 2), prompt, 3, CACHED)
     cluster.run(1.5)
@@ -320,7 +320,7 @@ def test_prefixes_that_are_sent_take_a_part_of_the_blocks_only(
     prompt = second_prompt()
     num_blocks = CACHED // BLOCK_SIZE
     most = (num_blocks - 0.5) / cluster.d.engine.block_pool.num_blocks
-    monkeypatch.setattr(shares, "MAX_SHARE", most)
+    monkeypatch.setattr(side_blocks, "MAX_SHARE", most)
     cluster.share(("shorter", 1), prompt[: CACHED - BLOCK_SIZE])
     cluster.ask(("second", 2), prompt, 3, CACHED)
     cluster.step("d")

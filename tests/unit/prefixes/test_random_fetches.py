@@ -75,7 +75,8 @@ class Walk:
         self.num_asked += 1
         num_fetched = num_whole(len(prompt) - draw.choice([1, 4, 8]))
         key, shares = (f"r{self.num_asked}", self.num_asked), draw.random() < 0.9
-        self.cluster.ask(key, prompt, draw.choice([1, 5, NUM_OUT]), num_fetched, shares=shares)
+        max_tokens, alone = draw.choice([1, 5, NUM_OUT]), draw.random() < 0.4
+        self.cluster.ask(key, prompt, max_tokens, num_fetched, shares=shares, alone=alone)
 
     def end(self) -> None:
         """Let everything come to rest, and check it."""
