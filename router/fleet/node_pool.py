@@ -241,6 +241,8 @@ class NodePool:
     ) -> list[PrefixSource]:
         """Return the nodes that can send a cached prefix; the node that saves most time is first.
 
+        Draining nodes are among them, so that nobody computes the sessions that leave them again.
+
         Args:
             reader: the node that is to compute the prompt.
             hashes: block hashes of the prompt.
@@ -251,8 +253,8 @@ class NodePool:
             node
             for node in self._nodes.values()
             if node.registration.share_peer_info
-            and not node.is_silent
-            and self.is_eligible(node)
+            and not (node.is_silent or node.is_stuck)
+            and self.identity.admits(node)
             # For other holders, the index expects this prompt itself, whose KV is not there yet.
             and self.prefix_index.is_exact(node.engine_id)
         ]

@@ -19,7 +19,7 @@ import torch
 
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHasher
-from baton.kv.layers import LatentKV, LayerKV, PagedKV
+from baton.kv.layers import LatentKV, LayerKV, PagedKV, StateArray, StateKV
 from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import PeerReport, PrefillCommand, ShareCommand
 from engine.core.kv_cache_manager import KVCacheManager
@@ -66,6 +66,7 @@ KINDS = {
     "fewer heads than ranks": Kind([PagedKV(2, 8)] * 2),
     "by heads": Kind([PagedKV(4, 16)] * 2, by_heads=True),
     "windows": Kind([PagedKV(4, 8), PagedKV(4, 8, sliding_window=WINDOW)]),
+    "states": Kind([PagedKV(4, 8), StateKV((StateArray((4, 3, 5)), StateArray((4, 3))))]),
     "latent": Kind([LatentKV(12)] * 2),
     "fp8": Kind([PagedKV(4, 16)] * 2, torch.float8_e4m3fn),
 }

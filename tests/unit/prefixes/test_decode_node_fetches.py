@@ -11,6 +11,7 @@ from tests.unit.prefixes.test_fetched_prefixes import (
     FULL,
     NUM_OUT,
     PROMPT,
+    STATES,
     WINDOWS,
     make,
     num_whole,
@@ -19,7 +20,7 @@ from tests.unit.prefixes.test_fetched_prefixes import (
 )
 
 
-@pytest.mark.parametrize("architecture", [FULL, WINDOWS])
+@pytest.mark.parametrize("architecture", [FULL, WINDOWS, STATES])
 def test_a_decode_node_that_computes_a_prompt_fetches_what_a_prefill_node_has(
     architecture: str,
 ) -> None:

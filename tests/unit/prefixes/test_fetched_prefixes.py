@@ -23,6 +23,7 @@ from kvconnector.protocol.messages import Commit, Grant, Start
 from node_runtime.prefixes.held_prefix import find_prefix
 from tests.fakes.handoff.fetch_cluster import TIMEOUT_S, FetchCluster
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
+from tests.numerics.family_hybrids import HYBRIDS
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 PROMPT = [*range(5, 22)]
@@ -31,13 +32,15 @@ NUM_OUT = 9
 
 FULL = "Qwen3ForCausalLM"  # full attention in all layers
 WINDOWS = "Gemma3ForCausalLM"  # one layer with full attention, and one with a sliding window
+STATES = "BambaForCausalLM"  # one layer with full attention, and one with a state
 
 
 @functools.cache
 def reference(architecture: str = FULL) -> LLM:
     """Load the checkpoint in one process, with memory to spare."""
     folder = tempfile.TemporaryDirectory(prefix="baton-test-")
-    model = make_hugging_face_model(architecture, max_position_embeddings=128)
+    shape = HYBRIDS[STATES].variants["plain"] if architecture == STATES else {}
+    model = make_hugging_face_model(architecture, max_position_embeddings=128, **shape)
     llm = LLM(str(save(model, Path(folder.name))), block_size=BLOCK_SIZE, num_blocks=192)
     llm.folder = folder  # type: ignore[attr-defined]  # lives as long as the model does
     return llm
@@ -134,7 +137,7 @@ def test_only_new_tokens_are_computed(digests: bool, share_first: bool) -> None:
     cluster.assert_at_rest()
 
 
-@pytest.mark.parametrize("architecture", [FULL, WINDOWS])
+@pytest.mark.parametrize("architecture", [FULL, WINDOWS, STATES])
 @pytest.mark.parametrize("digests", [True, False])
 def test_a_conversation_of_four_turns_is_computed_once(architecture: str, digests: bool) -> None:
     cluster = make(digests=digests, architecture=architecture)
@@ -349,7 +352,7 @@ def run_until(cluster: FetchCluster, is_so: Callable[[], bool], *, lands: bool =
     raise AssertionError("it never happens")
 
 
-STATES: dict[str, Callable[[FetchCluster], bool]] = {
+POINTS: dict[str, Callable[[FetchCluster], bool]] = {
     "asked": lambda cluster: True,
     "expected": lambda cluster: bool(cluster.fetches.incoming.num_transfers),
     "granted": lambda cluster: bool(cluster.fetches.incoming.held()),
@@ -357,14 +360,14 @@ STATES: dict[str, Callable[[FetchCluster], bool]] = {
 }
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", POINTS)
 @pytest.mark.parametrize("what", ["cancel", "abort", "stop holder", "kill holder", "kill reader"])
 def test_whatever_ends_a_fetch_leaves_nothing(
     cluster: FetchCluster, state: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, key = second_prompt(), ("second~router", 2)
     cluster.ask(key, prompt, 3, CACHED)
-    run_until(cluster, lambda: STATES[state](cluster))
+    run_until(cluster, lambda: POINTS[state](cluster))
     match what:
         case "cancel":
             cluster.end(key)

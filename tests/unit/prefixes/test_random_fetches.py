@@ -14,6 +14,7 @@ from tests.unit.prefixes.test_fetched_prefixes import (
     FULL,
     NUM_OUT,
     PROMPT,
+    STATES,
     WINDOWS,
     make,
     num_whole,
@@ -93,7 +94,9 @@ class Walk:
         cluster.assert_at_rest()
 
 
-@pytest.mark.parametrize(("seed", "architecture"), [(0, FULL), (1, FULL), (2, FULL), (3, WINDOWS)])
+@pytest.mark.parametrize(
+    ("seed", "architecture"), [(0, FULL), (1, FULL), (2, STATES), (3, WINDOWS)]
+)
 def test_nothing_is_wrong_hung_or_lost(seed: int, architecture: str) -> None:
     walk = Walk(seed, architecture)
     for _ in range(NUM_ACTIONS):
