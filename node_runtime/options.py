@@ -141,8 +141,8 @@ class NodeOptions(ProgramOptions):
     fetch_prefixes: bool = option(
         False,
         help="Get cached parts of prompts from other nodes, such as earlier turns of a "
-        "conversation, instead of computing them; on nodes of both roles. For models with "
-        "attention in all layers, on nodes with all ranks on one machine.",
+        "conversation, instead of computing them; on nodes of both roles with all ranks on one "
+        "machine.",
     )
     fetch_timeout_s: float = option(
         2.0,

@@ -118,10 +118,8 @@ class Attempt:
             self.decode.open_leg(self._request_id, self.epoch, self, work)
             peer = self.prefill.engine_id if self.prefill else ""
             images = without_files(call.images) if self.prefill else call.images
-            fetch = self._supply.fetch_fields(self.decode)
-            self.decode.send(
-                DecodeCommand(prefill_engine_id=peer, images=images, **fetch, **for_both)
-            )
+            fields = {**for_both, **self._supply.fetch_fields(self.decode)}
+            self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **fields))
         if self.prefill is not None:
             work = LegWork(
                 num_tokens=num_uncomputed,

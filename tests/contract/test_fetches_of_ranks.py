@@ -30,6 +30,7 @@ from engine.worker.kv_cache import KVMemory, kv_cache_spec
 from kvconnector.ends import Receiver, Sender
 from node_runtime.inbox import Outbox
 from node_runtime.prefixes.fetches import Fetches
+from node_runtime.prefixes.prefix_wait import PrefixWait
 from node_runtime.prefixes.shares import Shares
 from tests.contract.test_kv_connectors_of_ranks import Node, arrays_of, node
 from tests.fakes.handoff.kv_link import numbers
@@ -169,6 +170,57 @@ def cached(kind: Kind, connector: str, name: str, num_ranks: int) -> Iterator[Ca
         yield Cached(kind, found)
 
 
+def bring(
+    shares: Shares,
+    fetches: Fetches,
+    ends: tuple[Sender, Receiver],
+    reader: Cached,
+    names: list[str],
+) -> PrefixWait:
+    """Connect both ends, ask for a prefix, and wait until it is received or lost."""
+    shares.add_peer(ends[1].peer_info)
+    fetches.incoming.add_peer(ends[0].peer_info)
+    outbox, reports = Outbox(lambda event: None), list[Any]()
+    outbox.emit = reports.append
+
+    def connected() -> bool:
+        shares.step(outbox)
+        reports.extend(fetches.incoming.step())
+        good = [one for one in reports if not isinstance(one, PeerReport) or one.connected]
+        return len(good) == 2
+
+    wait_until(connected, "both ends are connected")
+    request = reader.request("r")
+    command = PrefillCommand(
+        request_id="r",
+        epoch=0,
+        prompt_token_ids=PROMPT,
+        sampling_params=request.sampling_params,
+        timeout_s=30.0,
+        decode_engine_id="",
+        fetch_engine_id=names[0],
+        fetch_num_tokens=NUM_HELD,
+    )
+    wait = fetches.expect(request, command, time.monotonic())
+    told = ShareCommand(
+        request_id="r",
+        epoch=0,
+        reader_engine_id=names[1],
+        timeout_s=30.0,
+        prompt_token_ids=PROMPT[:NUM_HELD],
+    )
+    shares.share_prefix(told, time.monotonic())
+
+    def ended() -> bool:
+        shares.step(outbox)
+        fetches.incoming.step()
+        return bool(reader.resumed)
+
+    wait_until(ended, "the fetch has ended")
+    assert wait is not None
+    return wait
+
+
 def fetch(kind: Kind, connector: str, ranks: tuple[int, int], *, digests: bool) -> None:
     """Fetch what the reader lacks of a prefix, and compare all numbers of the whole prefix."""
     names, deaths = [f"{role}{next(numbers)}" for role in ("holder", "reader")], list[Exception]()
@@ -191,49 +243,15 @@ def fetch(kind: Kind, connector: str, ranks: tuple[int, int], *, digests: bool) 
         fetches = Fetches(reader.engine, receiver, timeout_s=30.0)
         holder.fill(NUM_HELD)
         reader.fill(NUM_OWN)
-        shares.add_peer(receiver.peer_info)
-        fetches.incoming.add_peer(sender.peer_info)
-        outbox, reports = Outbox(lambda event: None), list[Any]()
-        outbox.emit = reports.append
-
-        def connected() -> bool:
-            shares.step(outbox)
-            reports.extend(fetches.incoming.step())
-            good = [one for one in reports if not isinstance(one, PeerReport) or one.connected]
-            return len(good) == 2
-
-        wait_until(connected, "both ends are connected")
-        request = reader.request("r")
-        command = PrefillCommand(
-            request_id="r",
-            epoch=0,
-            prompt_token_ids=PROMPT,
-            sampling_params=request.sampling_params,
-            timeout_s=30.0,
-            decode_engine_id="",
-            fetch_engine_id=names[0],
-            fetch_num_tokens=NUM_HELD,
-        )
-        wait = fetches.expect(request, command, time.monotonic())
-        told = ShareCommand(
-            request_id="r",
-            epoch=0,
-            reader_engine_id=names[1],
-            timeout_s=30.0,
-            prompt_token_ids=PROMPT[:NUM_HELD],
-        )
-        shares.share_prefix(told, time.monotonic())
-
-        def ended() -> bool:
-            shares.step(outbox)
-            fetches.incoming.step()
-            return bool(reader.resumed)
-
-        wait_until(ended, "the fetch has ended")
-        assert wait is not None
+        wait = bring(shares, fetches, (sender, receiver), reader, names)
         assert (wait.num_tokens, wait.is_lost) == (NUM_HELD - NUM_OWN, False)
         reader.check(NUM_HELD)
-        wait_until(lambda: shares.step(outbox) or not shares.num_transfers, "nothing is sent")
+
+        def at_rest() -> bool:
+            shares.step(Outbox(lambda event: None))
+            return not shares.num_transfers
+
+        wait_until(at_rest, "nothing is sent")
         for one in (holder, reader):
             one.pool.check()
             null = one.manager.coordinator.null_block
