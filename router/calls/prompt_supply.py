@@ -38,7 +38,7 @@ class PromptSupply:
 
     @property
     def fetch_s(self) -> float:
-        """Expected seconds of the wait for the prefix; 0 without a prefix."""
+        """Expected seconds of the wait for the prefix, beyond the queue; 0 without a prefix."""
         return 0.0 if self._source is None else self._source.terms.fetch_s
 
     @property

@@ -99,7 +99,7 @@ class LegWork:
             prefill node, number of tokens to compute.
         max_tokens: number of tokens to decode within ``timeout_s``; 0: none.
         arrives_s: seconds until the prompt's KV is expected on the node.
-        fetch_s: expected wait for a cached prefix that another node sends; 0: none.
+        fetch_s: expected wait, beyond the queue, for a cached prefix of another node; 0: none.
     """
 
     num_tokens: int

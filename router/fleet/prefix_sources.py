@@ -3,7 +3,8 @@
     seconds to compute the tokens    measured on the node that computes the prompt: the reader
     seconds to fetch them            measured between the two nodes; first by the pair's probe
 
-A prefix is fetched if this takes less time than to compute it. If the router is wrong, the reader
+A prefix is fetched if this takes less time than to compute it. While the reader computes earlier
+prompts, a fetch costs no time: the prompt would wait anyway. If the router is wrong, the reader
 computes what does not come, which costs only time. Refuses to know: links, attempts.
 """
 
@@ -24,6 +25,9 @@ from router.fleet.pairing import Reach
 
 # Fewer tokens are not worth the messages.
 MIN_TOKENS = 32
+# A longer fetch may end at the reader's deadline (`--fetch-timeout-s`), and bring nothing. So only
+# the beginning of a long prefix is fetched.
+LONGEST_S = 1.0
 # Seconds for the messages of a fetch, and bytes per second, until a fetch was measured.
 LATENCY_S, DEFAULT_BYTES_PER_S = 0.005, 1e9
 # After a lost prefix, the holder sends the same reader no prefixes for this many seconds.
@@ -32,11 +36,12 @@ _LONG_PREFIX = 4096
 
 
 class SourceTerms(NamedTuple):
-    """The expected times to fetch a cached prefix from a node and to compute it, for operators.
+    """The expected times to fetch a cached prefix from a node and to compute it.
 
     Attributes:
         node: name of the node that holds the prefix.
-        num_lacking: tokens of the prefix that the reader lacks.
+        num_lacking: tokens of the prefix that the reader lacks and can get in time.
+        fetch_s: seconds of the fetch that the prompt does not wait for the reader's other prompts.
         is_chosen: whether the node sends: no other source saves more time, and computing is slower.
     """
 
@@ -133,6 +138,7 @@ class PrefixSources:
             num_tokens = min(cached.get(node.engine_id, 0), most)
             if num_tokens - own >= MIN_TOKENS and self._may_send(node.engine_id, reader.engine_id):
                 terms = self._terms(node.engine_id, node.name, reader, num_tokens - own)
+                num_tokens = own + terms.num_lacking
                 found.append(PrefixSource(node, reader.engine_id, num_tokens, self, terms))
         found.sort(key=lambda source: -source.terms.saved_s)
         if found and found[0].terms.saved_s > 0:
@@ -190,8 +196,13 @@ class PrefixSources:
         return is_reached and barred_until <= self._clock()
 
     def _terms(self, holder_id: str, name: str, reader: Node, num_lacking: int) -> SourceTerms:
+        line, block_size = self._line(holder_id, reader), reader.registration.block_size
+        if line.per_unit and line.seconds(num_lacking) > LONGEST_S:
+            num_in_time = int((LONGEST_S - line.base) / line.per_unit)
+            num_lacking = min(num_lacking, max(num_in_time, MIN_TOKENS))
+            num_lacking -= num_lacking % block_size
         compute_s = reader.load.prefill.per_unit * num_lacking
-        fetch_s = self._line(holder_id, reader).seconds(num_lacking)
+        fetch_s = max(line.seconds(num_lacking) - reader.load.prefill_queue_s, 0.0)
         return SourceTerms(name, num_lacking, fetch_s, compute_s)
 
     def _line(self, holder_id: str, reader: Node) -> MeasuredLine:

@@ -79,7 +79,7 @@ class Account:
         num_arriving: number of prompt tokens whose KV needs room here and has not arrived.
         num_decoding: number of prompt tokens once the request decodes here; 0 before.
         is_beside: whether other requests were on this decode node when this request was placed.
-        fetch_s: expected wait for a cached prefix, before this node can compute the prompt.
+        fetch_s: expected wait for a cached prefix, after the queue, until the node can begin.
         begun_at: when this decode node sent the request's first token; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes the prompt.
@@ -238,7 +238,7 @@ class NodeLoad:
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = now
             forecast = self._forecast(num_uncomputed, now, self.beside_factor if is_beside else 1.0)
-            forecast.wait_s = max(forecast.wait_s, fetch_s)
+            forecast.wait_s += fetch_s
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
             if self._is_decode:

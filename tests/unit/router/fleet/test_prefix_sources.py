@@ -9,7 +9,7 @@ import pytest
 from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import NodeRegistration, NodeRole, PeerReport, PeerUpdate, StepTime
 from router.fleet.node_pool import NodePool
-from router.fleet.prefix_sources import BARRED_S, PrefixSource
+from router.fleet.prefix_sources import BARRED_S, LONGEST_S, PrefixSource
 from tests.fakes.router.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
@@ -140,6 +140,26 @@ def test_little_or_nothing_is_not_fetched(fleet: Fleet) -> None:
 def test_a_slow_path_is_not_used() -> None:
     assert Fleet(bandwidth=1e6).choose(p=0, d0=480) is None
     assert Fleet(bandwidth=1e8).choose(p=0, d0=480) is not None
+
+
+def test_of_a_long_prefix_only_what_comes_in_time_is_fetched() -> None:
+    fleet = Fleet(bandwidth=1e8)  # half a millisecond per token
+    source = fleet.choose(num_tokens=9000, p=160, d0=8160)
+    assert source is not None
+    num_lacking = source.terms.num_lacking
+    assert num_lacking % 16 == 0
+    assert 0.9 * LONGEST_S < source.terms.fetch_s <= LONGEST_S
+    assert source.num_tokens == 160 + num_lacking
+    assert source.terms.compute_s == pytest.approx(0.001 * num_lacking)
+
+
+def test_a_fetch_costs_nothing_while_the_reader_computes_other_prompts() -> None:
+    fleet = Fleet(bandwidth=2e7)  # a fetch takes 2.5 times as long as computing
+    assert fleet.choose(d0=160) is None
+    fleet.p.node.load.note_opened(1000, num_uncomputed=1000)
+    source = fleet.choose(d0=160)
+    assert source is not None
+    assert source.terms.fetch_s == 0.0
 
 
 def test_only_connected_nodes_send(fleet: Fleet) -> None:
