@@ -3,8 +3,8 @@
 Real processes serve a random checkpoint with SmolVLM-256M's widths and few layers. Three cases take
 turns and get the same arrivals: a load without images; the load with images, encoded by the prefill
 node; and the load with images, encoded by an encode node. Only requests without images are
-compared. The three nodes divide the cores; on two cores, the encode node shares that of the prefill
-node.
+compared. The last core belongs to the encode node, the router and this program. The prefill and the
+decode node divide the other cores in all three cases.
 
     python -m benchmarks text_beside_images
 """
@@ -12,7 +12,9 @@ node.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,7 @@ async def _play(model: Path, plan: LoadPlan, number: int, num_encode: int | None
     """Start a deployment, play one load, and return the figures of text requests."""
     from dataclasses import replace
 
+    cores = sorted(usable_cores())
     dtype = ("--dtype", "float32")
     options = UpOptions(
         model=str(model),
@@ -162,10 +165,12 @@ async def _play(model: Path, plan: LoadPlan, number: int, num_encode: int | None
         router_args=("--no-local-prefill",),
         node_args=(*dtype, "--kv-cache-memory", "256M"),
         encode_args=dtype,
-        cores=tuple(sorted(usable_cores())),
+        cores=tuple(cores[:-1] or cores),
     )
     stop = asyncio.Event()
     async with started(options, stop) as (site, address):
+        for name in ("router", "e0")[: 2 if num_encode else 1]:
+            _bind(site.pid(name), cores[-1])
         target = await open_target(TargetOptions(url=f"grpc://{address}", api_key=site.admin_token))
         try:
             drawn = replace(plan, round=number)
@@ -175,6 +180,13 @@ async def _play(model: Path, plan: LoadPlan, number: int, num_encode: int | None
         finally:
             await target.close()
     return _figures(result.summary, has_images=num_encode is not None)
+
+
+def _bind(pid: int, core: int) -> None:
+    """Let all threads of a process run on this core alone."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+            os.sched_setaffinity(int(task.name), {core})
 
 
 def _figures(summary: Summary, *, has_images: bool) -> dict[str, Any]:

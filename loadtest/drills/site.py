@@ -75,6 +75,14 @@ class Site:
         """Return the admin token of the deployment started here; empty if none is needed."""
         return self._deployment.admin_token if self._deployment else ""
 
+    def pid(self, name: str) -> int:
+        """Return the process id of this router or node."""
+        pid = self._pids.get(name)
+        if pid is None:
+            assert self._deployment is not None
+            pid = self._deployment.child(name).process.pid
+        return pid
+
     def check(self, faults: Sequence[Fault]) -> None:
         """Raise ConfigError unless this load test can cause all faults."""
         known = [child.name for child in self._deployment.children] if self._deployment else []
@@ -126,12 +134,8 @@ class Site:
 
     def _signal(self, name: str, number: int) -> None:
         """Send a signal to a process; do nothing if the process has ended."""
-        pid = self._pids.get(name)
-        if pid is None:
-            assert self._deployment is not None
-            pid = self._deployment.child(name).process.pid
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(self.pid(name), number)
 
 
 def write_whole(path: Path, text: str) -> None:

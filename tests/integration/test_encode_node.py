@@ -36,18 +36,17 @@ from tests.numerics.vision_checkpoints import (
 pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 SEEDS = range(4)
+# Positions of one and of three axes, and attention in both directions inside an image. The gate
+# runs these three; `make test-large` runs all families.
+OF_EACH_KIND = (QUICK, "Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration")
 METRICS = free_address()
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        QUICK,
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in VISION_FAMILIES
-            if name != QUICK
-        ),
+        pytest.param(name, marks=pytest.mark.thorough if name in OF_EACH_KIND else ())
+        for name in VISION_FAMILIES
     ],
 )
 def checkpoint(

@@ -50,13 +50,14 @@ def norm(num_threads: int) -> Tensor:
     return native.rms_norm(ROWS, WEIGHT, 1e-6)
 
 
-def num_in_teams() -> int:
-    """Count the threads of all teams in this process."""
-    num = 0
+def team_threads() -> set[str]:
+    """Return the ids of the threads of all teams in this process."""
+    threads = set[str]()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the thread has ended
-            num += (task / "comm").read_text(encoding="utf-8") == "baton-team\n"
-    return num
+            if (task / "comm").read_text(encoding="utf-8") == "baton-team\n":
+                threads.add(task.name)
+    return threads
 
 
 @pytest.fixture(autouse=True)
@@ -94,21 +95,21 @@ def test_threads_that_call_at_once_do_not_disturb_each_other() -> None:
 
 def test_a_teams_threads_end_with_the_thread_that_called() -> None:
     norm(1)  # a team of this thread from another test stays as it is
-    before = num_in_teams()
-    during = list[int]()
+    before = team_threads()  # teams of other tests' threads may still be ending
+    started = set[str]()
 
     def call() -> None:
         norm(4)
-        during.append(num_in_teams())
+        started.update(team_threads() - before)
 
     caller = threading.Thread(target=call)
     caller.start()
     caller.join(timeout=60)
-    assert during == [before + 3]
+    assert len(started) == 3
     give_up_at = time.monotonic() + 30  # Python's join does not wait for the end of the C thread
-    while num_in_teams() > before and time.monotonic() < give_up_at:
+    while team_threads() & started and time.monotonic() < give_up_at:
         time.sleep(0.01)
-    assert num_in_teams() == before
+    assert not team_threads() & started
 
 
 def test_a_team_on_one_core_comes_to_an_end() -> None:
