@@ -266,7 +266,7 @@ def test_a_prefix_arrives_whole(kind: str, ranks: tuple[int, int]) -> None:
     fetch(KINDS[kind], "nixl", ranks, digests=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.large
 @pytest.mark.nixl
 @pytest.mark.parametrize("digests", [True, False])
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,7 +61,6 @@ def say(running: LocalDeployment, llm: LLM, prompt: list[int]) -> Completion:
     return completion
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [(HEADS, (4, 1)), (HEADS, (2, 4)), (WINDOWS, (1, 2)), (LATENT, (2, 1)), (FP8, (1, 4))],
