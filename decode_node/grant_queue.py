@@ -57,7 +57,8 @@ class GrantQueue:
         self._waiting: list[tuple[Key, Request]] = []
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
-        self._coming: dict[BlockHash, Key] = {}  # by missing block, the transfer that brings it
+        # For each block that is on its way, the transfer that brings it
+        self._bringers: dict[BlockHash, Key] = {}
         # The refused first request, with the numbers of free blocks and of waiting requests when it
         # was refused. It is refused again until blocks are freed or the second number changes.
         self._refused: tuple[Key, int, int] | None = None
@@ -76,11 +77,11 @@ class GrantQueue:
                 continue
             if self._is_refused(key):
                 return None
-            num_cached, lacking = self._engine.kv_cache_manager.find_initial_prefix(request)
-            brings = self._coming.get(lacking[0]) if lacking else None
-            if brings is not None:
+            num_cached, missing = self._engine.kv_cache_manager.find_initial_prefix(request)
+            bringer = self._bringers.get(missing[0]) if missing else None
+            if bringer is not None:
                 del self._waiting[0]
-                self._receiving[brings].waiters.append((key, request))
+                self._receiving[bringer].waiters.append((key, request))
                 continue
             num_tokens = request.num_initial_tokens - num_cached
             has_budget = self._has_budget(num_tokens)
@@ -89,9 +90,9 @@ class GrantQueue:
                 self._refused = (key, self._engine.block_pool.num_free, self._engine.num_waiting)
                 return None
             del self._waiting[0]
-            self._receiving[key] = _Transfer(num_tokens, lacking)
+            self._receiving[key] = _Transfer(num_tokens, missing)
             self._num_tokens += num_tokens
-            self._coming.update(dict.fromkeys(lacking, key))
+            self._bringers.update(dict.fromkeys(missing, key))
             return key, granted
         return None
 
@@ -106,8 +107,8 @@ class GrantQueue:
         self._refused = None
         self._num_tokens -= transfer.num_tokens
         for block_hash in transfer.hashes:
-            if self._coming.get(block_hash) == key:
-                del self._coming[block_hash]
+            if self._bringers.get(block_hash) == key:
+                del self._bringers[block_hash]
         self._queue(0, transfer.waiters)
 
     def _queue(self, place: int, requests: list[tuple[Key, Request]]) -> None:

@@ -53,7 +53,7 @@ class Job:
             num_forwards=request.num_forwards,
             num_preemptions=request.num_preemptions,
             push=reservation.receipt,
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=request.num_hit_tokens,
             num_drafts=request.num_drafts,
             num_accepted_drafts=request.num_accepted_drafts,
             why_drafts=why_drafts,

@@ -174,16 +174,17 @@ class DecodeNode:
             self._refuse(command, error)
             self._traces.end_trace(command, received_at, error=str(error))
             return
-        reserve, prefix = self.reservations.park, None
-        if not command.prefill_engine_id or self._is_short(request):
+        prefix = None
+        computes_prompt = not command.prefill_engine_id or self._is_short(request)
+        if computes_prompt:
             prefix = self.side_work.expect_prefix(request, command, received_at)
             engine.add_request(request)
-            reserve = self.reservations.skip_handoff
+        reserve = self.reservations.skip_handoff if computes_prompt else self.reservations.park
         reservation = reserve(request, command.epoch, command.prefill_engine_id, received_at)
         self._jobs[command.request_id] = Job(command, request, reservation, prefix)
         logger.debug(
-            "is to be decoded; %s computes its prompt of %d tokens",
-            command.prefill_engine_id or "this node",
+            "accepted; %s computes the prompt of %d tokens",
+            "this node" if computes_prompt else command.prefill_engine_id,
             request.num_initial_tokens,
             extra=ids_of(command),
         )
@@ -268,10 +269,7 @@ class DecodeNode:
                 self._refuse(job.command, error)
 
     def _end_handed_back(self) -> None:
-        """Return preempted requests to the router, which sends them to nodes again.
-
-        A preempted request would otherwise compute its prompt again on this node.
-        """
+        """Return preempted requests to the router, which sends them to nodes again."""
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
             self._fail(job.reservation, "PREEMPTED", "preempted: other requests need its memory")

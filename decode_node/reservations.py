@@ -102,21 +102,23 @@ class Reservations:
         self._clock = clock
         self._engine = engine
         self._receiver = receiver
-        self._open: dict[Key, Reservation] = {}  # those PARKED, GRANTED or RECEIVING
+        # Reservations that are PARKED, GRANTED or RECEIVING
+        self._open: dict[Key, Reservation] = {}
         self.quarantine = Quarantine(engine.block_pool, receiver, clock)
         self._grants = GrantQueue(
             engine,
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        # When each `Start` without a command so far arrived, by request and engine id.
+        # Arrival times of the `Start` messages whose commands have not come, by request and engine
+        # id.
         self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0
         self._outcomes: Counter[TransferOutcome] = Counter()
         self._received_bytes = 0
 
-    # ------------------------------------------------------------------ in
+    # ------------------------------------------------------------------ reservations begin
 
     def add_peer(self, peer: PeerInfo) -> None:
         """Connect a prefill node that joined the router, or joined it again."""
@@ -202,7 +204,7 @@ class Reservations:
                 )
             )
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ reservations end early
 
     def cancel(self, request_id: str, epoch: int) -> None:
         """End the reservation of a request early; do nothing if the request is unknown."""
@@ -340,7 +342,7 @@ class Reservations:
             reservation.block_ids = self._engine.kv_cache_manager.keep_received(
                 reservation.request, reservation.num_received_tokens
             )
-        # Without a `Start`, the peer writes nothing; a later one finds the request in `_ended`.
+        # Without a `Start`, the peer writes nothing; a later `Start` finds the request in `_ended`.
         if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:

@@ -127,7 +127,7 @@ class AdapterTable:
         return slot is not None and slot.is_pinned
 
     def can_have(self, digest: AdapterDigest) -> bool:
-        """Return whether an adapter has a slot, or may get one: not all slots are pinned."""
+        """Return whether an adapter has a slot, or may get a slot that is free or not pinned."""
         slots = self._slots
         is_full = len(slots) >= self._max_adapters
         return digest in slots or not (is_full and all(one.is_pinned for one in slots.values()))

@@ -156,7 +156,7 @@ def _describe_request(request: Request) -> dict[str, Any]:
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_tokens": request.num_tokens,
         "num_computed_tokens": request.num_computed_tokens,
-        "num_cached_tokens": request.num_cached_tokens,
+        "num_cached_tokens": request.num_hit_tokens,
         "num_preemptions": request.num_preemptions,
         "num_blocks": len(request.block_ids),
         "block_ids": request.block_ids[:MAX_BLOCKS],

@@ -53,14 +53,7 @@ class Engine:
         features: Features,
         compatibility: Mapping[str, str],
     ) -> None:
-        """Assemble an engine from parts made by `make_engine`.
-
-        Args:
-            executor: executor that has loaded the model and allocated the cache.
-            scheduler: schedules requests over the blocks of the executor's cache.
-            features: grammars, images and drafts, made for this scheduler.
-            compatibility: properties, by name, that must be equal on two nodes that exchange KV.
-        """
+        """Assemble an engine of parts made by `make_engine`; ``executor`` has loaded the model."""
         self.executor = executor
         self.model_config, self.dtype = executor.model_config, executor.dtype
         self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len

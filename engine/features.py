@@ -77,9 +77,9 @@ class Features:
     def prepare(self) -> None:
         """Load the grammar library's tokenizer and start the processes that decode images.
 
-        This takes up to some seconds. Nodes call it before they join a router, because making the
-        tokenizer holds the GIL. If no caller did this, the first request with a grammar or an image
-        waits until it is done.
+        The method takes up to some seconds. Nodes call it before they join a router, because making
+        the tokenizer holds the GIL. If no caller did, the first request with a grammar or an image
+        waits for the same work.
 
         Raises:
             ConfigError: no thread or descriptor is left.

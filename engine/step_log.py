@@ -86,7 +86,7 @@ class StepLog:
                 request.request_id,
                 request.status.value,
                 request.num_output_tokens,
-                request.num_cached_tokens,
+                request.num_hit_tokens,
                 request.num_prompt_tokens,
                 request.num_forwards,
                 request.num_preemptions,

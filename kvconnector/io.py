@@ -1,8 +1,8 @@
 """IoLoop: the KV I/O thread, which carries out the actions of the protocol's state machine.
 
 Only this thread uses the transport and the state machine; other threads queue wishes for the
-thread. It polls fast while bytes are in flight (without pauses if a GPU writes KV), slowly while
-messages may arrive, and otherwise sleeps between two ticks of the state machine.
+thread. The thread polls fast while bytes are in flight (without pauses if a GPU writes KV), slowly
+while messages may arrive, and otherwise sleeps between two ticks of the state machine.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class LoadOptions:
     prefix_tokens: int = same_option(LoadPlan, "prefix_tokens")
     images: str = option(
         "",
-        help="Images per request with images: N or uniform:LEAST-MOST, at most "
+        help="Number of images in each request that has images: N or uniform:LEAST-MOST, at most "
         f"{MAX_IMAGES}; empty: no images. Such a request is a chat: the images, and a word for "
         "each of --input-tokens.",
     )

@@ -109,7 +109,8 @@ class DecoderLayer(nn.Module):
             self.add_module(name, made)
             return made
 
-        # A tuple, because torch would register modules in an attribute a second time.
+        # The layer is in a tuple, because torch would register modules in an attribute a second
+        # time.
         norms = config.recipe.norms
         self._mixer_norms = norm(norms.before_mixer), norm(norms.after_mixer)
         if self.mlp is not None:

@@ -258,7 +258,8 @@ class NodeThreads(NodeOnThread[Node]):
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            return False  # commands wait: routers may send some before they learn of the drain
+            # Commands are waiting, because a router may send some before it learns of the drain
+            return False
         busy = self._node.step()
         self._num_busy += busy
         if self._hang_at and self._num_busy >= self._hang_at:

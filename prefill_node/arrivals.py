@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 WORDS = TransferWords(sender="encode node", granted="GRANTED")
 # No further units are granted while prompts hold received encodings of this many bytes. Encodings
-# that are on their way then may still arrive, which is one landing memory more.
+# on their way may still arrive, and take at most one more landing memory.
 MAX_RECEIVED_BYTES = 2**30
 
 
@@ -123,7 +123,8 @@ class Arrivals:
         # Prompts that wait for encodings, by request id and epoch.
         self._prompts: dict[tuple[str, int], PromptWait] = {}
         self._to_grant: deque[TransferKey] = deque()
-        self._received: weakref.WeakSet[ImagePixels] = weakref.WeakSet()  # those that prompts hold
+        # Images whose encodings prompts hold
+        self._received: weakref.WeakSet[ImagePixels] = weakref.WeakSet()
 
     # ------------------------------------------------------------------ prompts
 

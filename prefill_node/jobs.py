@@ -51,7 +51,7 @@ class Job:
             prefill_s=now - self.started_at,
             num_chunks=self.num_chunks,
             num_computed_tokens=self.request.num_prompt_tokens_computed,
-            num_cached_tokens=self.request.num_cached_tokens,
+            num_cached_tokens=self.request.num_hit_tokens,
             num_encodings_received=self.encodings.num_received if self.encodings else 0,
             num_encodings_lost=self.encodings.num_lost if self.encodings else 0,
             encodings_wait_s=self.encodings.waited_s if self.encodings else 0.0,

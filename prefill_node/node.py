@@ -91,7 +91,7 @@ class PrefillNode:
         after_layer = self.push_tracker.before_step(scheduled)
         result = self.engine.execute(scheduled, after_layer)
         continued = self._answer(result)
-        self._outbox.flush()  # before pushes, as clients wait for token 1
+        self._outbox.flush()  # sent before pushes, because clients wait for token 1
         self.push_tracker.after_step(result.scheduled, continued)
         self._end_failed()
         events = self.sender.poll()
@@ -176,9 +176,11 @@ class PrefillNode:
         engine.add_request(request)
         self.jobs.add(job)
         logger.debug(
-            "has a prompt of %d tokens to compute, for %s",
+            "accepted; this node computes the prompt of %d tokens, and %s",
             request.num_initial_tokens,
-            command.decode_engine_id or "nobody else",
+            f"{command.decode_engine_id} decodes"
+            if command.decode_engine_id
+            else "no node decodes",
             extra=ids_of(command),
         )
         if command.decode_engine_id:
@@ -211,7 +213,7 @@ class PrefillNode:
                 self.push_tracker.drop(output.request_id, "")
                 self.jobs.end_unpushed(job)
             logger.debug(
-                "computed its prompt in %.3g s, %d tokens of it were cached",
+                "computed the prompt in %.3g s; %d of its tokens were cached",
                 receipt.prefill_s,
                 receipt.num_cached_tokens,
                 extra=ids_of(job.command),

@@ -44,7 +44,7 @@ class _Handoff:
     """One request whose KV is being handed over to a decode node.
 
     Attributes:
-        indices: indices of the transferred blocks in ``Request.block_ids``, which lists the groups'
+        places: places of the transferred blocks in ``Request.block_ids``, which lists the groups'
             blocks of logical block 0, then those of logical block 1, and so on.
         epoch: number of the router's attempt.
         engine_id: engine id of the decode node.
@@ -55,7 +55,7 @@ class _Handoff:
     """
 
     request: Request
-    indices: list[int]
+    places: list[int]
     epoch: int
     engine_id: str
     added_at: float
@@ -77,6 +77,7 @@ class _Handoff:
 
 
 def _ends_prompt(item: ScheduledRequest) -> bool:
+    """Return whether the step computes the last token that is known at the start."""
     request = item.request
     start = request.num_computed_tokens + request.num_tokens_in_flight
     return start + item.num_scheduled_tokens == request.num_initial_tokens
@@ -134,7 +135,7 @@ class PushTracker:
         now = self._clock()
         self._handoffs[request.request_id] = _Handoff(
             request,
-            self._engine.kv_cache_manager.handoff_indices(request.num_initial_tokens),
+            self._engine.kv_cache_manager.handoff_places(request.num_initial_tokens),
             epoch,
             engine_id,
             added_at=now,
@@ -160,23 +161,23 @@ class PushTracker:
                     handoff.epoch,
                     handoff.engine_id,
                     num_tokens=request.num_initial_tokens,
-                    num_blocks=len(handoff.indices),
-                    groups=[index % self._num_groups for index in handoff.indices]
+                    num_blocks=len(handoff.places),
+                    groups=[place % self._num_groups for place in handoff.places]
                     if self._num_groups > 1
                     else (),
                 )
-            # The prompt is recomputed in other blocks.
+            # After a preemption, the prompt is computed again, in other blocks.
             if request.num_preemptions != handoff.num_preemptions:
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
             # Transferred blocks stay in the window until the prompt's end, so none was freed.
             first, end = len(handoff.block_ids), len(request.block_ids)
-            new_indices = handoff.indices[first : bisect.bisect_left(handoff.indices, end)]
-            new_block_ids = [request.block_ids[index] for index in new_indices]
+            new_places = handoff.places[first : bisect.bisect_left(handoff.places, end)]
+            new_block_ids = [request.block_ids[place] for place in new_places]
             self._engine.block_pool.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
-            # Push the blocks of the cached prefix at once.
+            # The blocks of the cached prefix are complete already: push them before the step.
             if is_first and self._mode is not PushMode.AFTER_PREFILL:
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):
@@ -293,7 +294,7 @@ class PushTracker:
         request = handoff.request
         # The tail leaves out blocks that the step in flight fills: they are pushed after that step.
         num_full = (request.num_computed_tokens + request.num_tokens_in_flight) // self._block_size
-        first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.indices, num_full))
+        first = max(handoff.num_blocks_pushed, bisect.bisect_left(handoff.places, num_full))
         handoff.tail, handoff.tail_first = tail, first
         tail.add_push(
             BlockPush(
@@ -311,7 +312,7 @@ class PushTracker:
             token_id: token 1, which makes this the last push; None: more pushes follow.
         """
         first = handoff.num_blocks_pushed
-        num_blocks = bisect.bisect_left(handoff.indices, num_logical_blocks * self._num_groups)
+        num_blocks = bisect.bisect_left(handoff.places, num_logical_blocks * self._num_groups)
         if num_blocks <= first and token_id is None:
             return
         handoff.num_blocks_pushed = max(num_blocks, first)

@@ -64,7 +64,7 @@ class Supplies(SideWork):
         return self.prefixes.add_peer(peer)
 
     def lose_peer(self, engine_id: str) -> None:
-        """Give up what a departed node was to send."""
+        """End the transfers of encodings and prefixes with a departed node."""
         if self.arrivals is not None:
             self.arrivals.incoming.lose_peer(engine_id)
         self.prefixes.lose_peer(engine_id)

@@ -146,7 +146,7 @@ async def _run(parts: _Parts) -> None:
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
     try:
         for listen, server in servers.items():
-            # Not serving before the worker processes can read requests
+            # Health checks fail until the worker processes can read requests.
             await server.set_serving(False)
             address = await server.start(listen)
             logger.info("router of %s listens on %s", ", ".join(config.models), address)
@@ -232,7 +232,7 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
     if not config.http_listen:
         yield None
         return
-    # Imported here, because a router without HTTP does not need it.
+    # Import here, because a router without HTTP does not need it.
     from router.api.http_server import HttpServer
     from router.api.ui.page import StatusPage
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORT = "simulated"
-# No limit: the simulated link takes writes of any size, so splitting them would make no difference.
+# There is no limit, because the simulated link takes writes of any size, and splitting them would
+# make no difference.
 _WHOLE_PUSHES = Portions(write_bytes=2**60, in_flight_bytes=2**60)
 
 

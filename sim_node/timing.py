@@ -85,15 +85,16 @@ class TimingModel:
 
 # One H100 SXM per node, Llama-3.1-8B in bf16 (128 KiB of KV per token).
 # Prefill: vLLM 0.30 on one H100 with Qwen3-8B sustains 3,018 output tokens/s at 1,024 in / 128 out
-#   under a latency limit (silybench, capacity.csv), so 24,000 prompt tokens/s while it decodes.
-#   Attention: 4 * 32 layers * 4,096 FLOPs per pair at the 640 TFLOP/s of FlashAttention-3
-#   (arXiv 2407.08608, figure 5), which counts half of all pairs for a causal mask; `num_pairs` is
-#   the exact number of these pairs.
+#   under a latency limit (silybench, capacity.csv). So it computes eight times as many prompt
+#   tokens, 24,000 per second, beside its decodes.
+# Attention: FlashAttention-3 reaches 640 TFLOP/s (arXiv 2407.08608, figure 5), and a pair takes
+#   4 * 32 layers * 4,096 FLOPs. The figure counts only pairs that a causal mask allows, as
+#   `num_pairs` does.
 # Decode: vLLM on one H100, Llama-3.1-8B, batches of 8, 64 and 256: 7.3, 11.5 and 26.1 ms between
 #   tokens (median; ML.ENERGY leaderboard, lm-arena-chat). That is 6.7 ms + 0.076 ms per request, of
 #   which reading some 600 tokens of KV at 70 % of 3.35 TB/s takes 0.034 ms.
-# Link: one 400 Gb/s port at the 41 GB/s that Mooncake measured (164 GB/s over four); its 128 tokens
-#   took 0.54 ms.
+# Link: Mooncake measured 41 GB/s for one port of 400 Gb/s (164 GB/s for four), and 0.54 ms for the
+#   KV of 128 tokens.
 _H100_8B = TimingModel(
     prefill_tokens_per_s=24_000,
     prefill_step_s=0.004,
@@ -106,8 +107,9 @@ _H100_8B = TimingModel(
     link_latency_s=0.0005,
 )
 # Two H100 per node, a 70B model in fp8 (80 layers, 8 KV heads: 160 KiB of KV per token in fp8).
-# Derived from the numbers above by arithmetic, not measured: 70 / 8 the FLOPs on two GPUs at twice
-# the rate of bf16; 70 GB of weights read at 70 % of 2 * 3.35 TB/s; two ports.
+# Computed from the numbers above, not measured: there are 70 / 8 times as many FLOPs on two GPUs at
+# twice the rate of bf16, a step reads 70 GB of weights at 70 % of 2 * 3.35 TB/s, and KV leaves
+# through two ports.
 _H100_70B = TimingModel(
     prefill_tokens_per_s=11_000,
     prefill_step_s=0.006,

@@ -92,11 +92,12 @@ BESIDE = (
     Chapter(
         "Passed on the way",
         "A plain request also passes these files: its model's name, its text, the gate, the choice "
-        "of nodes, the queues of its tokens and of a node, a prefill node's open commands, the "
-        "steps in flight, and the tensors of a step.",
+        "of nodes, the queues of its tokens and of a node, a prefill node's open commands and its "
+        "last blocks, the steps in flight, and the tensors of a step.",
         ("NameTable", "PromptReader", "Call:router", "Admission", "Ticket:router", "Placer",
          "NodePool", "OutputBuffer", "Answers:router", "Inbox:node_runtime", "Jobs:prefill_node",
-         "StepsInFlight", "KVCacheCoordinator", "PreparedStep", "Forward:engine", "StepSampler"),
+         "LayerTail", "StepsInFlight", "KVCacheCoordinator", "PreparedStep", "Forward:engine",
+         "StepSampler"),
     ),
     Chapter(
         "Carriers",

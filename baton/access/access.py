@@ -50,8 +50,8 @@ _UNKNOWN_KEY = (
     "(baton keys new)"
 )
 _BURST, _PER_SECOND = 10, 1.0  # wrong keys per address: allowed at once, and per second
-_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines about refusals, per address
-_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # audit lines about refusals and reads, all addresses
+_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines for refusals, per address
+_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # the same for refusals and reads of all addresses
 _SAME_LOOK_S = 60.0  # seconds in which equal reads make one audit line
 
 
@@ -289,7 +289,7 @@ class Access:
 def _network(address: str) -> str:
     """Return the name under which wrong keys from an address are counted.
 
-    This is the address, or the /64 network of an IPv6 address.
+    The name is the address, or the /64 network of an IPv6 address.
 
     All IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) lie in one /64 network, so each counts as
     its IPv4 address.

@@ -1,4 +1,4 @@
-"""Make a throw-away CA and certificates, to try TLS on one machine. Not for production."""
+"""Make a throw-away CA and certificates, only for trying TLS on one machine."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from baton.access.tls import SYSTEM_CAS, TlsMaterial, TlsOptions, client_context
 from baton.api.errors import ConfigError
 
 _CONNECT_TIMEOUT_S = 2.0
-# to wait for data, which an accepting gRPC server sends at once
+# seconds to wait for data; a gRPC server that accepts a connection sends data at once
 _ANSWER_TIMEOUT_S = 0.5
 _WANTS_CERTIFICATE = "it wants a client certificate (--tls-cert, --tls-key)"
 # TLS alert of a server -> reason. Servers of gRPC and asyncio close the connection without an

@@ -39,7 +39,7 @@ from baton.checkpoint.gguf.file import TENSOR_TYPES, GgufFile, StoredTensor
 from baton.checkpoint.gguf.table import ARCHITECTURES
 
 GGUF = ".gguf"
-ANY_EXPERT = "*"  # in the names of stacked layers, in place of an expert number
+ANY_EXPERT = "*"  # stands for the expert number in the names of stacked layers
 _A, _B = ".lora_a", ".lora_b"
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.weight")
 _EMBEDDING = "token_embd"

@@ -6,7 +6,7 @@ A number is NaN or infinite if all bits of its exponent are set:
 
 The two highest bytes of a number hold its exponent. Each such byte is mapped to 1 if all of its
 exponent bits are set. The mapped bytes of all numbers form two long integers, whose bitwise "and"
-is zero if all numbers are finite. This takes as long as a few copies.
+is zero if all numbers are finite. The check takes as long as a few copies of the bytes.
 """
 
 from __future__ import annotations

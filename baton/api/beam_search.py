@@ -19,7 +19,7 @@ from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
 # Maximum number of tokens of an output, because a router makes a call for each beam and token.
 MAX_BEAM_TOKENS = 1024
-MAX_PENALTY = 10  # the length to a higher power may overflow a float
+MAX_PENALTY = 10  # with a higher penalty, a power of the length could overflow a float
 
 EarlyStopping = bool | Literal["never"]
 TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first
@@ -55,9 +55,9 @@ class BeamSearchParams:
         max_tokens: maximum number of output tokens, at least 1.
         length_penalty: exponent of the length in the score, from -10 to 10; above 0 favours long
             outputs.
-        early_stopping: when the search ends, once ``beam_width`` outputs have ended: at once
-            (True), or when no running output would score better if it ended now (False), or when no
-            running output can ever score better (``"never"``).
+        early_stopping: when the search ends after ``beam_width`` outputs have ended:
+            immediately (True), or when no running output would score better if it ended now
+            (False), or when no running output can ever score better (``"never"``).
         end_token_ids: ids of tokens that end an output.
     """
 

@@ -235,8 +235,8 @@ class Receipt:
     def network_s(self) -> float:
         """Seconds on the links to the prefill node and back, including waits for event loops.
 
-        This is the sum of both directions, because clocks of two machines are not compared. If the
-        decode node computed the prompt alone, its computing time is included.
+        The value is the sum of both directions, because clocks of two machines are not compared. If
+        the decode node computed the prompt alone, its computing time is included.
         """
         prefill = self.prefill
         on_node_s = prefill.queue_s + prefill.prefill_s + prefill.send_s if prefill else 0.0

@@ -20,7 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_N = 128
-_LEAST_TOP_P = 5e-324  # for a top_p of 0, which samplers do not accept
+_LEAST_TOP_P = 5e-324  # used for a top_p of 0, which samplers do not accept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """Name of the only field that has a value."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, (), False))
 
     @property

@@ -111,7 +111,7 @@ def find_cached(model: str, name: HubName, patterns: Sequence[str]) -> Path | No
 
 def _cached_snapshot(repository: str, patterns: Sequence[str]) -> Path | None:
     """Return the folder of a repository in the hub library's cache; None: it is not cached."""
-    import huggingface_hub  # takes half a second, which local folders need not wait for
+    import huggingface_hub  # late, because local folders need not wait half a second for it
 
     try:
         return Path(
@@ -149,7 +149,7 @@ def _files_of(model: str, name: HubName) -> Sequence[str] | None:
     Raises:
         ModelLoadError: the files are unknown, and the user named a quantization.
     """
-    import huggingface_hub  # takes half a second, which local folders need not wait for
+    import huggingface_hub  # late, because local folders need not wait half a second for it
 
     try:
         return huggingface_hub.HfApi().list_repo_files(name.repository)

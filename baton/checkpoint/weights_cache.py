@@ -45,9 +45,10 @@ ALIGNMENT = 64  # each tensor begins at a multiple of 64 bytes
 _SPARE_DISK_BYTES = 2**30  # bytes of the disk that stay free for other programs
 _MAX_AGE_S = 30 * 24 * 3600.0
 _MAX_NEW_AGE_S = 3600.0  # seconds after which an unfinished file is removed
-_LOCK_TIMEOUT_S = 100.0  # longer than packing takes; then a node packs the weights itself
+_LOCK_TIMEOUT_S = 100.0  # after this time without the lock, a node packs the weights itself
 _LOCK_POLL_S = 0.02
-# A younger file is not cached: a change within a tick of the kernel's clock leaves its times equal.
+# Younger files are not cached: two changes within one tick of the kernel's clock give a file equal
+# times, so the second change would go unnoticed.
 _YOUNG_NS = 2 * 10**9
 _PIECE_BYTES = 8 * 2**20  # bytes per write; large writes make file systems use huge pages
 _MAGIC = b"baton weights 1\n"

@@ -63,7 +63,8 @@ def dev(
 ) -> None:
     """Make a throw-away CA with certificates for a router, nodes, a client and an operator.
 
-    Not for production: the CA's key is in the same folder. A CA that is already there is reused.
+    Do not use them in production, because the CA's key is in the same folder. If the folder already
+        has a CA, the command reuses it.
     """
     from baton.access.dev_certificates import LOCAL_HOSTS, write_dev_certificates
 

@@ -175,7 +175,7 @@ def chat(
 
 def _open_client(access: ClientAccess) -> Client:
     """Return a client of the router; raises ConfigError if its address is no ``host:port``."""
-    # Imported here, so that `--help` is fast.
+    # Import here, so that `--help` is fast.
     from baton.access.exposure import split_address
     from baton.client.client import Client
 

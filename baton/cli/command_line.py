@@ -41,7 +41,7 @@ def with_option_names(text: str, names: Mapping[str, str]) -> str:
         return names.get(found[0], found[0])
 
     # A name of a single word may be an ordinary word, so it is replaced only at the beginning.
-    text = text.removeprefix("structured_output.")  # options are named like its fields
+    text = text.removeprefix("structured_output.")  # its fields are the options' names
     return re.sub(r"^[a-z]\w*(?=: )|\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b", option, text)
 
 
@@ -63,7 +63,7 @@ class _HelpFormatter(typer.Context.formatter_class):  # type: ignore[misc,valid-
         return text.replace(_HYPHEN, "-")
 
 
-# Click's class, or in newer releases of Typer the class of its own copy of Click.
+# Base class of usage errors: Click's own, or that of the copy of Click in newer releases of Typer.
 _UsageError: Any = BadParameter.__base__
 
 
@@ -95,7 +95,7 @@ def _usage_line(error: Any, ctx: Any) -> str:
     name = param.name or ""
     is_option = isinstance(param, typer.core.TyperOption)
     shown = (place_of(ctx, name) or flag_of(name)) if is_option else name.upper()
-    if not error.message:  # nothing was given
+    if not error.message:  # the required value is missing
         first_sentence = (getattr(param, "help", "") or "").partition(". ")[0]
         wanted = first_sentence.rstrip(".")
         return f"{shown}: must be given: {wanted[:1].lower()}{wanted[1:]} (see {command} --help)"

@@ -25,7 +25,7 @@ def completion(
     baton --install-completion, or this output in ~/.bashrc, ~/.zshrc or
     ~/.config/fish/completions/baton.fish.
     """
-    # Imported here, so that `--help` is fast.
+    # Import here, so that `--help` is fast.
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     script = get_completion_script(

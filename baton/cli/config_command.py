@@ -18,7 +18,7 @@ _HELP = "Show the options that a program would use, and where each comes from."
 _SECRET = "(given, and not shown)"
 
 
-class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # type: ignore[misc]  # a class that is made
+class _Shown(lazy_group(PROGRAM_ENTRIES | LOAD_TEST_ENTRIES)):  # a class made at run time
     """Group of all programs' commands, which show their options instead of running."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -45,7 +45,8 @@ class BeamCall:
 
     def _beam(self, output: Completion) -> BeamCompletion:
         logprob = 0.0
-        for token in output.logprobs:  # added in `BeamSearch`'s order, so sums are equal
+        # In the order of `BeamSearch`, so that sums of floats are equal
+        for token in output.logprobs:
             logprob += token.logprob
         return BeamCompletion(
             text=output.text,

@@ -1,7 +1,7 @@
 """LocalDeployment: starts a router and its nodes as processes on this machine.
 
 Ray may place nodes on other machines, too. Native kernels are built before nodes start, so that one
-process builds them and none waits. The deployment then starts the processes and waits until all
+process builds them and no node waits. The deployment then starts the processes and waits until all
 pairs are connected. All processes end when this process ends: they hold a pipe of this process,
 which closes even if this process is killed.
 """
@@ -494,8 +494,8 @@ class LocalDeployment:
         lends = "--core-locks" in arguments
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        # Unless the user chose an audit log, each program gets a file for it, because the log file
-        # should not contain its JSON lines.
+        # Unless the user chose an audit log, each program gets a separate file for audit lines, so
+        # that the log file contains no JSON lines.
         if not _chooses_audit_log(arguments):
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         with log.open("ab") as output:  # a restart appends to the log

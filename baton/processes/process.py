@@ -38,7 +38,7 @@ def run_program(
     Raises:
         BatonError: options, files or peers have a problem.
     """
-    # Imported here, because `--help` needs no event loop and should be fast.
+    # Import here, because `--help` needs no event loop and should be fast.
     import uvloop
 
     from baton.telemetry.logs import close_logging, set_up_logging

@@ -167,7 +167,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             raise AssertionError("a refused call has no responses")
 
     def _join_trace(self, entry: AccessEntry, raw: _Raw, roles: Roles) -> None:
-        # Imported here, because clients import this module but do not need structlog.
+        # Import here, because clients import this module but do not need structlog.
         from structlog.contextvars import bind_contextvars
 
         tracing = self._tracing if Role.INFER in roles else NO_TRACING

@@ -1,7 +1,7 @@
 """Listener: accepts TCP connections for a protocol, within limits and with timeouts.
 
 The listener accepts connections itself, so that they count for limits before their TLS handshake.
-It knows no HTTP, so the server tells when a connection is at work (has an open request).
+The listener knows no HTTP, so the server tells when a connection is at work (has an open request).
 
     accepted -> waits for a first request -> at work <-> idle
                                              (or cut off, if the peer does not read)
@@ -139,8 +139,8 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        # A memoryview, because asyncio's TLS reads into slices, and slices of a bytearray are
-        # copies.
+        # asyncio's TLS reads into slices, and slices of a bytearray, unlike those of a memoryview,
+        # are copies.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None
@@ -333,7 +333,8 @@ class Listener:
         # The peer is gone, or it does not speak TLS.
         except (OSError, asyncio.CancelledError) as error:
             if isinstance(error, ssl.SSLError):
-                # The problem of a certificate, or a code of OpenSSL such as WRONG_VERSION_NUMBER.
+                # Show the problem of a certificate, or OpenSSL's code, such as
+                # WRONG_VERSION_NUMBER.
                 why = getattr(error, "verify_message", "") or error.reason or "it ended"
                 self._warn(connection.address, f"a TLS handshake failed: {why}")
             sock.close()

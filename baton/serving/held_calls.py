@@ -3,7 +3,7 @@
     a call whose message has not come      one place, and up to 8 MiB of its message
     a health watch, a reflection stream    one place while the stream lives
 
-gRPC limits both only per connection, and accepts hundreds of connections.
+gRPC limits calls and their memory only per connection, and accepts hundreds of connections.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 
-# Maximum number of calls of a caller whose messages, of up to 8 MiB each, are read at the same
-# time. Further messages stay with the client until one of these has arrived.
+# Maximum number of messages, of up to 8 MiB each, that are read from one caller at the same time.
+# The client keeps further messages until one of these messages has arrived.
 MAX_COMING = 32
 # Maximum number of a caller's calls that wait for their turn. Each takes 25 KiB, and several times
 # the size of its headers.

@@ -224,5 +224,6 @@ def open_sync_channel(
 
 def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
     named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
-    # No shared connections, because a channel with new certificates might reuse an old connection.
+    # Connections are not shared, because a channel with new certificates might reuse an old
+    # connection.
     return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

@@ -44,7 +44,7 @@ def revision_of(checkout: Path) -> str:
 def measure_steps(
     repetitions: int, num_steps: int, nano_vllm: Path | None
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Measure in turns; return {load: {subject: [[schedule us, update us] of each step]}}."""
+    """Time the steps of all schedulers, in turns."""
     prompts = Prompts.draw()
     samples: dict[str, dict[str, list[list[float]]]] = {
         load.name: {name: [] for name in subjects_of(load, nano_vllm)} for load in LOADS

@@ -177,7 +177,7 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """Return medians: ms of a hand-off that computing does not hide, and number of descriptors.
+    """Return two medians: a hand-off's ms that computing does not hide, and its descriptors.
 
     The descriptors are those of one block and one pair of ranks.
     """

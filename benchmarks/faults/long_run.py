@@ -27,7 +27,8 @@ from benchmarks.runner.run import Run
 
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-# Number of standstills before the first count, because processes open some files only once
+# The load stops this many times before anything is counted, because processes open some files only
+# once.
 NUM_WARM_UP = 2
 CONCURRENCY = 6
 NUM_LOOKS = 5

@@ -66,7 +66,8 @@ class _Churn:
             assert p is not None
             assert d is not None
             self.num_allocated += len(p) + len(d)
-            pairs = sorted(zip(p, d, strict=False))  # in the order in which the sender writes
+            # Sorted in the order in which the sender writes
+            pairs = sorted(zip(p, d, strict=False))
             transfers.append((num_blocks, count_runs([a for a, _ in pairs], [b for _, b in pairs])))
             num_output = self.draw.expovariate(1 / MEAN_OUTPUT_TOKENS)
             held = _Held(p, d, int(num_output / BLOCK_SIZE))

@@ -97,7 +97,7 @@ HANDOFF = Source("handoff", (
 
 
 def _hybrids_growth(document: Json) -> Found:
-    """Compare the exposed transfer of the longest prompt with the shortest prompt's, by family.
+    """Compare, by family, the exposed transfers of the longest and the shortest prompt.
 
     The dense model is not judged here, because it has its own rows in `HANDOFF`.
     """

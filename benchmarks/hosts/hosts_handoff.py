@@ -125,7 +125,8 @@ def run(
     table: dict[str, dict[str, Any]] = {}
     with Network(HOSTS) as network, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
-        network.enter("client")  # before gRPC has threads: they stay where they begin
+        # Called before gRPC has threads, because threads stay in the network where they begin
+        network.enter("client")
         for connector in connectors:
             for push in pushes:
                 with running(network, folder, connector, push) as programs:

@@ -92,7 +92,8 @@ class Site:
         self.programs.start_router("--no-local-prefill")
         for name in NODES:
             self.start_node(name, connector)
-        self.network.enter(CLIENT)  # before gRPC has threads: they stay where they begin
+        # Called before gRPC has threads, because threads stay in the network where they begin
+        self.network.enter(CLIENT)
         if _seconds_until(lambda: all_are_paired(self.router), READY_TIMEOUT_S) is None:
             raise TimeoutError("\n".join(self.programs.log(name)[-2000:] for name in NODES))
 

@@ -71,7 +71,7 @@ def look(programs: HostPrograms, begun_at: float) -> Sample:
             # the program is a child of the process that enters its host
             child = psutil.Process(process.pid).children()[0]
             usage[name] = Usage.of(child.pid)
-        except (psutil.Error, IndexError):  # it has just been killed
+        except (psutil.Error, IndexError):  # the process has just been killed
             continue
     return Sample(round(time.monotonic() - begun_at, 2), usage)
 

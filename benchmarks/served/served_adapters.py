@@ -51,7 +51,7 @@ WARM, COLD = "warm", "cold"
 NUM_ON_DISK, NUM_IN_USE, SLOTS = 1000, 64, 16
 POLICIES = ("cost", "least_tokens", "round_robin")
 ROUTED_PROMPT, ROUTED_OUTPUT, NUM_ASKING = 64, 8, 8
-UNMEASURED = 0.25  # this share of the requests comes first, fills the slots, and is not counted
+UNMEASURED = 0.25  # share of the requests that come first, fill the slots, and are not counted
 
 _LOADED = re.compile(r"loaded adapter ([0-9a-f]+) in ([\d.e+-]+) s")
 Numbers = dict[str, float]

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Ask a program of Baton in the same container whether it lives: exit code 0, or 1 and a line.
 
-``BATON_HEALTH_URL`` (or the first word) says where. A certificate is not verified, as kubelets do
-not: this asks its own container. Needs the standard library only, so it starts in no time.
+``BATON_HEALTH_URL`` (or the first argument) is the address to ask. Like kubelets, the program does
+not verify a certificate, because the server is in its own container. The program imports only the
+standard library, so it starts fast.
 """
 
 from __future__ import annotations

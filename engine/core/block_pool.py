@@ -116,12 +116,12 @@ class BlockPool:
         self.keeps: Callable[[KVCacheBlock], bool] | None = None
         self.residency = BlockResidency()
         self._clock = clock
-        self._blocks: list[KVCacheBlock] = []  # by id; other blocks were never allocated
+        self._blocks: list[KVCacheBlock] = []  # blocks by id; all other blocks were never allocated
         self._num_blank = 0  # number of blank blocks, at the front of the free list
         self._head, self._fence, self._tail = (KVCacheBlock(-1) for _ in range(3))
         self._head.next, self._tail.previous = self._fence, self._fence
         self._fence.previous, self._fence.next = self._head, self._tail
-        # By hash: one block, or a dict by block id if several blocks hold the content.
+        # For each hash: one block, or a dict by block id if several blocks hold the content.
         self._cached: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._events: list[KVCacheEvent] | None = [] if record_events else None
 
@@ -335,7 +335,7 @@ class BlockPool:
             if block.next is self._fence:
                 self._unpin_first()
             block = block.next
-            self._give(block, now)
+            self._assign(block, now)
             block_ids.append(block.block_id)
         self._head.next, block.next.previous = block.next, self._head
         return block_ids
@@ -370,7 +370,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self._blocks[block_id]
             block.previous.next, block.next.previous = block.next, block.previous
-            self._give(block, now)
+            self._assign(block, now)
         return block_ids
 
     def _unpin_first(self) -> None:
@@ -380,7 +380,8 @@ class BlockPool:
         block.next.previous, fence.next = fence, block.next
         block.next, fence.previous = fence, block
 
-    def _give(self, block: KVCacheBlock, now: float) -> None:
+    def _assign(self, block: KVCacheBlock, now: float) -> None:
+        """Give a free block its first reference; evict its content, if it has any."""
         if block.block_hash is None:
             self._num_blank -= 1
         else:
@@ -436,7 +437,8 @@ def choose_extents(candidates: Sequence[int], num_blocks: int) -> list[int]:
     ordered = np.sort(np.array(candidates, dtype=np.int64))
     starts = np.concatenate(([0], np.flatnonzero(np.diff(ordered) != 1) + 1))
     lengths = np.diff(starts, append=len(ordered))
-    longest_first = np.argsort(-lengths, kind="stable")  # of equally long runs, lower ids first
+    # Equally long runs are sorted by their lowest id
+    longest_first = np.argsort(-lengths, kind="stable")
     lengths = lengths[longest_first]
     totals = np.cumsum(lengths)
     num_whole = int(np.searchsorted(totals, num_blocks))

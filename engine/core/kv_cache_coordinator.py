@@ -88,7 +88,7 @@ class KVCacheCoordinator:
             hashes: hashes of the prefix's logical blocks.
         """
         stride = self.num_groups
-        places = self.kept_indices(len(hashes) * self._block_size, len(hashes))
+        places = self.kept_places(len(hashes) * self._block_size, len(hashes))
         return tuple(hashes[place // stride] + _suffix(place % stride) for place in places)
 
     def num_needed(self, num_blocks: int) -> int:
@@ -146,8 +146,8 @@ class KVCacheCoordinator:
                 block_ids[index] = null_block
                 index -= stride
 
-    def kept_indices(self, num_tokens: int, num_blocks: int) -> list[int]:
-        """Return the indices in the flat list of the blocks needed after ``num_tokens`` tokens."""
+    def kept_places(self, num_tokens: int, num_blocks: int) -> list[int]:
+        """Return the places in the flat list of the blocks needed after ``num_tokens`` tokens."""
         stride = self.num_groups
         if self.null_block is None:
             return list(range(num_blocks * stride))

@@ -152,7 +152,7 @@ class KVCacheManager:
         sibling.block_hashes = request.block_hashes[:num_blocks]
         sibling.num_cached_blocks = min(request.num_cached_blocks, num_blocks)
         sibling.num_computed_tokens = num_blocks * self.block_size
-        sibling.num_cached_tokens = sibling.num_computed_tokens
+        sibling.num_hit_tokens = sibling.num_computed_tokens
         sibling.cache_class = request.cache_class
 
     def cache_blocks(self, request: Request, cache_class: int = 0) -> None:
@@ -191,8 +191,7 @@ class KVCacheManager:
         cached = self._longest_hit(request, request.num_initial_tokens)
         num_blocks = len(cached) // self.num_groups
         num_full = request.num_initial_tokens // self.block_size
-        lacking = request.block_hashes[num_blocks:num_full]
-        return num_blocks * self.block_size, lacking
+        return num_blocks * self.block_size, request.block_hashes[num_blocks:num_full]
 
     # ------------------------------------------------------------------ blocks
 
@@ -200,7 +199,7 @@ class KVCacheManager:
         """Allocate blocks until the request has room for ``num_tokens`` tokens.
 
         Returns:
-            The ids of added blocks, maybe none; None, with nothing changed, if too few are free.
+            The ids of the added blocks, if any. None: too few blocks are free, so nothing changed.
         """
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
@@ -224,7 +223,7 @@ class KVCacheManager:
         """
         assert not request.block_ids
         num_initial_blocks = self.num_blocks_for(request.num_initial_tokens)
-        places = self.handoff_indices(request.num_initial_tokens)
+        places = self.handoff_places(request.num_initial_tokens)
         places += range(num_initial_blocks, self.num_blocks_for(num_tokens))
         cached = self._longest_hit(request, request.num_initial_tokens)
         num_hits = bisect.bisect_left(places, len(cached))
@@ -248,7 +247,7 @@ class KVCacheManager:
 
     def blocks_to_receive(self, request: Request) -> GrantedBlocks:
         """Return the blocks of a request's hand-off that a remote node must write."""
-        places = self.handoff_indices(request.num_initial_tokens)
+        places = self.handoff_places(request.num_initial_tokens)
         first = bisect.bisect_left(places, request.num_cached_blocks * self.num_groups)
         block_ids = tuple(request.block_ids[place] for place in places[first:])
         several = self.num_groups > 1
@@ -277,14 +276,14 @@ class KVCacheManager:
         room = min(num_blocks * self.block_size, request.max_num_tokens)
         return max(room, request.num_initial_tokens)
 
-    def handoff_indices(self, num_prompt_tokens: int) -> list[int]:
-        """Return the indices in ``block_ids`` of the blocks that a hand-off transfers.
+    def handoff_places(self, num_prompt_tokens: int) -> list[int]:
+        """Return the places in ``block_ids`` of the blocks that a hand-off transfers.
 
         Blocks outside the attention window at the prompt's end are not transferred. All nodes with
-        this model and block size compute equal indices, so nodes do not send them.
+        this model and block size compute equal places, so nodes do not send them.
         """
         num_blocks = -(-num_prompt_tokens // self.block_size)
-        return self.coordinator.kept_indices(num_prompt_tokens, num_blocks)
+        return self.coordinator.kept_places(num_prompt_tokens, num_blocks)
 
     def free_slid_out(self, request: Request) -> None:
         """Release those of a request's blocks that slid out of their groups' windows."""

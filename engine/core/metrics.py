@@ -252,7 +252,7 @@ class EngineCounters:
         """Count a request's look-up in the prefix cache, at its admission or grant."""
         self.prefix_lookups += 1
         self.prefix_lookup_tokens += request.num_prompt_tokens
-        self.cached_prompt_tokens += request.num_cached_tokens
+        self.cached_prompt_tokens += request.num_hit_tokens
 
     def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts that a step computed for a request."""

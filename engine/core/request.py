@@ -101,7 +101,7 @@ class Request:
         siblings: requests with the same prompt, which share the prompt's computed blocks.
         prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
 
-        num_cached_tokens: tokens found in the prefix cache at admission or grant.
+        num_hit_tokens: tokens found in the prefix cache at admission or grant.
         num_pinned_tokens: prompt tokens that the request pinned; set by `PrefixPins`.
         num_preemptions: times that the request lost its blocks to another request.
         num_prompt_tokens_computed: prompt tokens that this engine computed, counted again after a
@@ -151,7 +151,7 @@ class Request:
     siblings: list[Request] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # Counts and times for receipts and metrics.
-    num_cached_tokens: int = 0
+    num_hit_tokens: int = 0
     num_pinned_tokens: int = 0
     num_preemptions: int = 0
     num_prompt_tokens_computed: int = 0

@@ -156,7 +156,7 @@ class Scheduler:
                 return None
         if not manager.allocate_for_handoff(request, manager.num_tokens_to_grant(request)):
             return None
-        request.num_cached_tokens = request.num_cached_blocks * manager.block_size
+        request.num_hit_tokens = request.num_cached_blocks * manager.block_size
         self.counters.note_lookup(request)
         return manager.blocks_to_receive(request)
 
@@ -176,9 +176,7 @@ class Scheduler:
         request = self.requests[request_id]
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         request.token_ids.append(token_id)
-        self.counters.received_prompt_tokens += (
-            request.num_initial_tokens - request.num_cached_tokens
-        )
+        self.counters.received_prompt_tokens += request.num_initial_tokens - request.num_hit_tokens
         request.num_computed_tokens = request.num_initial_tokens
         self.kv_cache_manager.cache_blocks(request)
         self._room.queue(request)
@@ -495,7 +493,7 @@ class Scheduler:
                 self._hand_back(request)
                 continue
             if request.num_preemptions == 0:
-                request.num_cached_tokens = num_cached
+                request.num_hit_tokens = num_cached
                 self.counters.note_lookup(request)
             budget -= self._run(request, self._num_tokens_next(request, budget), scheduled)
         return budget
@@ -545,7 +543,7 @@ class Scheduler:
             if request.request_id in self.drafts.kept:  # the step in flight replaces its drafts
                 return 0
         if missing == 1:
-            if self.in_flight.num_decodes_left <= 0:  # left for a later micro-batch
+            if self.in_flight.num_decodes_left <= 0:  # the decode is left for a later micro-batch
                 return 0
             return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left

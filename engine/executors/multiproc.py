@@ -97,7 +97,8 @@ class MultiprocExecutor(RanksExecutor):
         with on_cores(self._cores):
             super().__init__(model_folder, config, others, device, meeting, shared)
         if shared is not None:
-            os.close(shared)  # not needed any more: the workers have mapped the memory
+            # The workers have mapped the memory, so this descriptor is not needed any more
+            os.close(shared)
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         with on_cores(frozenset() if self.runs_ahead else self._cores):

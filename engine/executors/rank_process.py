@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-# Number of checks in a row that must find the engine stopped: if all processes were stopped and are
-# now continued, the first check may come before the engine is continued.
+# Number of checks in a row that must find the engine stopped. One check is not enough: if someone
+# stops all processes and continues them, this process may continue before the engine does.
 _MOST_LOOKS = 3
 
 

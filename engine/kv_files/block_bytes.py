@@ -11,8 +11,8 @@ import torch
 class BlockBytes:
     """The blocks of one worker's KV cache as bytes; a `BlockMemory`.
 
-    On a CPU, the bytes are those of the cache itself. On a GPU, they are copies, made on a stream
-    of their own, because the steps' stream may have much queued work.
+    On a CPU, the bytes are the cache's memory itself. On a GPU, the bytes are copies. A separate
+    stream makes the copies, because the steps' stream may have much queued work.
 
     Args:
         tensor: the KV cache, `[num_blocks, ...]`, contiguous.
@@ -36,7 +36,8 @@ class BlockBytes:
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         if self._memory is not None:
             return [self._own(block_id) for block_id in block_ids]
-        # One by one, to need no further memory of the GPU, and to let a sleep begin between two.
+        # Copy block by block, so that the copies need no further GPU memory, and a sleep can begin
+        # between two copies.
         return [self._copied(block_id) for block_id in block_ids]
 
     def _copied(self, block_id: int) -> memoryview:

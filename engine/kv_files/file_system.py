@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_MOST_PARTS = 1024  # most parts of one call (IOV_MAX)
+_MOST_PARTS = 1024  # maximum number of parts of one call (IOV_MAX)
 
 
 class FoundFile(NamedTuple):
@@ -32,7 +32,8 @@ class FileSystem:
     def list_folders(self, path: Path) -> dict[str, float]:
         """Return when each folder in a folder was changed, in seconds since 1970, by name.
 
-        Leaves out folders that another process removes meanwhile; a missing folder has none.
+        Leaves out folders that another process removes meanwhile. The result is empty if the folder
+        is missing.
         """
         found = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
@@ -45,7 +46,8 @@ class FileSystem:
     def list_files(self, path: Path) -> list[FoundFile]:
         """Return the files in a folder.
 
-        Leaves out files that another process removes meanwhile; a missing folder has none.
+        Leaves out files that another process removes meanwhile. The result is empty if the folder
+        is missing.
         """
         found = []
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
@@ -62,7 +64,7 @@ class FileSystem:
     def is_private(self, descriptor: int) -> bool:
         """Return whether this user or root owns a file, and no strangers may read or write it.
 
-        The file's group may, because shared volumes give their files to a group.
+        The file's group may have access, because shared volumes give their files to a group.
         """
         stat = os.fstat(descriptor)
         return stat.st_uid in (os.geteuid(), 0) and not stat.st_mode & 0o007

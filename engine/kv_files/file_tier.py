@@ -41,7 +41,8 @@ FREE_SHARE = 0.75
 MAX_WAITING_WRITES = 64
 # Reads that took fewer seconds do not tell how fast the disk is.
 _LONG_READ_S = 0.5
-# Minimum prompt tokens of a step whose time counts, and its weight in the mean time per token.
+# Minimum number of prompt tokens of a step whose time is measured, and the weight of this time in
+# the mean time per token.
 _LONG_STEP_TOKENS, _STEP_WEIGHT = 64, 0.2
 # Seconds for which an ending process waits until its last files are written.
 _CLOSE_S = 10.0
@@ -255,7 +256,8 @@ class KVFileTier:
         if read.waiters:
             self._judge(read, self._clock() - read.began_at)
         self._cache_done(read)
-        # The last blocks first: the cache then keeps the beginning of the prefix longest.
+        # Release the last blocks first, so that the cache keeps the beginning of the prefix
+        # longest.
         self._pool.release(reversed(job.block_ids))
         self._pool.release(reversed(read.held_ids))
         for cause in job.causes:
@@ -265,7 +267,7 @@ class KVFileTier:
     def _judge(self, read: _Read, seconds: float) -> None:
         """Turn reading off for a while if computing the blocks would have been faster."""
         tokens = read.job.num_done * self._manager.block_size
-        # A damaged file brings nothing, too, but does not tell how fast the disk is.
+        # A damaged file brings no blocks either, but its time does not tell how fast the disk is.
         is_stuck = not tokens and not read.job.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
@@ -314,7 +316,7 @@ class KVFileTier:
             return
         if (len(chain) - self._store.first_missing(self.identity, chain)) * size < MIN_TOKENS:
             return
-        # Earlier blocks may be written again, although files have them, in a longer run.
+        # A longer run may write earlier blocks again, although files have these blocks.
         block_ids: list[int] = []
         for block_hash in chain:
             block_id = pool.find(block_hash)

@@ -34,7 +34,7 @@ def make_tier(
         resume: queues a request that waited for a part of its prompt.
 
     Raises:
-        ConfigError: the folder cannot be used, or the model keeps other KV than files can hold.
+        ConfigError: the folder cannot be used, or files cannot hold the KV of this model.
     """
     if not config.kv_files:
         return None

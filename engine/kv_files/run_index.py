@@ -148,9 +148,10 @@ class RunIndex:
 def plan_pieces(
     found: Sequence[tuple[int, Run]], chain: Sequence[BlockHash], first: int
 ) -> list[Piece]:
-    """Choose the files from which to read a chain's blocks from ``first`` on, as many as possible.
+    """Choose files with as many of a chain's blocks from ``first`` on as possible.
 
-    A run whose hashes are unknown is taken to have as many blocks of the chain as it can have.
+    If the hashes of a run are unknown, the function assumes that all of the run's blocks are in the
+    chain.
 
     Args:
         found: result of `RunIndex.runs_of`.

@@ -40,10 +40,12 @@ _ABANDONED_S = 600.0
 # Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
 # is read again.
 _SETTLED_S = 1.0
-_CHUNK_BYTES = 2**23  # bytes that are read between two looks at whether the reader should stop
-# Most headers that one read learns: thousands of conversations may have the same first blocks.
+_CHUNK_BYTES = 2**23  # bytes that are read between two checks whether the reader should stop
+# Maximum number of headers that one read learns, because thousands of conversations may have the
+# same first blocks.
 _MOST_HEADERS = 32
-# Most bytes of a run's blocks: a run of a GPU's blocks is copied to the host before it is written.
+# Maximum number of bytes of a run's blocks, because a run of a GPU's blocks is copied to the host
+# before it is written.
 _MAX_RUN_BYTES = 2**30
 # When the folder is full, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
@@ -97,7 +99,7 @@ class RunStore:
         """Return the folder's secret; make it if there is none."""
         path = self._folder / SECRET
         try:
-            return self._read_secret(path)  # without a write, because the disk may be full
+            return self._read_secret(path)  # the disk may be full, so nothing is written
         except FileNotFoundError:
             self._make_secret(path)
         return self._read_secret(path)
@@ -304,7 +306,7 @@ class RunStore:
         num_before, replaced = first, []
         while (before := self._run_before(job, chain, first)) is not None:
             if len(chain) - before.name.start > most:
-                break  # one run cannot have the blocks of both
+                break  # both runs' blocks do not fit into one run
             replaced.append(before)
             first = before.name.start
         hashes = chain[first : first + most]
@@ -370,7 +372,7 @@ class RunStore:
         self._note_stored()
 
     def _note_use_elsewhere(self, run: Run) -> bool:
-        """Return whether another node has read a file since this node or the last scan noted it."""
+        """Note when any node last read a file; return whether that was later than noted so far."""
         used_at = self._files.used_at(self._folder / run.path)
         if used_at is None or used_at <= run.used_at + _SETTLED_S:
             return False

@@ -141,7 +141,7 @@ class Answer:
             queue_s=request.started_at - self._began_at,
             ttft_s=self._first_at - self._began_at,
             total_s=self._last_at - self._began_at,
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=request.num_hit_tokens,
             num_preemptions=request.num_preemptions,
             num_drafts=request.num_drafts,
             num_accepted_drafts=request.num_accepted_drafts,

@@ -339,7 +339,7 @@ class LLM:
             ]
             answers = self._run(choices)
             for error in (answer.error for answer in answers if answer.error is not None):
-                raise error  # such as an image that cannot be decoded
+                raise error  # for example, an image cannot be decoded
             return [answer.completion().logprobs[0].top for answer in answers]
 
         token_ids = [prompt.token_ids for prompt in read]
@@ -407,13 +407,13 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # made while another stream was read
+            for answer in answers:  # answers that were completed while another stream was read
                 yield from answer.take_unread()
         finally:
             for request in requests:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
-                self._step()  # else no later call may end this step
+                self._step()  # otherwise, no later call might end this step
 
     @property
     def weights(self) -> str:

@@ -95,7 +95,8 @@ class NamedAdapters:
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
         """Unload the adapter with this digest, unless another name still refers to it."""
         is_named = any(one.digest == digest for one in self._adapters.values())
-        if not is_named and digest in self._table.digests:  # already unloaded otherwise
+        # Otherwise, the adapter is already unloaded
+        if not is_named and digest in self._table.digests:
             self._table.unload(digest)
 
     def _named(self, name: str) -> _NamedAdapter:

@@ -71,7 +71,7 @@ class PooledAnswer:
 
     @property
     def num_cached_tokens(self) -> int:
-        return self.request.num_cached_tokens
+        return self.request.num_hit_tokens
 
 
 class OfflinePooling:
@@ -92,7 +92,7 @@ class OfflinePooling:
     ) -> None:
         self.setup = setup
         self._engine, self._tokenizer, self._run = engine, tokenizer, run
-        self._numbers = itertools.count(1)  # for request ids; safe from several threads
+        self._numbers = itertools.count(1)  # numbers for request ids; safe from several threads
 
     def with_run(self, run: Callable[[Sequence[PooledAnswer]], None]) -> Self:
         """Return a copy of this object that calls another function to run its requests."""

@@ -15,7 +15,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)  # [2, 1]
 _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # [2, 1]
-# Added to the two halves of the key in each round.
+# Each round adds these numbers to the two halves of the key.
 _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL  # [rounds, 2, 1]
 
 
@@ -53,7 +53,7 @@ class WordTable:
     def __init__(self, num_rows: int) -> None:
         self._words = np.zeros((num_rows, POSITIONS_AHEAD, 2), dtype=np.uint32)
         self._pairs = self._words.view(np.uint64).reshape(-1)  # the memory of `_words`, as uint64
-        # By row, the output position of the row's first word.
+        # For each row: the output position of the row's first word.
         self._first = np.full(num_rows, _NOWHERE, dtype=np.int64)
 
     def clear(self, row: int) -> None:
@@ -72,8 +72,8 @@ class WordTable:
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows at once, as otherwise some row would run out in nearly every step. The
-            # index at which each row first occurs.
+            # Refill all rows at once, because otherwise some row would run out in nearly every
+            # step. `first` is the index at which each row first occurs.
             first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))

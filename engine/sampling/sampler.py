@@ -51,7 +51,7 @@ def sample(
             (`StepHooks.allowed_bits`).
     """
     parameters, keys = sampling.parameters, sampling.keys
-    if not (logits.is_cuda and _HAS_TRITON):  # the kernel reads any dtype, the host float32
+    if not (logits.is_cuda and _HAS_TRITON):  # only the kernel reads every dtype
         if sampling.is_greedy:
             return _as_list(_most_probable(logits, parameters, keys))
         logits = logits.float()
@@ -151,7 +151,8 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
     """Draw among the kept tokens, with the noise that a draw from all tokens would have.
 
-    So the token that such a draw gives is also drawn here, unless a filter drops the token.
+    If no filter drops the token that a draw from all tokens would give, this draw gives the same
+    token.
     """
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]

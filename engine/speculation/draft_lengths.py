@@ -18,7 +18,7 @@ YES: Callable[[], bool] = lambda: True  # noqa: E731
 # If a step size (number of tokens) has at least this many samples, their median is the size's cost.
 # Otherwise, their minimum is, because the first steps of a size may compile kernels.
 _ENOUGH = 5
-TRIED = 3  # number of samples from which on the cost of a size is known
+TRIED = 3  # number of samples after which the cost of a size is known
 # The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by a factor
 # below `_MUCH`, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
@@ -116,7 +116,8 @@ class DraftingCosts:
     """Measured seconds of making drafts, by number of drafts and of requests."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, StepCosts] = {}  # by number of drafts, then of requests
+        # Costs by number of drafts, then by number of requests
+        self._costs: dict[int, StepCosts] = {}
         self._num_noted = 0
 
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
@@ -186,7 +187,7 @@ def choose_lengths(
     requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
     places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
     chances = np.asarray(rates)[requests] ** places
-    # In this order, a request's earlier drafts come before its later ones.
+    # This order keeps a request's earlier drafts before its later ones.
     order = np.argsort(-chances, kind="stable")
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
     seconds = costs.seconds(num_rows + np.arange(len(tokens)))

@@ -1,8 +1,8 @@
 """NgramProposer: finds an earlier copy of the output's last tokens, and drafts the tokens after it.
 
 The method is "Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding),
-but searches outputs, too. It works well if an output repeats its prompt: editing, summaries,
-questions about a text.
+but searches outputs, too. The method works well if an output repeats its prompt: editing,
+summaries, questions about a text.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
     Computes a dummy of the largest step, except on a CPU with plenty of memory, where the step is
     not needed.
 
-    Raises ConfigError if two blocks do not fit, or, on a GPU, the largest step.
+    Raises ConfigError if the memory is too small for two blocks or, on a GPU, for the largest step.
     """
     model, spec, config, device = loaded.model, loaded.spec, loaded.config, loaded.device
     everyone, utilization = loaded.ranks.everyone, config.memory_utilization
@@ -127,7 +127,7 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
         # On a GPU, measure the used memory again, because libraries keep memory from the first step
-        # on. Not on a CPU, where memory that the allocator keeps after the step would count twice.
+        # on. On a CPU, this would count memory twice that the allocator keeps after the step.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
     if profile.kv_cache_bytes < 2 * spec.block_bytes:

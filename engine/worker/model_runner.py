@@ -53,7 +53,7 @@ class ModelRunner:
         num_steps: int = 2,
     ) -> None:
         self._forward, self._context = forward, forward.context
-        self._sampler, self.extras, self._tokens = sampler, extras, extras.tokens
+        self._sampler, self.extras, self._exchange = sampler, extras, extras.tokens
         self._model = forward.context.model
         self._input_batch = input_batch
         self.decode_graphs, self.chunk_graphs = forward.decode_graphs, forward.chunk_graphs
@@ -84,7 +84,7 @@ class ModelRunner:
     @torch.inference_mode()
     def close(self) -> None:
         """Receive tensors that were sent to this runner; else the next runner would get them."""
-        self._tokens.receive(self._input_batch.last_tokens)
+        self._exchange.receive(self._input_batch.last_tokens)
 
     @torch.inference_mode()
     def launch(self, prepared: AnyPreparedStep, hooks: StepHooks = NO_HOOKS) -> LaunchedStep:
@@ -99,20 +99,20 @@ class ModelRunner:
         graphs = self.decode_graphs.graphs
         assert graphs is not None
         assert hooks.after_layer is None, "the step was prepared for a replay"
-        self._tokens.receive(self._input_batch.last_tokens)  # tokens that the replay may read
+        self._exchange.receive(self._input_batch.last_tokens)  # tokens that the replay may read
         hidden, token_ids = graphs.replay(prepared)
         if not self._sampler.needs_host(prepared.sampling):
             launched = self._launched_step(prepared, token_ids, {}, started_at)
             return self.extras.draft(launched, hidden, hooks)
         # Compute all logits again: this is rare, and keeping them would take memory in every step.
         logits = self._model.compute_logits(hidden)
-        if not self._tokens.leads:  # only the leader has grammars' masks
-            drawn = self._tokens.receive_instead(token_ids, prepared.num_requests)
+        if not self._exchange.leads:  # only the leader has grammars' masks
+            drawn = self._exchange.receive_instead(token_ids, prepared.num_requests)
             if drawn is not None:
                 graphs.correct(prepared, drawn)
             return self._launched_step(prepared, None, {}, started_at)
         launched, token_ids = self._sample_on_host(prepared, logits, {}, hooks, started_at)
-        self._tokens.send(token_ids)
+        self._exchange.send(token_ids)
         graphs.correct(prepared, token_ids)
         return self.extras.draft(launched, hidden, hooks)
 
@@ -122,7 +122,7 @@ class ModelRunner:
         prepared = self.extras.begin(prepared)
         inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         if prepared.pending_tokens is not None:
-            self._tokens.receive(last_tokens)
+            self._exchange.receive(last_tokens)
             places, rows = prepared.pending_tokens
             inputs.input_ids.index_copy_(0, places, last_tokens.index_select(0, rows))
         hidden_states = self._forward.run(inputs, hooks.after_layer)  # [num_tokens, hidden_size]
@@ -136,8 +136,8 @@ class ModelRunner:
         inputs, last_tokens = prepared.model, self._input_batch.last_tokens
         sampling = prepared.sampling
         if sampling.request_ids:
-            self._tokens.expect(prepared.sampling_rows, last_tokens)
-        if not self._tokens.is_last_stage:
+            self._exchange.expect(prepared.sampling_rows, last_tokens)
+        if not self._exchange.is_last_stage:
             return self._launched_step(prepared, None, {}, started_at)
         prompt_logprobs = self._sampler.prompt_logprobs(
             functools.partial(self._logits_of, hidden_states, inputs), prepared.prompt_rows
@@ -150,10 +150,10 @@ class ModelRunner:
             last = hidden_states[inputs.last_token_rows]
             spans = inputs.adapters_of(inputs.last_token_rows.tolist()) if spans else ()
         logits = self._model.compute_logits(last, spans)
-        if not self._tokens.leads:
+        if not self._exchange.leads:
             if self._device.type == "cuda":
                 # With NCCL, the first send waits for the receiver, so receive the tokens now.
-                self._tokens.receive(last_tokens)
+                self._exchange.receive(last_tokens)
             return self._launched_step(prepared, None, prompt_logprobs, started_at)
         if self._sampler.samples_on_device and not self._sampler.needs_host(sampling):
             token_ids = self._sampler.draw_on_device(logits, sampling, self._device)
@@ -163,7 +163,7 @@ class ModelRunner:
             launched, token_ids = self._sample_on_host(
                 prepared, logits, prompt_logprobs, hooks, started_at
             )
-        self._tokens.send(token_ids)
+        self._exchange.send(token_ids)
         last_tokens.index_copy_(0, prepared.sampling_rows, token_ids)
         return self.extras.draft(launched, hidden_states, hooks)
 

@@ -86,7 +86,7 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
     """Return the step that needs most memory: as many tokens and requests as a step may have.
 
     The first request computes the last chunk of a prompt of ``max_seq_len`` tokens; the other
-    requests compute first chunks. Every request samples. All use block 0.
+    requests compute first chunks. Every request samples. All requests use block 0.
     """
     left, dummies = config.max_num_batched_tokens, list[tuple[int, int]]()
     for index in range(config.max_num_requests):
@@ -100,9 +100,9 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
 def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
     """Yield steps of prompts and of decodes, for each number of requests with kernels of its own.
 
-    Unlike the largest step, these steps sample on the device. They have 1 request, for which Triton
-    compiles separately, each power of two, for which attention plans decodes differently, and the
-    maximum number of requests.
+    Unlike the largest step, these steps sample on the device. There are steps of 1 request, for
+    which Triton compiles separately; of each power of two, for which attention plans decodes
+    differently; and of the maximum number of requests.
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}

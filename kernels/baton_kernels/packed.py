@@ -600,8 +600,8 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
     """Round inputs to 8 bits, as `packed_linear` does before it multiplies them by codes.
 
     The inputs of a group of weights, or of `INPUT_BLOCK` of them if the group is larger, share a
-    scale, by which the largest input becomes 127. If the weight has fine inputs, what rounding cut
-    off is also rounded to 8 bits, and added. Returns float32 ``[..., in_features]``.
+    scale, by which the largest input becomes 127. If the weight has fine inputs, the error of this
+    rounding is also rounded to 8 bits, and added. Returns float32 ``[..., in_features]``.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
@@ -704,9 +704,9 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Find the scale and minimum with the least squared error for each group: ``[n, groups]``.
 
-    Twelve scales are tried. Each gives codes, for which least squares finds the best scale and
-    minimum, as in GGML's K-quants. Sums are float32 and in a fixed order, so that kernels compute
-    equal bits.
+    The function rounds each group with twelve trial scales. With the codes that a trial gives,
+    least squares finds the best scale and minimum, as in GGML's K-quants. Sums are float32 and in a
+    fixed order, so that kernels compute equal bits.
     """
     size = groups.shape[2]
     values = groups.unbind(2)

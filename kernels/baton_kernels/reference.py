@@ -632,9 +632,9 @@ def experts(
             definition.
         share: the experts whose weights are given, if ranks divide the experts. The results of all
             other experts count as 0, so that the sum over all ranks is the mixture's result.
-        loads: two int64 numbers, to which are added: how many rows (a row is a pair of a token and
-            one of its experts) the busiest rank has, and how many all ranks have. None: not
-            counted.
+        loads: two int64 sums. The number of rows of the busiest rank is added to the first, and the
+            number of rows of all ranks to the second. A row is a pair of a token and one of its
+            experts. None: rows are not counted.
 
     Returns:
         ``[num_tokens, hidden_size]``; summed in the order of ``ids``, in float32.

@@ -291,7 +291,7 @@ class Turn:
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
 
-    def ask(self, action: Action) -> None:
+    def add_action(self, action: Action) -> None:
         """Add an action to those that the I/O loop will carry out."""
         self.actions.append(action)
 

@@ -39,7 +39,7 @@ Name = Annotated[str, msgspec.Meta(max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 BlockIds = Annotated[list[int], msgspec.Meta(max_length=2**20)]
-Places = Annotated[list[Count], msgspec.Meta(max_length=4096)]
+Indices = Annotated[list[Count], msgspec.Meta(max_length=4096)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -121,7 +121,7 @@ class Watermark(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
-    """All blocks are complete in the decode node's memory; it continues from ``record``.
+    """All blocks are in the decode node's memory, and the node continues from ``record``.
 
     The other fields measure what the transfer cost, for the request's receipt.
     """
@@ -167,7 +167,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
             prefill node never uses a number twice.
     """
 
-    indices: Places
+    indices: Indices
     digests: Annotated[bytes, msgspec.Meta(max_length=2**16)]
     layers: tuple[Count, Count] | None = None
     attempt: Count = 0
@@ -177,7 +177,7 @@ class Digests(_RequestMessage, frozen=True, kw_only=True):
 class Resend(_RequestMessage, frozen=True, kw_only=True):
     """The prefill node must write blocks again, because their content differs from its digests."""
 
-    indices: Places
+    indices: Indices
     layers: tuple[Count, Count]
     attempt: Count
 

@@ -151,7 +151,7 @@ class Peers:
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
             logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
             return
-        self._turn.ask(Connect(info))
+        self._turn.add_action(Connect(info))
 
     def take_connected(self, result: ConnectEnded) -> None:
         """Greet a connected peer, or send the action's message ``then``; report a failure."""
@@ -166,7 +166,7 @@ class Peers:
             self._lose_unreached(known)
         elif known is not None:
             known.is_broken, known.path = False, result.path
-            self._turn.ask(then)
+            self._turn.add_action(then)
 
     def _new_peer(self, info: PeerInfo, path: str, known: Peer | None) -> Peer:
         report_at = self._turn.now + HELLO_TIMEOUT_S
@@ -192,7 +192,7 @@ class Peers:
     def remove(self, engine_id: str) -> None:
         """Forget a peer, and disconnect from it."""
         self._peers.pop(engine_id, None)
-        self._turn.ask(Disconnect(engine_id))
+        self._turn.add_action(Disconnect(engine_id))
 
     # ------------------------------------------------------------------ signs of life
 
@@ -217,7 +217,7 @@ class Peers:
         peer.state = PeerState.CONNECTED
         peer.back_off_s = HELLO_INTERVAL_S
         peer.problem = ""
-        self._turn.ask(
+        self._turn.add_action(
             TransferEvent(
                 kind=TransferEventKind.PEER_CONNECTED,
                 engine_id=engine_id,
@@ -364,7 +364,7 @@ class Peers:
         action = Send(engine_id, message, wants_result)
         if peer.is_broken:
             return self._send_anew(peer, action)
-        self._turn.ask(action)
+        self._turn.add_action(action)
         return True
 
     def send_again(self, result: SendEnded) -> bool:
@@ -388,14 +388,15 @@ class Peers:
     def _send_anew(self, peer: Peer, action: Send) -> bool:
         """Reconnect and send, unless the back-off pause is not over or writes are in flight.
 
-        Writes in flight need the old connection. They end soon, because the peer's transfers fail.
+        Writes in flight need the old connection. These writes end soon, because the peer's
+        transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):
             self._lose_unreached(peer)
             return False
         peer.reconnect_at = now + self._next_back_off(peer)
-        self._turn.ask(Connect(peer.info, then=action))
+        self._turn.add_action(Connect(peer.info, then=action))
         return True
 
     def _next_back_off(self, peer: Peer) -> float:
@@ -404,7 +405,7 @@ class Peers:
         return back_off_s
 
     def _report(self, engine_id: str, reason: str) -> None:
-        self._turn.ask(
+        self._turn.add_action(
             TransferEvent(kind=TransferEventKind.PEER_FAILED, engine_id=engine_id, reason=reason)
         )
 

@@ -45,7 +45,7 @@ MAX_POSTED = 16
 # On a slow link, fewer writes are in flight, so that the probe does not fill the link for longer
 # than this time. If the first write takes longer, its own time gives the bandwidth.
 FILLED_S = 0.75
-ROUND_S = 0.001  # most seconds per round for posting, which may copy; other peers wait meanwhile
+ROUND_S = 0.001  # maximum seconds per round for posting, which may copy; other peers wait meanwhile
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class Probes:
         """Post a probe's next writes, or compute the bandwidth once all writes are complete."""
         now = self._turn.now
         if probe.num_posted == 0:
-            self._turn.ask(WriteProbe(peer_id, probe.slot))
+            self._turn.add_action(WriteProbe(peer_id, probe.slot))
             return
         if probe.timed_from is None:
             if probe.num_in_flight:
@@ -180,7 +180,7 @@ class Probes:
         num_timed, left_s = probe.num_posted - 1, probe.timed_from + TIMED_S - now
         room = min(MAX_TIMED_WRITES - num_timed, probe.max_in_flight - probe.num_in_flight)
         if num_timed == 0 or (room > 0 and left_s > 0):
-            self._turn.ask(WriteProbe(peer_id, probe.slot, room, min(left_s, ROUND_S)))
+            self._turn.add_action(WriteProbe(peer_id, probe.slot, room, min(left_s, ROUND_S)))
         elif not probe.num_in_flight:
             self._note_bandwidth(peer_id, probe, num_timed, now - probe.timed_from)
 
@@ -263,23 +263,23 @@ class ProbeSlots:
         taken = {offer.slot for offer in self._offers.values()}
         slot = next((slot for slot in range(NUM_SLOTS) if slot not in taken), None)
         if slot is not None:
-            self._turn.ask(LendSlot(slot, engine_id))
+            self._turn.add_action(LendSlot(slot, engine_id))
             self._offers[engine_id] = _Offer(number, slot, self._turn.now)
         return slot
 
-    def look(self, message: SelfTest) -> None:
+    def read_slot(self, message: SelfTest) -> None:
         """Read the peer's slot if it was offered for this probe; send a known result again."""
         offer = self._offers.get(message.engine_id)
         if offer is None or offer.number != message.test:
             return
         if offer.slot is not None:
             offer.seen = message
-            self._turn.ask(ReadSlot(offer.slot, message.engine_id))
+            self._turn.add_action(ReadSlot(offer.slot, message.engine_id))
             offer.slot = None
         elif offer.problem is not None:
             self._answer(offer, message)
 
-    def judge(self, result: SlotRead) -> None:
+    def check_slot(self, result: SlotRead) -> None:
         """Set a peer whose bytes are right to CONNECTED, and send the result to the peer."""
         offer = self._offers.get(result.action.engine_id)
         if offer is None or offer.seen is None:
@@ -313,7 +313,10 @@ class ProbeSlots:
                 del self._offers[engine_id]
 
     def forget(self, engine_id: str) -> None:
-        """Forget a peer and its slot. Its late writes can spoil another peer's probe, but no KV."""
+        """Forget a peer and its slot.
+
+        The peer's late writes can spoil another's probe, but no KV.
+        """
         self._offers.pop(engine_id, None)
 
 

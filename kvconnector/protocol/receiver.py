@@ -128,7 +128,7 @@ class ReceiveMachine:
                 else:  # a Beat
                     self.peers.confirm(send.engine_id)
             case SlotRead():
-                self._slots.judge(item)
+                self._slots.check_slot(item)
             case Forbidden(action=forbid):
                 # The transport drops late writes from now on, so this end need not wait for the
                 # sender's Quiet.
@@ -149,7 +149,7 @@ class ReceiveMachine:
             first_block=reservation.first_block,
         )
         key, engine_id = (reservation.request_id, reservation.epoch), reservation.engine_id
-        self._turn.ask(Allow(engine_id, key, reservation.block_ids))
+        self._turn.add_action(Allow(engine_id, key, reservation.block_ids))
         self.grants.add_message(key, engine_id, message, self._turn.now)
         self.peers.send(engine_id, message)
 
@@ -158,7 +158,7 @@ class ReceiveMachine:
         self.grants.remove(wish.key, wish.engine_id)
         cancel = Cancel(engine_id=self._own.engine_id, request_id=request_id, epoch=epoch)
         self.peers.send(wish.engine_id, cancel)
-        self._turn.ask(Forbid(wish.engine_id, wish.key, wants_result=True))
+        self._turn.add_action(Forbid(wish.engine_id, wish.key, wants_result=True))
 
     # ------------------------------------------------------------------ peers' messages
 
@@ -171,7 +171,7 @@ class ReceiveMachine:
             case Beat():
                 self._answer_beat(message)
             case SelfTest():
-                self._slots.look(message)
+                self._slots.read_slot(message)
             case Start():
                 key = (message.request_id, message.epoch)
                 self._report(TransferEventKind.STARTED, peer_id, key, num_tokens=message.num_tokens)
@@ -196,13 +196,14 @@ class ReceiveMachine:
                 key = (message.request_id, message.epoch)
                 self._end(key, peer_id)
                 self._report(TransferEventKind.FAILED, peer_id, key, reason=message.reason)
-            # Here only a sign of life: the filter (`digests.py`) compares the digests
+            # Digests only show here that the peer is alive; the filter (`digests.py`) compares them
+            # with this node's memory.
             case Digests():
                 pass
 
     def _end(self, key: TransferKey, engine_id: str) -> None:
         self.grants.remove(key, engine_id)
-        self._turn.ask(Forbid(engine_id, key))
+        self._turn.add_action(Forbid(engine_id, key))
 
     def _answer_beat(self, message: Beat) -> None:
         """Answer a probed peer's Beat; ignore other peers' Beats, so that they send Hello."""
@@ -230,7 +231,7 @@ class ReceiveMachine:
         num_tokens: int = 0,
         reason: str = "",
     ) -> None:
-        self._turn.ask(
+        self._turn.add_action(
             TransferEvent(
                 kind=kind,
                 engine_id=engine_id,
@@ -242,7 +243,7 @@ class ReceiveMachine:
         )
 
     def _report_commit(self, commit: Commit) -> None:
-        self._turn.ask(
+        self._turn.add_action(
             TransferEvent(
                 kind=TransferEventKind.COMMITTED,
                 engine_id=commit.engine_id,

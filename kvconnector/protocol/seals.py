@@ -37,11 +37,11 @@ class Refusal(Enum):
     """The reasons for which messages are refused."""
 
     STRANGER = "stranger"  # no known peer has this name
-    LEFT = "left"  # from a peer that the router has lost
+    LEFT = "left"  # the router has lost the sender
     TOO_LONG = "too long"
     FORGED = "forged"  # altered, or not from this peer to this node
     REPLAYED = "replayed"  # accepted before, or so late that this is unknown
-    MALFORMED = "malformed"  # from this peer, but not decodable
+    MALFORMED = "malformed"  # this peer sent it, but it cannot be decoded
     FLOOD = "flood"  # too many messages of this peer wait to be read
 
 
@@ -149,7 +149,7 @@ class Channels:
                         f"{len(self._channels)} peers are connected, the most that may be"
                     )
                 del self._channels[gone]
-        # Moves the peer's channel to the end, so that it is dropped last
+        # Move the peer's channel to the end, so that this channel is dropped last.
         self._channels[peer.engine_id] = known
         if known.public_key != peer.public_key:
             raise TransferError(f"{peer.engine_id} is known with another public key")

@@ -52,7 +52,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
-from kvconnector.protocol.transfer import Transfer, cut
+from kvconnector.protocol.transfer import Transfer, cut_push
 
 logger = logging.getLogger(__name__)
 
@@ -189,10 +189,10 @@ class SendMachine:
         if transfer is None or transfer.failure is not None:
             return
         if push.record is not None:
-            transfer.record, transfer.last_at = push.record, wish.at_s
+            transfer.record, transfer.last_push_at = push.record, wish.at_s
         block_bytes = self._num_bytes(transfer.engine_id, 1, push.layers)
         write_bytes = self.peers.limit_bytes(transfer.engine_id, self._portions.write_bytes)
-        transfer.pieces += cut(push, max(1, write_bytes // max(1, block_bytes)))
+        transfer.pieces += cut_push(push, max(1, write_bytes // max(1, block_bytes)))
 
     def _leave(self, engine_id: str) -> None:
         """Fail a peer's transfers; each ends once none of its writes is in flight.
@@ -279,7 +279,7 @@ class SendMachine:
             sizes = [self._num_bytes(peer_id, len(p.block_ids), p.layers) for p in transfer.writes]
             self._room_bytes[peer_id] = self._room_bytes.get(peer_id, limit) - sum(sizes)
         self._to_post = deque(self.transfers.values())
-        self._turn.ask(Pause())  # `_post_next` runs after this action
+        self._turn.add_action(Pause())  # `_post_next` runs after this action
 
     def _post_next(self) -> None:
         """Post this round's next piece that may go; end transfers with nothing left to post."""
@@ -287,7 +287,7 @@ class SendMachine:
             transfer = self._to_post[0]
             write = self._next_write(transfer)
             if write is not None:
-                self._turn.ask(write)
+                self._turn.add_action(write)
                 return
             self._to_post.popleft()
             self._finish_if_quiet(transfer)
@@ -302,7 +302,7 @@ class SendMachine:
             and self.peers.may_write(engine_id)
         ):
             assert grant is not None
-            piece = transfer.pieces.popleft().from_place(grant.first_block)
+            piece = transfer.pieces.popleft().from_index(grant.first_block)
             if piece.indices:  # the decode node already has the blocks before ``first_block``
                 remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
                 key = transfer.request_id, transfer.epoch
@@ -324,8 +324,8 @@ class SendMachine:
             )
             transfer.writes.append(piece)
             if result.is_done:
-                self._count_off(transfer)
-        self._turn.ask(Pause())  # `_post_next` runs after this action
+                self._end_oldest_write(transfer)
+        self._turn.add_action(Pause())  # `_post_next` runs after this action
 
     def _on_write_ended(self, result: WriteEnded) -> None:
         if not result.key[0]:  # `NO_TRANSFER`: a probe's write
@@ -336,9 +336,9 @@ class SendMachine:
             return
         if result.problem:
             self._fail(transfer, result.problem)
-        self._count_off(transfer)
+        self._end_oldest_write(transfer)
 
-    def _count_off(self, transfer: Transfer) -> None:
+    def _end_oldest_write(self, transfer: Transfer) -> None:
         """Remove a transfer's oldest write, which has ended, and send its watermark."""
         watermark = transfer.writes.popleft().watermark
         # After the last push, no watermark is sent: the Commit says that all blocks are complete.
@@ -399,7 +399,7 @@ class SendMachine:
     def _commit(self, key: TransferKey, transfer: Transfer) -> None:
         engine_id = transfer.engine_id
         path = self.peers[engine_id].path
-        commit = transfer.commit_record(self._own.engine_id, path, self._turn.now)
+        commit = transfer.make_commit(self._own.engine_id, path, self._turn.now)
         transfer.commit_is_sent = True
         if not self.peers.send(engine_id, commit, wants_result=not self._is_verified):
             self._give_up(commit)
@@ -451,7 +451,7 @@ class SendMachine:
         self.peers.send(engine_id, quiet)
 
     def _report(self, kind: TransferEventKind, transfer: Transfer, reason: str = "") -> None:
-        self._turn.ask(
+        self._turn.add_action(
             TransferEvent(
                 kind=kind,
                 engine_id=transfer.engine_id,

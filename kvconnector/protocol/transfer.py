@@ -34,7 +34,7 @@ class Piece:
     is_computed: Callable[[], bool] | None = None
     attempt: int = 0
 
-    def from_place(self, first: int) -> Piece:
+    def from_index(self, first: int) -> Piece:
         """Return the part of this piece from index ``first`` on; the part may be empty."""
         if all(index >= first for index in self.indices):
             return self
@@ -57,7 +57,7 @@ class Transfer:
         pieces: pieces that must still be posted, in order.
         writes: posted pieces that are not complete, in order.
         record: the hand-off record of the last push; None: the last push has not been queued.
-        last_at: when the last push was queued.
+        last_push_at: when the last push was queued.
         failure: why the transfer fails; None: it has not failed. A failed transfer posts nothing
             more.
         block_ids: this node's ids of posted blocks, by index among the transferred blocks.
@@ -77,7 +77,7 @@ class Transfer:
     pieces: deque[Piece] = field(default_factory=deque)
     writes: deque[Piece] = field(default_factory=deque)
     record: HandoffRecord | None = None
-    last_at: float = 0.0
+    last_push_at: float = 0.0
     num_blocks_pushed: int = 0
     num_bytes: int = 0
     num_descriptors: int = 0
@@ -95,11 +95,8 @@ class Transfer:
         is_computed = self.pieces[0].is_computed
         return is_computed is None or is_computed()
 
-    def commit_record(self, engine_id: str, transport: str, now: float) -> Commit:
-        """Make the sender's Commit message, after all blocks have been written.
-
-        ``engine_id`` is the sender's.
-        """
+    def make_commit(self, engine_id: str, transport: str, now: float) -> Commit:
+        """Make the Commit message of sender ``engine_id``, after all blocks have been written."""
         assert self.record is not None
         return Commit(
             engine_id=engine_id,
@@ -109,7 +106,7 @@ class Transfer:
             num_bytes=self.num_bytes,
             num_blocks=self.num_blocks_pushed,
             transport=transport,
-            exposed_transfer_s=now - self.last_at,
+            exposed_transfer_s=now - self.last_push_at,
             num_descriptors=self.num_descriptors,
             posting_s=self.posting_s,
         )
@@ -156,9 +153,7 @@ class Transfer:
     def send_again(self, indices: list[int], layers: LayerRange, attempt: int) -> None:
         """Queue layers of blocks to be written again, because the decode node has requested them.
 
-        Repeated or late requests for the same attempt are ignored.
-
-        Fails the transfer after too many attempts.
+        Ignores repeated and late requests. Fails the transfer after too many attempts.
         """
         wanted = [i for i in indices if self.attempts.get((i, layers), 0) < attempt]
         if self.failure is not None or not wanted:
@@ -189,7 +184,7 @@ class Transfer:
         )
 
 
-def cut(push: BlockPush, max_blocks: int) -> list[Piece]:
+def cut_push(push: BlockPush, max_blocks: int) -> list[Piece]:
     """Cut a push into pieces of at most ``max_blocks`` blocks, in order of block ids.
 
     Blocks that are adjacent on both nodes are then neighbours in a piece, and are written as one

@@ -188,7 +188,7 @@ class _Waiting:
     engine_id: str
     payload: bytes
     due_at: float
-    is_swapped: bool  # sent right after the next message to the same peer
+    is_swapped: bool  # whether the message is sent right after the next message to the same peer
 
 
 def _end_process() -> None:

@@ -89,7 +89,7 @@ class TokenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptReport:
-    """Figures of Baton's receipts other than times, over the ``num_receipts`` requests with one."""
+    """Figures of Baton's receipts other than times, over the requests that have a receipt."""
 
     num_receipts: int
     num_retried: int
@@ -225,7 +225,10 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
 
 
 def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """Return the measured window's begin and end: the plan's duration, or the last answer."""
+    """Return the begin and end of the measured window.
+
+    The window ends with the last answer, or earlier, at the end of the plan's duration.
+    """
     last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)
     return plan.warmup_s, max(end_s, plan.warmup_s)

@@ -18,7 +18,7 @@ Value = str | int | bool
 Choice = Mapping[str, Value]
 SHAPE = "shape"
 THREADS = "num_threads"
-_OF_UP = (SHAPE, THREADS)  # settings that `baton up` itself decides, so nodes' tables cannot
+_OF_UP = (SHAPE, THREADS)  # `baton up` itself decides these settings, so tables of nodes cannot
 DEFAULT_SHAPE = "1:1+local"  # the numbers of nodes of `baton up`
 
 
@@ -88,7 +88,7 @@ def config_text(
 
     Args:
         node_args: arguments that the user gave the nodes of all trials.
-        router_args: likewise for the router.
+        router_args: arguments that the user gave the router of all trials.
     """
     given = {"node_args": [*node_args, *node_args_of(choice)], "router_args": [*router_args]}
     lines = [f"# {one}" for one in comments]

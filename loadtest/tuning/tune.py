@@ -180,7 +180,7 @@ def round_of(repeat: int, repeats: int) -> int:
     """Return the number of the requests that a repeat sends.
 
     All trials of the search send equal requests, so that their goodput differs by noise and
-    settings only. Each repeat at the end sends new ones.
+    settings only. Each repeat at the end sends new requests.
     """
     return max(repeat - repeats + 1, 0)
 

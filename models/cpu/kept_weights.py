@@ -39,7 +39,7 @@ Kept = Mapping[str, PackedWeight | Tensor]
 def machine_key() -> str:
     """Return a digest of what packed weights depend on besides the checkpoint.
 
-    These are the CPU's features, Baton's code and the version of torch.
+    The digest covers the CPU's features, Baton's code and the version of torch.
     """
     digest = hashlib.sha256()
     parts = (platform.machine(), *sorted(cpu_features()), torch.__version__)

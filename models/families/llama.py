@@ -40,8 +40,8 @@ Idefics3ForConditionalGeneration = SmolVLMForConditionalGeneration = TextPart(
 def _gguf_variant(keys: Keys) -> Architecture | None:
     """Return the row of Mistral or Mixtral if the file is theirs, else None.
 
-    Their GGUF files also name their architecture llama, but have a sliding window (Mistral) or
-    experts (Mixtral).
+    The GGUF files of both also name their architecture llama, but have a sliding window (Mistral)
+    or experts (Mixtral).
     """
     if keys.get("expert_count"):
         return mistral.GGUF_MIXTRAL

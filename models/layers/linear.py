@@ -261,7 +261,7 @@ class PackedLinear(Computing):
         super().__init__()
         self.activation, self._is_exact = activation, exact
         self.packed = weight
-        # parameters, so that code that counts a model's memory finds the panels
+        # the panels are parameters, so that code that counts a model's memory finds them
         self.weight = nn.Parameter(weight.panels, requires_grad=False)
         self.bias = None if weight.bias is None else nn.Parameter(weight.bias, requires_grad=False)
         groups = () if weight.groups is None else weight.groups.tensors
@@ -295,7 +295,7 @@ class QuantizedLinear(Computing):
         self._activation = activation
         self.quantized = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # parameters, so that code that counts a model's memory finds these tensors
+        # the tensors are parameters, so that code that counts a model's memory finds them
         self.numbers = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for tensor in weight.tensors
         )
@@ -427,7 +427,7 @@ __all__ = [
 class LabelHead(nn.Module):
     """The head of a classification model: computes a logit per label.
 
-    Not an ``nn.Linear``, so that no packer rounds its small weight.
+    The class does not derive from ``nn.Linear``, so that no packer rounds its small weight.
     """
 
     def __init__(self, num_labels: int, hidden_size: int) -> None:

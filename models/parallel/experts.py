@@ -12,8 +12,8 @@ from baton.api.errors import ConfigError
 from baton_kernels import ExpertShare
 from models.parallel.shards import Rank
 
-# From this size on of the largest part of an expert, relative to the mean part, whole experts were
-# measured to be faster.
+# If the largest part of an expert exceeds the mean part by this factor, whole experts were measured
+# to be faster.
 _UNEQUAL = 1.3
 
 

@@ -23,7 +23,7 @@ from models.parallel.group import Collective, CollectiveError
 SLOT_BYTES = 2**20
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
-# How many times a rank checks another rank's flag before it yields its core: about 20 us.
+# Number of times that a rank checks another rank's flag before it yields its core: about 20 us.
 _SPINS = 1000
 
 

@@ -18,7 +18,7 @@ from baton.api.errors import ConfigError
 from models.parallel.group import SINGLE_RANK, CollectiveError, Ranks
 from models.parallel.shared_group import share_memory
 
-# Typed as Any: these functions of torch are documented, but lack type annotations.
+# The type is Any, because these functions of torch are documented, but lack type annotations.
 dist: Any = torch.distributed
 
 _TIMEOUT = timedelta(seconds=60)

@@ -27,8 +27,8 @@ class VisionEncoder(nn.Module):
     """The part of a model that turns an image's pixels into embeddings for the text network.
 
     Attributes:
-        width: size of an embedding: the text network's ``hidden_size``, or, with DeepStack, a
-            multiple: then further vectors follow, to be added after layers of the text network.
+        width: size of an embedding. Without DeepStack, this is the text network's ``hidden_size``.
+            With DeepStack, an embedding also has vectors to add after layers of the text network.
         ignored: prefixes of those tensors of the encoder in checkpoints that are not used.
     """
 
@@ -212,7 +212,8 @@ class VisionLayer(nn.Module):
         self.add_module(names.attention, attention)
         self.add_module(names.mlp_norm, norms[1])
         self.add_module(names.mlp, mlp)
-        # A tuple, because torch would register modules in an attribute a second time.
+        # The modules are in a tuple, because torch would register modules in an attribute a second
+        # time.
         self._parts = (norms[0], attention, norms[1], mlp)
 
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:

@@ -249,7 +249,8 @@ class AdapterQueue:
             problem = f"{shorten_digest(digest)}: all slots of this node have pinned adapters"
             raise AdapterMissingError(f"adapter: {problem}")
         if load.reading is None and not self._table.has_read(digest):
-            if not self._is_reading():  # one after another, because each reading takes memory
+            # Adapters are read one after another, because each reading takes memory
+            if not self._is_reading():
                 load.reading = self._begin_reading(digest, load.commands[0][1].adapter_source)
             return False
         if load.reading is not None and not load.reading.done():

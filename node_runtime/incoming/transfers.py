@@ -25,7 +25,7 @@ from node_runtime.quarantine import HeldBlocks, Quarantine
 
 # Seconds for which to remember an ended transfer, and a message that came before its command.
 MEMORY_S = 60.0
-MAX_EARLY = 10_000  # limited, because the command may never come
+MAX_EARLY = 10_000  # maximum number of early messages; their commands may never come
 TICK_S = 0.1
 
 
@@ -145,7 +145,7 @@ class IncomingTransfers(Generic[Sent]):
             self._start(key, transfer, early[1])
 
     def refuse(self, key: TransferKey, engine_id: str) -> None:
-        """Expect no transfer, whether its sender's `Start` has come or comes later."""
+        """Refuse a transfer: cancel it if its `Start` has come, and if its `Start` comes later."""
         self._ended[key] = self._clock()
         if self._early.pop((key, engine_id), None) is not None:
             self._receiver.cancel(*key, engine_id)
@@ -188,7 +188,7 @@ class IncomingTransfers(Generic[Sent]):
             if blocks:
                 self.quarantine.hold_blocks(key, transfer.engine_id, blocks, transfer.received_at)
             self._receiver.cancel(*key, transfer.engine_id)
-        # The last blocks first: a cache then keeps the beginning of a prefix longest.
+        # Release the last blocks first, so that a cache keeps the beginning of a prefix longest.
         self._blocks.release(reversed(blocks))
         self._blocks.release(reversed(transfer.held_ids))
 

@@ -209,7 +209,7 @@ class Fetches:
         if num_tokens % size or not num_cached < num_blocks <= most:
             self.lose(key, fetch, f"its holder's {num_tokens} tokens are of no use here")
             return
-        places = manager.handoff_indices(num_tokens)
+        places = manager.handoff_places(num_tokens)
         first = bisect.bisect_left(places, len(hit))
         held, num_new = [hit[place] for place in places[:first]], len(places) - first
         self._pool.touch(held)
@@ -251,7 +251,7 @@ class Fetches:
         coordinator, num_groups = self._manager.coordinator, self._manager.num_groups
         # Blocks that slid out of a window were not sent; the null block stands for them.
         blocks = [coordinator.null_block or 0] * (fetch.num_blocks * num_groups)
-        places = self._manager.handoff_indices(fetch.num_blocks * self._block_size)
+        places = self._manager.handoff_places(fetch.num_blocks * self._block_size)
         for place, block_id in zip(places, (*fetch.held_ids, *fetch.block_ids), strict=True):
             blocks[place] = block_id
         coordinator.cache(blocks, hashes, fetch.num_cached, fetch.num_blocks)

@@ -50,7 +50,7 @@ def find_prefix(
     hit = manager.coordinator.longest_hit(hashes)
     num_blocks = len(hit) // manager.num_groups
     num_tokens = num_blocks * manager.block_size
-    places = manager.handoff_indices(num_tokens)
+    places = manager.handoff_places(num_tokens)
     return HeldPrefix(
         num_tokens,
         tuple(hit[place] for place in places),

@@ -150,7 +150,7 @@ class Attempt:
         """Number of output tokens that this attempt has added to the buffer."""
         return len(self._buffer.token_ids) - self.start_index
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         """Handle one token that a node sent without logprobs or receipt.
 
         Fast for the most frequent token: the decode node's next one.

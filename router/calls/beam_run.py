@@ -32,7 +32,8 @@ from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
-# Most bytes of image files that one step of a search, and a whole search, send to nodes.
+# Maximum numbers of bytes of image files that one step of a search, and a whole search, may send to
+# nodes.
 MAX_STEP_IMAGE_BYTES = 64 * 2**20
 MAX_SEARCH_IMAGE_BYTES = 2**30
 Run = Callable[[Call], AsyncGenerator[TextDelta, None]]

@@ -39,6 +39,8 @@ class Dispatcher:
         log: records of the last calls.
         recoveries: decides about retries; also knows the calls that may have crashed nodes.
         turns: limits how many calls are checked or placed in one round of the event loop.
+        wake_ups: wakes the readers of calls in waves.
+        epochs: numbers of attempts, no two alike.
     """
 
     def __init__(

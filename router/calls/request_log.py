@@ -238,7 +238,7 @@ class Following:
         """Note that the current attempt failed; another attempt may follow."""
         attempt = self._record.attempts[-1]
         attempt.failed_s, attempt.error_code = self._now_s(), code[:MAX_CODE_CHARS]
-        # Cut, because a node may have chosen a very long text
+        # Cut the text, because a node may have chosen a very long one
         attempt.error = message[:MAX_ERROR_CHARS]
 
     def note_output(self, output: TextDelta) -> None:

@@ -73,7 +73,7 @@ class LegReader(Protocol):
     def on_leg_delta(self, item: LegDelta) -> None:
         """Handle a delta of any kind."""
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         """Handle a token without other data, which is by far the most frequent delta."""
 
 
@@ -312,7 +312,7 @@ class Node:
             if leg is not None:
                 if leg.account.begun_at is None and is_decode:
                     self._begin(leg)
-                leg.reader.take_token(role, output_index, token_id)
+                leg.reader.on_token(role, output_index, token_id)
         self._note_prefilled(step.deltas)
         for delta in step.deltas:
             self._pass_on_delta(delta)

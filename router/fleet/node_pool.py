@@ -199,7 +199,7 @@ class NodePool:
     def max_prompt_len(self) -> int:
         """Number of tokens that a pooled prompt must stay below.
 
-        While no prefill node can be used, `max_model_len`.
+        While no prefill node can be used, this is `max_model_len`.
         """
         fleet = self.prompt_fleet
         limit = self.vocabulary.max_model_len

@@ -125,8 +125,8 @@ def num_pairs_down(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> i
 
     A pair is down if one of the two nodes reports that it is not connected to the other, or if one
     of them left unexpectedly. Nobody reports on a lost node, so each lost node counts as one pair
-    with every node of the other role and the same revision; an encode node, only with prefill
-    nodes that receive encodings.
+    with every node of the other role and the same revision. A lost encode node counts only with
+    prefill nodes that receive encodings.
     """
     nodes = list(nodes)
     down: set[frozenset[str]] = set()

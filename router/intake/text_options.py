@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Used in place of OpenAI's temperature of 1, with which small models write nonsense.
+# The default in place of OpenAI's temperature of 1, with which small models write nonsense.
 CALM_SAMPLING = {"temperature": 0.7}
 
 

@@ -35,7 +35,8 @@ from router.policies.probes import find_probe
 # Costs that differ by less than this many seconds count as equal, because estimates are inexact. Of
 # nearly equal nodes, the node that was sent the fewest tokens so far wins, so that all caches get
 # used.
-PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02  # plus this share of the lowest cost of a prefill node
+# The second number is a share of the lowest cost, which is added
+PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003
 # Maximum number of nodes of each role, of pairs, and of nodes with the longest cache hits that a

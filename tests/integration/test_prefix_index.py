@@ -62,7 +62,7 @@ class Inbox(asyncio.Queue[LegDelta]):
     def on_leg_delta(self, item: LegDelta) -> None:
         self.put_nowait(item)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None: ...
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None: ...
 
 
 class Site:

@@ -208,8 +208,8 @@ def test_prefix_hits_of_every_length_change_no_token(checkpoint: Checkpoint) -> 
         [tokens] = run(llm, [request])
         assert tokens == checkpoint.expected(prompt)
         # Prompts before this one may have more in common with it than the first one has.
-        assert request.num_cached_tokens >= num_shared // block_size * block_size
-    assert request.num_cached_tokens == 32
+        assert request.num_hit_tokens >= num_shared // block_size * block_size
+    assert request.num_hit_tokens == 32
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16])
@@ -224,7 +224,7 @@ def test_talks_of_many_turns_build_on_what_was_generated(
         assert tokens == checkpoint.expected(talk)
         if turn:
             known = len(talk) - 4  # without the last answer's last token, and what was added
-            assert request.num_cached_tokens == known // block_size * block_size
+            assert request.num_hit_tokens == known // block_size * block_size
         talk = [*talk, *tokens, 7 + turn, 40, 3]
 
 
@@ -240,7 +240,7 @@ def test_evicted_prefixes_are_computed_again_and_a_reset_forgets_them(
             llm.engine.block_pool.reset_prefix_cache()
         [request] = make_requests(llm, [prompts[index]])
         assert run(llm, [request]) == [expected[index]]
-        num_cached.append(request.num_cached_tokens)
+        num_cached.append(request.num_hit_tokens)
     assert (num_cached[0], num_cached[5]) == (0, 0)  # nothing computed yet, all forgotten
     assert all(num_cached[index] for index in (1, 4, 6))
     assert num_cached[3] < 28  # it was computed before, but not all of it is still there
@@ -255,7 +255,7 @@ def test_the_cache_saves_forwards_or_not_but_never_changes_a_token(
     for prompt in prompts:
         [request] = make_requests(llm, [prompt])
         assert run(llm, [request]) == [checkpoint.expected(prompt)]
-    assert request.num_cached_tokens == (24 if prefix_cache else 0)
+    assert request.num_hit_tokens == (24 if prefix_cache else 0)
 
 
 # ---------------------------------------------------------------- batches and memory

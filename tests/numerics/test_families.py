@@ -169,12 +169,12 @@ def test_with_prefix_hits(checkpoint: TinyCheckpoint) -> None:
     llm = make_llm(checkpoint)
     first, second, *_ = checkpoint.examples
     [request] = assert_right(llm, [first])
-    assert request.num_cached_tokens == 0
+    assert request.num_hit_tokens == 0
     [request] = assert_right(llm, [second])  # the shared beginning
-    assert 0 < request.num_cached_tokens < len(second.prompt)
-    shared = request.num_cached_tokens
+    assert 0 < request.num_hit_tokens < len(second.prompt)
+    shared = request.num_hit_tokens
     [request] = assert_right(llm, [first.later(30)])  # what was generated, too
-    assert request.num_cached_tokens > max(len(first.prompt) - 1, shared)
+    assert request.num_hit_tokens > max(len(first.prompt) - 1, shared)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.thorough)])

@@ -210,7 +210,7 @@ class _Deaf:
     def on_leg_delta(self, item: object) -> None:
         pass
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         pass
 
 

@@ -95,7 +95,10 @@ def test_both_nodes_log_which_request_they_work_on(caplog: pytest.LogCaptureFixt
         for record in caplog.records
         if getattr(record, "request_id", "") == "a"
     ]
-    assert ("prefill_node.node", "has a prompt of 10 tokens to compute, for d") in told
+    assert (
+        "prefill_node.node",
+        "accepted; this node computes the prompt of 10 tokens, and d decodes",
+    ) in told
     assert ("decode_node.node", "ended (length) after 4 tokens") in told
     assert len(told) == 4
 

@@ -18,7 +18,8 @@ from baton.checkpoint.gguf.file import GgufFile
 # Placeholders for the layer number and the expert number in names of tensors.
 LAYER, EXPERT = "{layer}", "{expert}"
 _MAX_LAYERS = 2**14
-# Significant digits to write a 32-bit float: enough for most floats, and enough for all floats.
+# Significant digits of a written 32-bit float: the first number suffices for most floats, the
+# second for all floats.
 _SHORTEST_DIGITS, _EXACT_DIGITS = 6, 10
 # A layer's tensor in a GGUF file -> its name within a layer in Hugging Face layout. EXPERT in a
 # name means that the tensor of the GGUF file stacks all experts.

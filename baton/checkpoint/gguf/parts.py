@@ -18,7 +18,8 @@ from baton.checkpoint.gguf.file import GgufFile, StoredTensor
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _MAX_PARTS = 10**5
-# A younger file is not cached: a change within a tick of the kernel's clock leaves its times equal.
+# Younger files are not cached: two changes within one tick of the kernel's clock give a file equal
+# times, so the second change would go unnoticed.
 _YOUNG_NS = 2 * 10**9
 _MOST_VALUES = 4096  # longest list that `read_places` keeps
 _COUNT, _NUMBER, _NUM_TENSORS = "split.count", "split.no", "split.tensors.count"

@@ -183,7 +183,7 @@ def _events(found: admin_pb2.RequestTrace) -> Iterator[tuple[float, str]]:
 def _prefill_account(receipt: types_pb2.Receipt) -> str:
     if not receipt.ttft_s:
         return ""
-    # Imported here, because the module imports gRPC's messages, which `--help` does not need.
+    # Import here, because the module imports gRPC's messages, which `--help` does not need.
     from baton.wire.types import receipt_from_proto
 
     parts = receipt_from_proto(receipt).ttft_parts.items()

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _BUSY = ("loading", "changing", "waking")
-_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)  # errors while a changing node has left
+# Errors of calls to a node that has left, to come back with new weights
+_AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)
 
 NodesArgument = Annotated[
     list[str] | None,

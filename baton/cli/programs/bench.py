@@ -70,7 +70,7 @@ def quick(
     Starts a router, a prefill and a decode node with a small model, or measures a running system
     (--target). Ends with a verdict in words. Exit code 1 if requests failed.
     """
-    # Imported here, so that `--help` is fast.
+    # Import here, so that `--help` is fast.
     from rich.console import Console
 
     from baton.cli.admin.output import print_json

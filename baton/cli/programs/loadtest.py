@@ -39,7 +39,7 @@ def run(options: RunOptions) -> None:
     """
 
     async def main() -> int:
-        # Imported here, so that `--help` is fast.
+        # Import here, so that `--help` is fast.
         from loadtest.drills.audit import Auditor
         from loadtest.drills.faults import Fault, check_schedule
         from loadtest.drills.site import UpOptions, parse_pids
@@ -92,14 +92,14 @@ def run(options: RunOptions) -> None:
 def compare(options: CompareOptions) -> None:
     """Compare deployments, disaggregated or not, with and without encode nodes, on equal cores.
 
-    All get the same requests. Restarts each deployment before each repeat. With
+    All deployments get the same requests. Restarts each deployment before each repeat. With
     --find-max-goodput, starts each only once and compares them at the highest rate that each
     sustains. Goodput within --slo decides; effects on ITL and TTFT are shown too. Exit codes are
     the same as for `run`.
     """
 
     async def main() -> int:
-        # Imported here, so that `--help` is fast.
+        # Import here, so that `--help` is fast.
         from loadtest.compare import Comparison
         from loadtest.drills.site import UpOptions
         from loadtest.execute_comparison import execute_comparison
@@ -138,12 +138,12 @@ def compare(options: CompareOptions) -> None:
 def tune(options: TuneOptions) -> None:
     """Search options of nodes and router with which more requests keep an SLO; write them.
 
-    Each trial starts a deployment on this machine. Interrupted, the same command goes on with the
-    trials of --state. Exit codes are the same as for `run`.
+    Each trial starts a deployment on this machine. After an interruption, the same command
+    continues with the trials of --state. Exit codes are the same as for `run`.
     """
 
     async def main() -> int:
-        # Imported here, so that `--help` is fast.
+        # Import here, so that `--help` is fast.
         from loadtest.drills.site import UpOptions
         from loadtest.plan import OpenLoop
         from loadtest.tuning.execute_tuning import TuningJob, execute_tuning

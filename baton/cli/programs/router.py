@@ -13,7 +13,7 @@ from router.config import RouterConfig, check_exposure
 def router(config: RouterConfig) -> None:
     """Serve the public API and place requests on prefill and decode nodes."""
     check_exposure(config)
-    # Imported here, so that `--help` is fast.
+    # Import here, so that `--help` is fast.
     from baton.checkpoint.model_folder import find_model_folder
     from router.intake.prompt_reader import fork_readers
 

@@ -15,7 +15,7 @@ def sim_node(options: SimNodeOptions) -> None:
     """Simulate prefill and decode nodes: the node protocol with a timing model, and no model."""
 
     async def run() -> None:
-        # Imported here, so that `--help` is fast.
+        # Import here, so that `--help` is fast.
         from sim_node.cluster import SimCluster
         from sim_node.faults import FaultSpec
         from sim_node.scripted_outputs import read_script

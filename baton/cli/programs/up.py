@@ -142,7 +142,7 @@ def up(options: UpOptions, context: typer.Context) -> None:
     The machine's cores are divided between the nodes. All processes read --config. With Ray, the
     nodes run on the machines that Ray chooses.
     """
-    # Imported here, so that `--help` is fast.
+    # Import here, so that `--help` is fast.
     from baton.cli.programs.run_up import run_up
 
     config = _deployment(options, context)

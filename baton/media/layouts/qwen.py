@@ -1,7 +1,7 @@
-"""QwenLayout: an image's placeholders without marks (Qwen2-VL to Qwen3.5).
+"""QwenLayout: placeholders of an image without marks between them (Qwen2-VL to Qwen3.5).
 
-The processor stretches both sides to multiples of the patches that become one token, so that the
-number of pixels is within limits.
+A token stands for a square of patches. The processor stretches an image so that whole squares fit
+into it, and so that its number of pixels is within the checkpoint's limits.
 """
 
 from __future__ import annotations

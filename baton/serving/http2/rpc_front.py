@@ -219,7 +219,8 @@ class _ClientSide(asyncio.Protocol):
         self._server = None
         if self._client is not None:
             self._client.close()
-            self._at_work.close()  # counts as idle now: closed if the client does not read
+            # The connection counts as idle now, and is closed if the client does not read
+            self._at_work.close()
         self._front.remove(self)
 
     def abort(self) -> None:

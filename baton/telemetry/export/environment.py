@@ -1,8 +1,8 @@
 """Check the OTEL_* environment variables that the span exporter reads.
 
-For some invalid values, OpenTelemetry's SDK raises exceptions; for some it logs a traceback; others
-it accepts, but then sends nothing. These checks give one line that names the variable and its
-limits.
+OpenTelemetry's SDK raises exceptions for some invalid values and logs a traceback for others. It
+accepts the rest, but then sends nothing. The checks of this file give one line that names the
+variable and its limits.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ def end_of_class(pattern: str, start: int) -> int:
 def _may_leak(one: str) -> bool:
     """Return whether a character class may match the escape of a character that the class excludes.
 
-    This is so if the class matches DEL and another control character, but not ``"`` or not the
-    backslash. Also returns True for a class that `re` cannot compile or reads differently from
+    A class may do so if it excludes ``"`` or the backslash, but matches DEL and another control
+    character. Returns True, too, for a class that `re` cannot compile or reads differently from
     llguidance.
     """
     if _ANOTHER_SYNTAX.search(one, 1):
@@ -226,6 +226,6 @@ def _may_leak(one: str) -> bool:
         return True
     if matches('"') and matches("\\"):
         return False
-    # A class that does not match DEL only lists some control characters, such as `[a-z\n]`, which
-    # does no harm.
+    # A class that does not match DEL, such as `[a-z\n]`, lists only a few control characters and
+    # needs no repair.
     return any(map(matches, _CONTROL)) and matches("\x7f") is not None

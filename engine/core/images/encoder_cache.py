@@ -31,8 +31,10 @@ class EncoderCache:
         self.num_used = 0
         self.num_held = 0
         self._sizes: dict[bytes, int] = {}
-        self._holders: dict[bytes, set[Holder]] = {}  # by digest of a held encoding
-        # By request id, the digests of the encodings that the request holds, each with its holder.
+        # Holders of each encoding that is held, by digest
+        self._holders: dict[bytes, set[Holder]] = {}
+        # For each request id: the digests of the encodings that the request holds, each with its
+        # holder.
         self._held_by: dict[str, set[tuple[bytes, Holder]]] = {}
         self._free: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 

@@ -188,7 +188,7 @@ class ImageSteps:
                 request.num_encodings_cached += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
-        for index in missing:  # last, because new encodings may evict free ones
+        for index in missing:  # this loop is last, because new encodings may evict free ones
             span = images.spans[index]
             holder = (request.request_id, span.first)
             # An image that comes twice in the prompt is in the cache the second time.

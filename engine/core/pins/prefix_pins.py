@@ -192,7 +192,10 @@ class PrefixPins:
                 self._remove(own, old)
 
     def _make_room(self, own: _Owner) -> None:
-        """Drop an owner's oldest pins until the others fit its share; cut the last one."""
+        """Drop an owner's oldest pins until the rest fit its share.
+
+        If only the newest pin is left and does not fit, shorten this pin.
+        """
         share = self._max_blocks // len(self._owners)
         while own.is_over(share):
             oldest = next(iter(own.pins.values()))
@@ -221,7 +224,7 @@ class PrefixPins:
     # ------------------------------------------------------------------ blocks
 
     def _keeps(self, block: KVCacheBlock) -> bool:
-        """Return whether to pin a block that becomes free: one block of each pinned content."""
+        """Return whether the pool keeps a block that becomes free: one block per pinned content."""
         block_hash = block.block_hash
         if block_hash not in self._kept or block_hash is None:
             return False

@@ -1,8 +1,8 @@
 """Passes: makes the forward contexts in which a drafter computes tokens of some requests.
 
 A pass with few tokens per request is run as a decode step, in which each token is treated as a
-request with the same blocks. This is correct, because each layer writes the KV of all tokens before
-it reads any. On a CPU, a recorded tape can replay a pass that is run as a decode step.
+request with the same blocks. The result is correct, because each layer writes the KV of all tokens
+before it reads any. On a CPU, a recorded tape can replay a pass that is run as a decode step.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Encodings:
         waits until all ranks have encoded them.
         """
         for digest in step.forget:
-            self._kept.pop(digest, None)  # absent if it could not be encoded
+            self._kept.pop(digest, None)  # an image that could not be encoded has no entry
         began_at = time.monotonic()
         failed = dict[bytes, str]()
         for image in step.encode:

@@ -27,8 +27,8 @@ class Pooler:
     def __init__(self, model: CausalLM, *, is_last_stage: bool) -> None:
         self._model = model
         self._is_last_stage = is_last_stage
-        # By row of the batch: the sum over the prompt's tokens so far (mean pooling), or the hidden
-        # state of the first token (cls).
+        # For each row of the batch: the sum over the prompt's tokens so far (mean pooling), or the
+        # hidden state of the first token (cls).
         self._kept: dict[int, Tensor] = {}
 
     def pool(self, hidden: Tensor, step: PreparedStep) -> dict[str, Tensor]:

@@ -110,7 +110,7 @@ class StepExtras:
         step, layers = self._drafting_steps.popleft(), hooks.after_layer
         is_known = launched.ended_at is not None and launched.token_ids is None
         if not step.rows or (step.is_silent and is_known):
-            # No drafts are made; the drafter only reads the tokens.
+            # Make no drafts; the drafter only reads the tokens.
             self._drafting.after_step(step, hidden, launched.output.sampled_token_ids, layers)
             return launched
         output = launched.wait()

@@ -39,7 +39,7 @@ _BUSY, _LENT = ".busy", ".lent"
 _IS_BUSY, _IS_USED = 0, 1  # indices of the two bytes in a ``.busy`` file
 # Threads of native kernels keep addresses of these bytes, so mappings last as long as the process.
 _MAPPED: list[ctypes.Array[ctypes.c_int8]] = []
-_MOST_SHARES = 64  # most nodes to borrow from; MOST_LENDERS in team.c
+_MOST_SHARES = 64  # maximum number of nodes to borrow from; MOST_LENDERS in team.c
 _LONGEST_WAIT_S = 0.02
 _LONGEST_LOCK_S = 0.001
 _POLL_S = 0.0002

@@ -56,7 +56,7 @@ class RotaryPositions:
     def __init__(self, num_rows: int) -> None:
         self.deltas = np.zeros(num_rows, dtype=np.int64)
         self.is_active = False
-        self._axes: dict[int, Ints] = {}  # by row: [3, tokens up to the last image's end]
+        self._axes: dict[int, Ints] = {}  # for each row: [3, tokens up to the last image's end]
 
     def place(self, new: NewRow) -> None:
         """Assign a row to a new request."""
@@ -70,7 +70,7 @@ class RotaryPositions:
     def rotate(self, token_rows: Ints, positions: Ints) -> Ints:
         """Return the positions for RoPE of a step's tokens.
 
-        The result is ``[3, num_tokens]`` if the step has tokens of images. Otherwise it is
+        The result is ``[3, num_tokens]`` if the step has tokens of images. Otherwise the result is
         ``[num_tokens]``, because each token's three positions are equal.
 
         Args:

@@ -113,7 +113,8 @@ class FlashInferAttention:
         wrapper = self._wrappers.get((alike, self._turn))
         if wrapper is None:
             if self._workspace.device != device or not len(self._workspace):
-                # Not an inference tensor, because a later caller may be outside of inference_mode.
+                # Make normal tensors, not inference tensors, because a later caller may be outside
+                # of inference_mode.
                 with torch.inference_mode(mode=False):
                     self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             name = "Decode" if alike.is_decode else "Prefill"

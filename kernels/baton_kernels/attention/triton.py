@@ -170,7 +170,8 @@ class TritonAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get((capacity, sliding_window))
         if buffers is None:
-            # Not inference tensors, because a later caller may be outside of inference_mode.
+            # Make normal tensors, not inference tensors, because a later caller may be outside of
+            # inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = DecodeBuffers.allocate(capacity, shape, query)
             self._buffers[capacity, sliding_window] = buffers
@@ -193,8 +194,8 @@ class TritonAttention:
         assert metadata is not None
         key = metadata.num_tokens, sliding_window
         if key not in self._captured_tiles:
-            # Allocated outside inference mode and outside a graph: a step is computed once before
-            # its capture.
+            # This runs outside inference mode and outside a graph, because a step is computed once
+            # before its capture.
             with torch.inference_mode(mode=False):
                 self._captured_tiles[key] = CapturedTiles(
                     metadata.num_tokens, metadata.num_requests, shape, query.element_size(),

@@ -95,7 +95,8 @@ class InvariantTritonAttention:
         kept = self._buffers.setdefault(shape, [])
         if not kept or len(kept[-1].arrived) < metadata.num_requests:
             capacity = 1 << (metadata.num_requests - 1).bit_length()
-            # Not inference tensors, because a later caller may be outside of inference_mode.
+            # Make normal tensors, not inference tensors, because a later caller may be outside of
+            # inference_mode.
             with torch.inference_mode(mode=False):
                 kept.append(PartBuffers.allocate(capacity, shape, device))
         return kept[-1]

@@ -28,7 +28,7 @@ class TritonLatentAttention:
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
-        self._buffers: dict[int, DecodeBuffers] = {}  # by maximum number of requests
+        self._buffers: dict[int, DecodeBuffers] = {}  # buffers by maximum number of requests
         self._tiles: Tensor | None = None  # tiles of this step's prompts
         self._is_planned = False  # whether the division of this step's decodes is launched
         self._num_rows = 0  # the query's rows from here on are padding
@@ -85,7 +85,8 @@ class TritonLatentAttention:
         capacity = 1 << (metadata.num_requests - 1).bit_length()
         buffers = self._buffers.get(capacity)
         if buffers is None:
-            # Not inference tensors, because a later caller may be outside of inference_mode.
+            # Make normal tensors, not inference tensors, because a later caller may be outside of
+            # inference_mode.
             with torch.inference_mode(mode=False):
                 buffers = self._buffers[capacity] = allocate(capacity, shape, device)
         if not self._is_planned:

@@ -676,8 +676,8 @@ class NativeOps:
     def find_run(self) -> Callable[[int, int, int, int], int]:
         """Return the C function that implements `lookup.find_run` for int32 tokens.
 
-        It takes the tokens' address and number, and the minimum and maximum length of a run. It
-        returns the position after the earlier copy, or -1.
+        The function takes the tokens' address and number, and the minimum and maximum length of a
+        run. It returns the position after the earlier copy, or -1.
         """
         found: Callable[[int, int, int, int], int] = self._library.baton_find_run
         return found
@@ -870,7 +870,7 @@ class NativeOps:
         Returns:
             Whether all threads were pinned.
         """
-        size = (max(own | lent) // 64 + 1) * 8  # in whole words, as Linux's masks of cores
+        size = (max(own | lent) // 64 + 1) * 8  # bytes in whole words, like Linux's masks of cores
         own_set, lent_set = (
             sum(1 << core for core in cores).to_bytes(size, "little") for cores in (own, lent)
         )

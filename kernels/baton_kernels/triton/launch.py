@@ -176,7 +176,7 @@ class Launch:
     ) -> _Ready | None:
         """Return what a launch needs, or launch by Triton's own launcher and return None.
 
-        The latter happens if no variant for these arguments is compiled yet.
+        Triton's own launcher is used if no variant for these arguments is compiled yet.
         """
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
@@ -272,7 +272,7 @@ class _Variant:
 class _Numbers:
     """Finds the integer arguments on which Triton specializes a kernel.
 
-    Their values are part of the key of a compiled kernel.
+    The values of these arguments are part of the key of a compiled kernel.
     """
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:

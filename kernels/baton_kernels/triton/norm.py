@@ -104,7 +104,8 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 4), 16)
 
 
-# Not specialized: another number of rows must not recompile the kernel while serving.
+# The number of rows is not specialized, because another number must not recompile the kernel while
+# serving.
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, num_rows, size,

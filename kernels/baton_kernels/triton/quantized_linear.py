@@ -117,7 +117,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def _unpacked_from(weight: QuantizedWeight) -> int:
-    """Return from how many tokens on the weight is unpacked before the product."""
+    """Return the least number of tokens for which the weight is unpacked before the product."""
     if isinstance(weight, GroupedWeight):
         return GROUPED_UNPACKED_FROM
     has_groups = weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1
@@ -564,7 +564,8 @@ def store_sums(
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-# Not specialized: another number of tokens must not recompile the kernel while serving.
+# The number of tokens is not specialized, because another number must not recompile the kernel
+# while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_kernel(
     x_ptr, code_ptr, scale_ptr, minimum_ptr, factor_ptr, minimum_factor_ptr, bias_ptr, out_ptr,

@@ -1,7 +1,7 @@
 """Chooses tile sizes of the attention kernels for decodes and prompts.
 
-Sizes depend on the head size and on a GPU's shared memory. They were chosen by the registers and
-the memory that the compiled code uses (``tools/compile_kernels.py``), not by measured times.
+Sizes depend on the head size and on a GPU's shared memory. The sizes were chosen by the registers
+and the memory that the compiled code uses (``tools/compile_kernels.py``), not by measured times.
 Refuses to know: kernels, steps.
 """
 
@@ -42,7 +42,7 @@ _VARLEN = {  # at most 130 KiB
     32: TileSize(128, 8, 5),
     64: TileSize(128, 8, 5),
     128: TileSize(64, 8, 5),
-    256: TileSize(32, 8, 5),  # with 4 warps, Triton 3.6 would spill registers
+    256: TileSize(32, 8, 5),  # 8 warps, because Triton 3.6 would spill registers with 4
     512: TileSize(16, 8, 5),
 }
 # At most 97 KiB, for GPUs with 99.

@@ -162,7 +162,7 @@ class NixlAgent:
         self._resumed.pop(name, None)
         self._failed.discard(name)
         if self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # harmless: fails for a dead peer
+            with contextlib.suppress(*self._errors):  # fails for a dead peer, which does no harm
                 self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:

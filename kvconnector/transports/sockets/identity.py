@@ -198,7 +198,7 @@ def _context(*, is_server: bool) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if is_server:
-        # No resumed TLS sessions: on each connection, both ends prove their identities
+        # TLS sessions are not resumed, so that both ends prove their identities on each connection.
         context.num_tickets = 0
     return context
 

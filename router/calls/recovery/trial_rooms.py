@@ -55,7 +55,7 @@ class TrialRooms:
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
         self._rooms: dict[str, _Room] = {}  # kept nodes, by engine id
-        # Until when a node may not be kept again, by engine id
+        # For each engine id: until when the node may not be kept again
         self._rests_until: dict[str, float] = {}
 
     def __bool__(self) -> bool:

@@ -58,9 +58,10 @@ class EncodePlaces:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._kept: dict[str, _Kept] = {}  # by engine id
-        # By engine id: seconds of open encoding work, by the attempt's epoch
+        # For each engine id: seconds of open encoding work, by the attempt's epoch
         self._open: dict[str, dict[int, float]] = {}
-        self._barred: dict[str, float] = {}  # by engine id: until when the node gets no images
+        # For each engine id: until when the node gets no images
+        self._barred: dict[str, float] = {}
 
     def plan(
         self,

@@ -321,7 +321,7 @@ class NodeLoad:
         self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
-        """Take everything that an ended request still counts for off the load."""
+        """Remove all that an ended request still adds to the load."""
         self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
@@ -474,7 +474,7 @@ class NodeLoad:
         return min((self._recent_prompts_s(now) + more_s) / residence_s, 1.0)
 
     def _recent_prompts_s(self, now: float) -> float:
-        """Return the seconds of prompts within about one average answer's time."""
+        """Return the seconds of recent prompts, which count less the longer ago they ended."""
         if not self._prompts_s:
             return 0.0
         residence_s = max(self.shared.residence_s, _LEAST_RESIDENCE_S)

@@ -1,4 +1,4 @@
-"""Simple parsers: of a text, of one call, of calls or a text; and a filter for the first call."""
+"""Simple parsers: for a text, for one call, for calls or a text. A filter keeps the first call."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class CheckedEngine(Engine):
 def kv_of(engine: Engine, block_ids: list[int], num_tokens: int) -> torch.Tensor:
     """Return the KV that a token behind the first ``num_tokens`` reads: ``[num_blocks, ...]``."""
     num_groups = engine.kv_memory.spec.num_groups
-    places = engine.kv_cache_manager.handoff_indices(num_tokens)
+    places = engine.kv_cache_manager.handoff_places(num_tokens)
     kv = engine.kv_memory.tensor[[block_ids[place] for place in places]]  # a copy
     if engine.kv_memory.spec.by_heads:
         kv = kv[:, 0].permute(0, 2, 3, 1, 4, 5).contiguous()  # as if it lay by layers

@@ -80,7 +80,7 @@ class Inbox(asyncio.Queue[int]):
         for token_id in item.delta.token_ids:
             self.put_nowait(token_id)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         self.put_nowait(token_id)
 
 

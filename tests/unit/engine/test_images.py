@@ -120,7 +120,7 @@ def test_a_hit_may_end_within_an_image_or_behind_it(engine: Engine) -> None:
     for parts in ([*PROMPT[:4], range(90, 97)], [*PROMPT[:2], range(90, 97)], PROMPT):
         request = request_of("b", parts)
         assert run(engine, request)["b"] == expected(parts)
-        assert request.num_cached_tokens >= 28
+        assert request.num_hit_tokens >= 28
     assert encoder.num_encoded == 2
     metrics = engine.metrics()
     assert metrics.images_encoded_total == 2
@@ -157,7 +157,7 @@ def test_other_images_hit_nothing(engine: Engine) -> None:
     other = [PROMPT[0], file_of(range(200, 221)), *PROMPT[2:]]
     request = request_of("b", other)
     assert run(engine, request)["b"] == expected(other)
-    assert request.num_cached_tokens == 8  # the blocks before the image
+    assert request.num_hit_tokens == 8  # the blocks before the image
 
 
 def test_an_image_in_many_prompts_is_encoded_once(engine: Engine) -> None:

@@ -73,7 +73,7 @@ def test_what_travels_is_what_the_next_token_looks_at_and_the_block_it_is_writte
 ) -> None:
     coordinator = KVCacheCoordinator(windows, block_size, BlockPool(2))
     num_blocks = -(-num_tokens // block_size)
-    places = coordinator.kept_indices(num_tokens, num_blocks)
+    places = coordinator.kept_places(num_tokens, num_blocks)
     expected = [
         index * len(windows) + group
         for index in range(num_blocks)
@@ -136,7 +136,7 @@ def test_a_prompt_that_arrives_gets_blocks_only_for_what_its_next_token_looks_at
     assert request.block_ids[1:15:2] == [0] * 7
     assert manager.block_pool.num_free == 13 - 1 - 11
     assert manager.num_tokens_held(request) == 18
-    travelling = [request.block_ids[index] for index in manager.handoff_indices(16)]
+    travelling = [request.block_ids[index] for index in manager.handoff_places(16)]
     assert travelling == [*request.block_ids[0:14:2], *request.block_ids[14:16]]
     manager.free(request)
     assert manager.block_pool.num_free == 12
@@ -174,7 +174,7 @@ def test_a_hit_needs_every_group_and_takes_only_what_each_looks_at() -> None:
     again = make_request("b", prompt=prompt, max_tokens=2)
     scheduler.add_request(again)
     assert step(scheduler, runner)[0] == {"b": 2}
-    assert again.num_cached_tokens == 10
+    assert again.num_hit_tokens == 10
     assert again.block_ids[1::2].count(0) >= 3
     while scheduler.has_work:
         step(scheduler, runner)

@@ -129,7 +129,7 @@ def test_a_prefix_hit_under_a_window_takes_only_the_blocks_in_the_window() -> No
     again = make_request("b", prompt=prompt, max_tokens=1)
     scheduler.add_request(again)
     assert step(scheduler, runner)[0] == {"b": 2}
-    assert again.num_cached_tokens == 10
+    assert again.num_hit_tokens == 10
 
 
 def test_remote_kv_that_slides_out_before_the_prompt_ends_gets_no_block_and_is_never_found() -> (

@@ -73,7 +73,7 @@ def test_of_a_prompt_one_block_of_states_travels_for_each_of_their_groups(num_to
     spec = kv_cache_spec(LAYERS, 64, torch.bfloat16)
     manager = make_manager(spec, num_tokens)
     last = -(-num_tokens // spec.block_size) - 1
-    places = manager.handoff_indices(num_tokens)
+    places = manager.handoff_places(num_tokens)
     for index, group in enumerate(spec.manifest.groups):
         blocks = [place // spec.num_groups for place in places if place % spec.num_groups == index]
         first = max(num_tokens - WINDOW + 1, 0) // spec.block_size

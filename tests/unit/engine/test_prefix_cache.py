@@ -101,7 +101,7 @@ def test_the_same_prompt_again_computes_its_last_token_and_no_full_block_before(
     again = make_request("b", prompt=PROMPT[:num_tokens], max_tokens=1)
     num_computed, _ = run_one(scheduler, runner, again)
     assert num_computed == (num_tokens - 1) % BLOCK_SIZE + 1
-    assert again.num_cached_tokens == num_tokens - num_computed
+    assert again.num_hit_tokens == num_tokens - num_computed
     assert again.num_prompt_tokens_computed == num_computed
 
 
@@ -109,7 +109,7 @@ def test_with_the_prefix_cache_off_nothing_is_found_named_or_told() -> None:
     scheduler, runner = make_scheduler(prefix_cache=False), ContentRunner(BLOCK_SIZE)
     run_one(scheduler, runner, make_request("a", prompt=PROMPT, max_tokens=1))
     num_computed, again = run_one(scheduler, runner, make_request("b", prompt=PROMPT, max_tokens=1))
-    assert (num_computed, again.num_cached_tokens, again.block_hashes) == (20, 0, [])
+    assert (num_computed, again.num_hit_tokens, again.block_hashes) == (20, 0, [])
     assert scheduler.kv_cache_manager.block_pool.take_events() == []
 
 
@@ -146,7 +146,7 @@ def test_requests_that_run_together_share_what_is_computed_already_and_nothing_e
     assert not set(first.block_ids) & set(second.block_ids)
     scheduler.add_request(third)
     assert step(scheduler, runner)[0] == {"a": 8, "b": 8, "c": 8}
-    assert third.num_cached_tokens == 8
+    assert third.num_hit_tokens == 8
     assert third.block_ids[:2] in (first.block_ids[:2], second.block_ids[:2])
     scheduler.abort("a")
     scheduler.abort("b")
@@ -161,7 +161,7 @@ def test_the_next_turn_of_a_talk_finds_prompt_and_answer_of_the_turn_before() ->
     assert turn.num_tokens == 13  # of which the last was never computed
     prompt = [*turn.token_ids, 50, 51, 52]
     num_computed, again = run_one(scheduler, runner, make_request("2", prompt=prompt, max_tokens=1))
-    assert again.num_cached_tokens == 12
+    assert again.num_hit_tokens == 12
     assert num_computed == 4
 
 
@@ -176,7 +176,7 @@ def test_remote_kv_is_found_by_later_requests() -> None:
     num_computed, local = run_one(
         scheduler, runner, make_request("local", prompt=[*PROMPT, 5, 5], max_tokens=1)
     )
-    assert (local.num_cached_tokens, num_computed) == (20, 2)
+    assert (local.num_hit_tokens, num_computed) == (20, 2)
 
 
 def test_extra_keys_keep_users_apart_who_send_the_same_prompt() -> None:
@@ -289,7 +289,7 @@ def test_a_reset_forgets_what_was_computed_and_disturbs_no_request() -> None:
     pool.reset_prefix_cache()
     scheduler.check()
     _, other = run_one(scheduler, runner, make_request("other", prompt=PROMPT[:9], max_tokens=1))
-    assert other.num_cached_tokens == 0
+    assert other.num_hit_tokens == 0
     assert running.num_output_tokens == 9
     assert pool.num_free == pool.num_blocks
 

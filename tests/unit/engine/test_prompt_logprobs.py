@@ -82,7 +82,7 @@ def test_a_warm_prefix_cache_does_not_shorten_them_and_is_left_warm(
     llm.engine.add_request(request)
     while llm.engine.has_work:
         llm._step()
-    assert request.num_cached_tokens == 48
+    assert request.num_hit_tokens == 48
 
 
 def test_preemption_neither_loses_nor_repeats_any(folder: Path, theirs: Any) -> None:

@@ -37,7 +37,7 @@ def test_siblings_wait_for_the_prompt_and_go_on_from_its_full_blocks() -> None:
     for sibling in rest:
         assert sibling.block_ids[:2] == first.block_ids[:2]
         assert sibling.block_ids[2] != first.block_ids[2]
-        assert sibling.num_cached_tokens == 8
+        assert sibling.num_hit_tokens == 8
     assert scheduler.kv_cache_manager.block_pool.num_free == 100 - 5
 
 

@@ -89,7 +89,7 @@ def answer(engine: Engine, salt: bytes = b"") -> tuple[list[int], int]:
     """Return the tokens of an answer, and the number of cached prompt tokens."""
     request = ask(engine, salt)
     run(engine)
-    return request.output_token_ids, request.num_cached_tokens
+    return request.output_token_ids, request.num_hit_tokens
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_prompt_joins_a_read_that_brings_half_of_its_blocks(
     files.gate.set()
     run(engine)
     num_cached = [7, 7 if num_reads == 2 else num_shared]
-    assert [request.num_cached_tokens // 16 for request in requests] == num_cached
+    assert [request.num_hit_tokens // 16 for request in requests] == num_cached
     assert sum(engine.block_pool.ref_counts().values()) == 0
     engine.block_pool.check()
     engine.close()
@@ -196,7 +196,7 @@ def test_a_prompt_joins_a_read_that_brings_all_that_files_have(tmp_path: Path) -
     assert len(tier_of(engine)._reads) == 1
     files.gate.set()
     run(engine)
-    assert [request.num_cached_tokens // 16 for request in requests] == [7, 4]
+    assert [request.num_hit_tokens // 16 for request in requests] == [7, 4]
     engine.close()
 
 
@@ -217,7 +217,7 @@ def test_a_slow_read_costs_no_more_than_its_deadline(written: Path, expected: li
     assert late.awaits_prefix
     clock.now += 2.1
     run(engine)
-    assert (late.output_token_ids, late.num_cached_tokens) == (expected, 0)
+    assert (late.output_token_ids, late.num_hit_tokens) == (expected, 0)
     assert tier.counts().misses["late"] == 1
     # The thread may still write to the blocks, so nobody else gets them.
     assert sum(engine.block_pool.ref_counts().values()) == 8
@@ -279,7 +279,7 @@ def test_full_memory_is_not_taken_for_reads(
     request = ask(engine)
     run(engine)
     assert request.output_token_ids == expected
-    assert request.num_cached_tokens == 6 * 16, "at most half of the free blocks"
+    assert request.num_hit_tokens == 6 * 16, "at most half of the free blocks"
     assert tier_of(engine).counts().misses["no_blocks"] == 1
     engine.block_pool.release(held)
     engine.close()
@@ -323,7 +323,7 @@ def test_blocks_of_an_open_read_do_not_enter_a_flushed_cache(
     engine.features.settle_files()
     assert engine.block_pool.num_cached == 0
     run(engine)
-    assert (waiting.output_token_ids, waiting.num_cached_tokens) == (expected, 0)
+    assert (waiting.output_token_ids, waiting.num_hit_tokens) == (expected, 0)
     assert sum(engine.block_pool.ref_counts().values()) == 0
     engine.block_pool.check()
     engine.close()

@@ -73,7 +73,7 @@ class _Says(Turn):
     def __init__(self, actions: list[Action]) -> None:
         super().__init__()
         for action in actions:
-            self.ask(action)
+            self.add_action(action)
 
 
 class Scene:

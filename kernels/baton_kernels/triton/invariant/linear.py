@@ -98,7 +98,8 @@ def _launcher(tile: LinearTile, is_even: bool) -> Launcher:
     )  # fmt: skip
 
 
-# Not specialized: another number of tokens must not recompile the kernel while serving.
+# The number of tokens is not specialized, because another number must not recompile the kernel
+# while serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, arrived_ptr, num_tokens, x_stride,

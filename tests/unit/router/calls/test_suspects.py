@@ -333,7 +333,7 @@ class _Nobody:
     def on_leg_delta(self, item: LegDelta) -> None:
         pass
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         pass
 
 

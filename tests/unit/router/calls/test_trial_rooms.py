@@ -33,7 +33,7 @@ class Reader:
         assert item.delta.error is not None
         self.codes.append(item.delta.error.code)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         raise AssertionError
 
 

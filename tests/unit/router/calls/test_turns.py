@@ -115,7 +115,7 @@ class Reader:
         self.num_ended += 1
         self._rounds.note()
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         raise AssertionError
 
 

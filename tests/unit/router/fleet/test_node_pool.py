@@ -213,7 +213,7 @@ class Reader:
     def on_leg_delta(self, item: LegDelta) -> None:
         self.taken.append(item)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         self.taken.append((role, output_index, token_id))
 
     @property

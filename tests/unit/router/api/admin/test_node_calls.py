@@ -164,7 +164,7 @@ async def test_a_ledger_of_megabytes_comes_in_parts_between_which_tokens_go() ->
         def on_leg_delta(self, item: Any) -> None:
             heard_at.append(len(parts))
 
-        def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
             heard_at.append(len(parts))
 
     async with joined(NodeAdmin(asked, 10).answer) as (node, links):

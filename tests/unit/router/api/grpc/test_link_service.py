@@ -54,7 +54,7 @@ class Reader:
     def on_leg_delta(self, item: LegDelta) -> None:
         self.items.append(item)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         raise AssertionError("nothing here says a token")
 
 
@@ -106,7 +106,7 @@ async def test_a_command_that_cannot_be_sent_ends_its_request_and_not_the_link()
 class Broken(Reader):
     """Cannot take tokens."""
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         raise ArithmeticError("a bug")
 
 
@@ -217,7 +217,7 @@ class Hearer:
     def on_leg_delta(self, item: LegDelta) -> None:
         self.told.append(item.delta)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         self.told.append(RequestDelta("a", output_index, (token_id,), epoch=1))
 
 
@@ -347,7 +347,7 @@ class Counter:
         self.num_said += 1
         self.turns.add(self.turn)
 
-    def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+    def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
         self.num_said += 1
         self.turns.add(self.turn)
 

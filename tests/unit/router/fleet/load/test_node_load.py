@@ -363,7 +363,7 @@ def test_a_pool_feeds_all_of_this_from_what_nodes_say() -> None:
         def on_leg_delta(self, item: object) -> None:
             pass
 
-        def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
             pass
 
     prefill.node.open_leg("a", 1, Reader(), LegWork(num_tokens=30, num_uncomputed=30))
@@ -389,7 +389,7 @@ def test_an_output_is_as_long_as_its_tokens_whatever_steps_they_took() -> None:
         def on_leg_delta(self, item: object) -> None:
             pass
 
-        def take_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
+        def on_token(self, role: NodeRole, output_index: int, token_id: int) -> None:
             pass
 
     shared = decode.node.load.shared
