@@ -140,7 +140,7 @@ class Cached:
         groups, num_blocks = self.manager.num_groups, num_tokens // BLOCK_SIZE
         request = self.request("computed")
         blocks = [self.manager.coordinator.null_block or 0] * (num_blocks * groups)
-        places = [one for one in self.manager.handoff_indices(num_tokens) if one >= first * groups]
+        places = [one for one in self.manager.handoff_places(num_tokens) if one >= first * groups]
         taken = self.pool.allocate(len(places))
         assert taken is not None
         for place, block_id in zip(places, taken, strict=True):
@@ -159,7 +159,7 @@ class Cached:
         """Assert that a beginning of the prompt is cached, with the right numbers everywhere."""
         hit = self.manager.find_cached_blocks(self.request("next"))
         assert len(hit) // self.manager.num_groups * BLOCK_SIZE == num_tokens
-        for place in self.manager.handoff_indices(num_tokens):
+        for place in self.manager.handoff_places(num_tokens):
             for view, value in self._slices(place, hit[place]):
                 assert torch.equal(view.to(torch.float32), value.to(torch.float32)), place
 
