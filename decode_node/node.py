@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -25,9 +24,9 @@ from baton.link.words import (
     RouterCommand,
 )
 from baton.telemetry.ledger import Ledger
+from decode_node.jobs import DecodeTraces, Job
 from decode_node.options import DecodeOptions
 from decode_node.reservations import Reservation, Reservations, ReservationState
-from decode_node.spans import DecodeTraces
 from engine.core.outputs import StepResult
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
@@ -48,17 +47,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_OPTIONS = DecodeOptions()
 
 
-@dataclass(slots=True)
-class _Job:
-    """A decode command in progress, with its request and reservation."""
-
-    command: DecodeCommand
-    request: Request
-    reservation: Reservation
-    first_step_s: float = 0.0
-    steps_until_first: int = 0
-
-
 class DecodeNode:
     """Receives the KV of prompts, and decodes their outputs from token 2 on.
 
@@ -70,7 +58,7 @@ class DecodeNode:
         clock: returns seconds, never going back.
         traces: emits spans of traced requests; None: no tracing.
         inbox: queue of commands; None: a queue that cannot read the files of adapters.
-        side_work: sends cached prefixes to prefill nodes; None: this node sends none.
+        side_work: gets and sends cached prefixes; None: this node exchanges none.
     """
 
     def __init__(
@@ -93,7 +81,7 @@ class DecodeNode:
         self._options = options
         self._inbox = Inbox(DecodeCommand, engine, clock) if inbox is None else inbox
         self._outbox = Outbox(emit)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._prefill_nodes = set[str]()  # engine ids of connected prefill nodes
 
     def submit(self, command: RouterCommand | AbortAll) -> None:
@@ -124,13 +112,15 @@ class DecodeNode:
     def beat(self) -> NodeBeat:
         """Return this node's load; safe from any thread."""
         requests = list(self.engine.requests.values())
+        reservations, side_work = self.reservations, self.side_work
         return describe_load(
             self.engine,
             self._inbox,
             requests,
             num_running=sum(request.status is RequestStatus.RUNNING for request in requests),
-            num_quarantined_blocks=self.reservations.quarantine.num_blocks,
-            num_transfers=self.reservations.num_transfers + self.side_work.num_transfers,
+            num_quarantined_blocks=reservations.quarantine.num_blocks
+            + side_work.num_quarantined_blocks,
+            num_transfers=reservations.num_transfers + side_work.num_transfers,
         )
 
     def requests(self) -> list[RequestView]:
@@ -153,6 +143,7 @@ class DecodeNode:
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
         """End an attempt of a request, if this attempt is open."""
+        self.side_work.cancel(request_id, epoch)  # the command may wait for its adapter
         job = self._jobs.get(request_id)
         if job is not None and job.command.epoch == epoch:
             self._end(request_id)
@@ -183,12 +174,14 @@ class DecodeNode:
             self._refuse(command, error)
             self._traces.end_trace(command, received_at, error=str(error))
             return
+        prefix = None
         computes_prompt = not command.prefill_engine_id or self._is_short(request)
         if computes_prompt:
+            prefix = self.side_work.expect_prefix(request, command, received_at)
             engine.add_request(request)
         reserve = self.reservations.skip_handoff if computes_prompt else self.reservations.park
         reservation = reserve(request, command.epoch, command.prefill_engine_id, received_at)
-        self._jobs[command.request_id] = _Job(command, request, reservation)
+        self._jobs[command.request_id] = Job(command, request, reservation, prefix)
         logger.debug(
             "accepted; %s computes the prompt of %d tokens",
             "this node" if computes_prompt else command.prefill_engine_id,
@@ -256,7 +249,7 @@ class DecodeNode:
                 job.first_step_s = now - job.reservation.committed_at
                 job.steps_until_first = self.engine.num_steps - job.reservation.committed_at_step
             if output.finish_reason is not None:
-                receipt = _receipt(job, self.engine.features.why_drafts(job.request))
+                receipt = job.receipt(self.engine.features.why_drafts(job.request))
                 self._drop_job(output.request_id, receipt=receipt)
                 logger.debug(
                     "ended (%s) after %d tokens",
@@ -290,7 +283,7 @@ class DecodeNode:
 
     def _drop_job(
         self, request_id: str, error: str = "", receipt: DecodeReceipt | None = None
-    ) -> _Job | None:
+    ) -> Job | None:
         """Remove a job, if it exists, and emit its trace."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
@@ -312,6 +305,7 @@ class DecodeNode:
         if job is None:
             return
         self.reservations.cancel(request_id, job.command.epoch)
+        self.side_work.cancel(request_id, job.command.epoch)
         self.engine.abort(request_id)
 
     def _expire(self) -> None:
@@ -322,22 +316,3 @@ class DecodeNode:
             if now - job.reservation.parked_at > job.command.timeout_s:
                 self._end(job.command.request_id, "deadline passed")
                 self._fail(job.reservation, "DEADLINE_EXCEEDED", "deadline passed")
-
-
-def _receipt(job: _Job, why_drafts: str) -> DecodeReceipt:
-    reservation, request = job.reservation, job.request
-    assert reservation.receipt is not None
-    return DecodeReceipt(
-        parked_s=reservation.committed_at - reservation.parked_at,
-        first_step_s=job.first_step_s,
-        steps_until_first=job.steps_until_first,
-        num_prompt_tokens_computed=request.num_prompt_tokens_computed,
-        num_forwards=request.num_forwards,
-        num_preemptions=request.num_preemptions,
-        push=reservation.receipt,
-        num_cached_tokens=request.num_hit_tokens,
-        num_drafts=request.num_drafts,
-        num_accepted_drafts=request.num_accepted_drafts,
-        why_drafts=why_drafts,
-        num_pinned_tokens=request.num_pinned_tokens,
-    )

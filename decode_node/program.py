@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from baton.link.words import DecodeCommand, NodeEvent, NodeRole
 from baton.text.grammar_trials import EarlyGrammars
+from decode_node.jobs import DecodeTraces
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeNodeOptions
-from decode_node.spans import DecodeTraces
 from kvconnector.ends import Receiver
 from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
-from node_runtime.prefixes.make_ends import make_shares
+from node_runtime.prefixes.make_ends import make_prefixes
 from node_runtime.threads import ConnectorEnds
 
 
@@ -31,9 +31,7 @@ def make_program(
             parts.transport, on_event=parts.wake, on_death=parts.on_death, digests=parts.digests
         )
         receiver.loop.start()
-        shares, sender = None, None
-        if options.fetch_prefixes:
-            shares, sender = make_shares(options, parts)
+        prefixes, fetcher, sharer = make_prefixes(options, parts)
         node = DecodeNode(
             parts.engine,
             receiver,
@@ -41,8 +39,8 @@ def make_program(
             options.decode,
             traces=DecodeTraces(parts.spans, time.monotonic),
             inbox=Inbox(DecodeCommand, parts.engine, adapters=parts.adapters),
-            side_work=shares,
+            side_work=prefixes,
         )
-        return node, ConnectorEnds(receiver, shares=sender)
+        return node, ConnectorEnds(receiver, fetches=fetcher, shares=sharer)
 
     return make_threads(NodeRole.DECODE, options, make_node, emit, on_death, grammars)

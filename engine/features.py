@@ -22,6 +22,7 @@ from engine.core.outputs import ModelRunnerOutput, SchedulerOutput, StepResult
 from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.core.side_blocks import SideBlocks
 from engine.executors.base import Executor
 from engine.images.image_inputs import ImageInputs
 from engine.kv_files.file_tier import KVFileTier
@@ -39,13 +40,14 @@ class Features:
         scheduler: the engine's scheduler.
         grammars: compiles requests' grammars.
         pins: keeps the prefixes that requests pin in the prefix cache.
+        side_blocks: bounds the blocks that files and other nodes keep from requests.
         images: checks the images of prompts, and has them decoded; None: the model takes no images.
         speculation: makes drafts, and is the scheduler's `DraftPolicy`; None: there are no drafts.
         files: the file tier of the prefix cache; None: there is none.
 
     Attributes:
-        grammars, pins, images, speculation, files: the arguments; without ``images``, an intake
-            that refuses images.
+        grammars, pins, side_blocks, images, speculation, files: the arguments; without ``images``,
+            an intake that refuses images.
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class Features:
         scheduler: Scheduler,
         grammars: GrammarCompiler,
         pins: PrefixPins,
+        side_blocks: SideBlocks,
         images: ImageInputs | None = None,
         speculation: Speculation | None = None,
         files: KVFileTier | None = None,
     ) -> None:
         self.grammars, self.pins, self.speculation, self.files = grammars, pins, speculation, files
-        self.images = images or ImageInputs()
+        self.side_blocks, self.images = side_blocks, images or ImageInputs()
         self._scheduler = scheduler
         scheduler.on_finish = self._note_finish
 

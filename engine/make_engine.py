@@ -20,6 +20,7 @@ from engine.core.images.image_steps import ImageLimits
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.pins.prefix_pins import PrefixPins
 from engine.core.scheduler import Scheduler
+from engine.core.side_blocks import SideBlocks
 from engine.engine import Engine
 from engine.executors import EXECUTORS
 from engine.executors.base import Executor
@@ -101,7 +102,7 @@ def make_engine(
         num_stages=config.pipeline_parallel_size if executor.runs_ahead else 1,
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
-    images = None
+    images, side = None, SideBlocks(memory.num_blocks)
     if layout is not None and model.vision is not None:
         compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)
@@ -111,8 +112,8 @@ def make_engine(
         config.max_pin_s,
         scheduler.counters.pins,
     )
-    files = make_tier(config, executor, kv_cache_manager, scheduler.resume)
-    features = Features(scheduler, compiler, pins, images, speculation, files)
+    files = make_tier(config, executor, kv_cache_manager, side, scheduler.resume)
+    features = Features(scheduler, compiler, pins, side, images, speculation, files)
     engine = Engine(executor, scheduler, features, compatibility)
     if files is not None:
         engine.figures.file_counts = files.counts

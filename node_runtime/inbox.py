@@ -23,6 +23,7 @@ from baton.link.words import (
     NodeEvent,
     PeerReport,
     PeerUpdate,
+    RequestCommand,
     RequestError,
     RouterCommand,
     SessionHint,
@@ -31,10 +32,12 @@ from baton.link.words import (
 )
 from baton.telemetry.ledger import BlockHolding
 from engine.core.outputs import SchedulerOutput, StepResult
+from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from node_runtime.adapters.adapter_queue import AdapterQueue, Failure, JobCommand
+from node_runtime.prefixes.prefix_wait import PrefixWait
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +86,20 @@ class SideWork:
     def lose_peer(self, engine_id: str) -> None:
         """End the transfers of a departed node."""
 
+    def expect_prefix(
+        self, request: Request, command: RequestCommand, received_at: float
+    ) -> PrefixWait | None:
+        """Let a new request wait for a cached prefix; return None if no node sends one.
+
+        Call this before the engine gets the request.
+        """
+        return None
+
+    def cancel(self, request_id: str, epoch: int) -> None:
+        """Expect nothing any more for a request that has ended."""
+
     def share_prefix(self, command: ShareCommand, received_at: float) -> None:
-        """Send a cached prefix to a prefill node."""
+        """Send a cached prefix to another node."""
         logger.warning("this node does not send cached prefixes")
 
     def abort(self, abort: AbortAll) -> None:

@@ -11,7 +11,6 @@ import msgspec
 
 from baton.access.tls import TlsFiles
 from baton.api.errors import ConfigError
-from baton.kv.manifest import KVKind
 from kvconnector import KV_CONNECTORS
 from kvconnector.block_digests import BlockDigests, digests_are_wanted
 from kvconnector.layout import KVMemory
@@ -58,14 +57,9 @@ def open_prefixes_transport(
     Args:
         engine_id: name of this end, from `fetch_end` or `share_end`.
 
-    Raises ConfigError if cached blocks alone do not suffice to continue a prompt.
+    Raises ConfigError if this node has no prefix cache.
     """
     memory, executor = loaded.engine.kv_memory, loaded.engine.executor
-    groups = memory.manifest.groups
-    if KVKind.STATE in {group.kind for group in groups}:
-        raise ConfigError(
-            "fetch_prefixes: supports models with attention in all layers, not layers with a state"
-        )
     if loaded.engine.kv_cache_manager.hasher is None:
         raise ConfigError("fetch_prefixes: needs the prefix cache, which is switched off")
     connector = options.kv_connector

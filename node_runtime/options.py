@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_OUTPUT
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.engine_config import EngineConfig
+from baton.api.errors import ConfigError
+from baton.engine_config import MAX_PROMPT_WAIT_S, EngineConfig
 from baton.limits import REVISION_HELP, parse_revision
 from baton.options import check_limits, group, option
 from baton.telemetry.compat_options import COMPAT_HELP, COMPAT_NAMES
@@ -139,10 +140,26 @@ class NodeOptions(ProgramOptions):
 
     fetch_prefixes: bool = option(
         False,
-        help="Let prefill nodes get cached parts of prompts from decode nodes and from each other, "
-        "such as earlier turns of a conversation, instead of computing them; on nodes of both "
-        "roles. For models with attention in all layers, on nodes with all ranks on one machine.",
+        help="Get cached parts of prompts from other nodes, such as earlier turns of a "
+        "conversation, instead of computing them; on nodes of both roles with all ranks on one "
+        "machine.",
     )
+    fetch_timeout_s: float = option(
+        2.0,
+        above=0,
+        most=MAX_PROMPT_WAIT_S,
+        help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
+        "computes the prompt, seconds.",
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        wait_s = self.fetch_timeout_s + self.engine.kv_files_timeout_s
+        if self.fetch_prefixes and self.engine.kv_files and wait_s > MAX_PROMPT_WAIT_S:
+            raise ConfigError(
+                "fetch_timeout_s: a prompt may wait for a prefix and then for files, so the sum "
+                f"with kv_files_timeout_s must be at most {MAX_PROMPT_WAIT_S:g}, got {wait_s:g}"
+            )
 
     @property
     def vllm_model(self) -> str:

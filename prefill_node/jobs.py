@@ -16,7 +16,7 @@ from baton.api.outputs import PrefillReceipt
 from baton.link.words import PrefillCommand
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
-from node_runtime.prefixes.fetches import PrefixWait
+from node_runtime.prefixes.prefix_wait import PrefixWait
 from prefill_node.arrivals import PromptWait
 from prefill_node.spans import PrefillTraces
 from prefill_node.supplies import Supplies

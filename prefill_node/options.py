@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from baton.api.errors import ConfigError
-from baton.engine_config import MAX_PROMPT_WAIT_S, EngineConfig
-from baton.options import check_limits, group, option
+from baton.engine_config import EngineConfig
+from baton.options import group, option
 from node_runtime.options import NodeOptions
 
 
@@ -45,19 +44,3 @@ class PrefillOptions(NodeOptions):
         help="With --encode-nodes: how long a prompt waits for an encoding before this node "
         "encodes the image, seconds.",
     )
-    fetch_timeout_s: float = option(
-        2.0,
-        above=0,
-        most=MAX_PROMPT_WAIT_S,
-        help="With --fetch-prefixes: how long a prompt waits for a cached prefix before this node "
-        "computes the prompt, seconds.",
-    )
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        wait_s = self.fetch_timeout_s + self.engine.kv_files_timeout_s
-        if self.fetch_prefixes and self.engine.kv_files and wait_s > MAX_PROMPT_WAIT_S:
-            raise ConfigError(
-                "fetch_timeout_s: a prompt may wait for a prefix and then for files, so the sum "
-                f"with kv_files_timeout_s must be at most {MAX_PROMPT_WAIT_S:g}, got {wait_s:g}"
-            )

@@ -19,7 +19,7 @@ from node_runtime.inbox import Inbox
 from node_runtime.make_threads import NodeParts, make_threads
 from node_runtime.node_program import NodeProgram
 from node_runtime.node_transport import open_encodings_transport
-from node_runtime.prefixes.make_ends import make_fetches, make_shares
+from node_runtime.prefixes.make_ends import make_prefixes
 from node_runtime.threads import ConnectorEnds
 from prefill_node.arrivals import Arrivals
 from prefill_node.jobs import Jobs
@@ -45,10 +45,7 @@ def make_program(
         arrivals, receiver = None, None
         if options.encode_nodes and parts.engine.features.images.are_taken:
             arrivals, receiver = _make_arrivals(options, parts)
-        fetches, fetcher, shares, sharer = None, None, None, None
-        if options.fetch_prefixes:
-            fetches, fetcher = make_fetches(options, parts, options.fetch_timeout_s)
-            shares, sharer = make_shares(options, parts)
+        prefixes, fetcher, sharer = make_prefixes(options, parts)
         traces = PrefillTraces(parts.spans, time.monotonic)
         node = PrefillNode(
             parts.engine,
@@ -56,7 +53,7 @@ def make_program(
             parts.emit,
             options.push,
             inbox=Inbox(PrefillCommand, parts.engine, adapters=parts.adapters),
-            jobs=Jobs(time.monotonic, traces, Supplies(arrivals, fetches, shares)),
+            jobs=Jobs(time.monotonic, traces, Supplies(arrivals, prefixes)),
         )
         return node, ConnectorEnds(sender, receiver, fetcher, sharer)
 

@@ -3,7 +3,7 @@
     command -> the prompt waits -> received or lost -> this node computes what is missing
 
 The node's loop and its jobs call this object for both kinds, and for the cached prefixes that this
-node sends to other prefill nodes. Refuses to know: steps, decode nodes.
+node sends to other nodes. Refuses to know: steps, decode nodes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 import dataclasses
 
 from baton.kv.encodings import holds_encodings
-from baton.kv.prefixes import is_fetch_end, is_prefix_end, share_end
 from baton.link.words import AbortAll, PrefillCommand, ShareCommand
 from baton.telemetry.ledger import BlockHolding, Ledger
 from engine.core.request import Request
 from kvconnector.base import HandoffMetrics
 from kvconnector.peer_info import PeerInfo
 from node_runtime.inbox import Outbox, SideWork
-from node_runtime.prefixes.fetches import Fetches, PrefixWait
-from node_runtime.prefixes.shares import Shares
+from node_runtime.prefixes.prefix_wait import PrefixWait
+from node_runtime.prefixes.prefixes import Prefixes
 from prefill_node.arrivals import Arrivals, PromptWait
 
 
@@ -28,17 +27,11 @@ class Supplies(SideWork):
 
     Args:
         arrivals: receives encodings from encode nodes; None: this node encodes all images.
-        fetches: receives cached prefixes; None: this node computes what it has not cached.
-        shares: sends cached prefixes to other prefill nodes; None: this node sends none.
+        prefixes: the cached prefixes of this node, in both directions; None: there are none.
     """
 
-    def __init__(
-        self,
-        arrivals: Arrivals | None = None,
-        fetches: Fetches | None = None,
-        shares: Shares | None = None,
-    ) -> None:
-        self.arrivals, self.fetches, self.shares = arrivals, fetches, shares
+    def __init__(self, arrivals: Arrivals | None = None, prefixes: Prefixes | None = None) -> None:
+        self.arrivals, self.prefixes = arrivals, prefixes or Prefixes()
 
     # ------------------------------------------------------------------ prompts
 
@@ -49,19 +42,16 @@ class Supplies(SideWork):
 
         Call this before the engine gets the request. A wait is None if no node sends anything.
         """
-        encodings = prefix = None
+        encodings = None
         if self.arrivals is not None:
             encodings = self.arrivals.expect(request, command, received_at)
-        if self.fetches is not None:
-            prefix = self.fetches.expect(request, command, received_at)
-        return encodings, prefix
+        return encodings, self.prefixes.expect_prefix(request, command, received_at)
 
     def cancel(self, request_id: str, epoch: int) -> None:
         """Expect no encodings and no prefix any more for a request that has ended."""
         if self.arrivals is not None:
             self.arrivals.cancel(request_id, epoch)
-        if self.fetches is not None:
-            self.fetches.cancel(request_id, epoch)
+        self.prefixes.cancel(request_id, epoch)
 
     # ------------------------------------------------------------------ peers
 
@@ -71,67 +61,44 @@ class Supplies(SideWork):
             if self.arrivals is not None:
                 self.arrivals.incoming.add_peer(peer)
             return True
-        if not is_prefix_end(peer.engine_id):
-            return False
-        if is_fetch_end(peer.engine_id):
-            if self.shares is not None:
-                self.shares.add_peer(peer)
-        elif self.fetches is not None:
-            self.fetches.incoming.add_peer(peer)
-        return True
+        return self.prefixes.add_peer(peer)
 
     def lose_peer(self, engine_id: str) -> None:
         """End the transfers of encodings and prefixes with a departed node."""
         if self.arrivals is not None:
             self.arrivals.incoming.lose_peer(engine_id)
-        if self.fetches is not None:
-            self.fetches.incoming.lose_peer(share_end(engine_id))
-        if self.shares is not None:
-            self.shares.lose_peer(engine_id)
+        self.prefixes.lose_peer(engine_id)
 
     def share_prefix(self, command: ShareCommand, received_at: float) -> None:
-        """Send a cached prefix to another prefill node."""
-        if self.shares is None:
-            super().share_prefix(command, received_at)
-        else:
-            self.shares.share_prefix(command, received_at)
+        """Send a cached prefix to another node."""
+        self.prefixes.share_prefix(command, received_at)
 
     def abort(self, abort: AbortAll) -> None:
         """Stop sending the prefixes that an abort message concerns."""
-        if self.shares is not None:
-            self.shares.abort(abort)
+        self.prefixes.abort(abort)
 
     def step(self, outbox: Outbox) -> None:
         """Continue all transfers; report peers that have connected or failed."""
         if self.arrivals is not None:
             for event in self.arrivals.step():
                 outbox.report_peer(event, is_encode_node=True)
-        if self.fetches is not None:
-            for event in self.fetches.incoming.step():
-                outbox.report_peer(event)
-        if self.shares is not None:
-            self.shares.step(outbox)
+        self.prefixes.step(outbox)
 
     # ------------------------------------------------------------------ what operators see
 
     @property
     def num_transfers(self) -> int:
         """Number of encodings and prefixes that are expected, sent, or in quarantine."""
-        return self._num_encodings + self._num_prefixes
+        return self._num_encodings + self.prefixes.num_transfers
 
     @property
     def _num_encodings(self) -> int:
         return 0 if self.arrivals is None else self.arrivals.incoming.num_transfers
 
     @property
-    def _num_prefixes(self) -> int:
-        fetched = 0 if self.fetches is None else self.fetches.incoming.num_transfers
-        return fetched + (0 if self.shares is None else self.shares.num_transfers)
-
-    @property
     def num_quarantined_blocks(self) -> int:
         """Number of blocks that senders of lost prefixes may still write."""
-        return 0 if self.fetches is None else self.fetches.incoming.quarantine.num_blocks
+        return self.prefixes.num_quarantined_blocks
 
     @property
     def num_waiting_for_encodings(self) -> int:
@@ -140,8 +107,7 @@ class Supplies(SideWork):
 
     def held(self) -> list[BlockHolding]:
         """Return the blocks of fetched and sent prefixes, for the ledger."""
-        fetched = [] if self.fetches is None else self.fetches.incoming.held()
-        return fetched + ([] if self.shares is None else self.shares.held())
+        return self.prefixes.held()
 
     def encodings_ledger(self) -> Ledger | None:
         """Return the owners of the memory for encodings; None: this node receives none."""
@@ -155,16 +121,4 @@ class Supplies(SideWork):
                 encodings_open=self._num_encodings,
                 encodings_lost=self.arrivals.num_lost_total,
             )
-        if self.shares is not None:
-            metrics = self.shares.add_metrics(metrics)
-        if self.fetches is None:
-            return metrics
-        counts = self.fetches.counts
-        return dataclasses.replace(
-            metrics,
-            num_quarantined_blocks=metrics.num_quarantined_blocks + self.num_quarantined_blocks,
-            fetches=counts.by_state(),
-            fetches_open=self._num_prefixes,
-            fetched_tokens=counts.tokens,
-            fetched_bytes=counts.num_bytes,
-        )
+        return self.prefixes.add_metrics(metrics)

@@ -111,6 +111,9 @@ class DecodeReceipt:
         why_drafts: why the last step had its number of draft tokens, in words; empty if no number
             was chosen.
         num_pinned_tokens: prompt tokens that the request pinned in this node's prefix cache.
+        num_fetched_tokens, num_fetches_lost: as in `PrefillReceipt`, if this node computed the
+            prompt.
+        fetch_wait_s: likewise; a part of ``parked_s``.
     """
 
     parked_s: float
@@ -125,6 +128,9 @@ class DecodeReceipt:
     num_accepted_drafts: int = 0
     why_drafts: str = ""
     num_pinned_tokens: int = 0
+    num_fetched_tokens: int = 0
+    num_fetches_lost: int = 0
+    fetch_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,6 +351,9 @@ class RequestCommand:
         images: images of the prompt in order; a node that does not compute the prompt gets the
             images without their files.
         pins: prefixes to keep in the prefix cache; None: none.
+        fetch_engine_id: node that sends a cached prefix, if this node computes the prompt; empty:
+            no node sends one.
+        fetch_num_tokens: tokens of this prefix, as far as the router knows.
     """
 
     request_id: str
@@ -367,6 +370,8 @@ class RequestCommand:
     trace: TraceContext | None = None
     images: tuple[PromptImage, ...] = field(default=(), repr=False)
     pins: PinTerms | None = None
+    fetch_engine_id: str = ""
+    fetch_num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,15 +383,11 @@ class PrefillCommand(RequestCommand):
         pooling: how to pool the prompt's hidden states instead of sampling token 1; None: sample.
         encode_engine_ids: for each image, the node that sends its encoding; if the entry is empty
             or missing, this node encodes the image.
-        fetch_engine_id: node that sends a cached prefix of the prompt; empty: no node.
-        fetch_num_tokens: tokens of this prefix, as far as the router knows.
     """
 
     decode_engine_id: str
     pooling: PoolingParams | None = None
     encode_engine_ids: tuple[str, ...] = ()
-    fetch_engine_id: str = ""
-    fetch_num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,17 +419,18 @@ class EncodeCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareCommand:
-    """Send the cached part of a prefix to a prefill node, which computes the rest of the prompt.
+    """Send the cached part of a prefix to another node, which computes the rest of the prompt.
 
     Attributes:
+        reader_engine_id: the node that gets the prefix.
         prompt_token_ids: the prefix: the first tokens of the prompt.
-        cache_salt, adapter: as in the prompt's `PrefillCommand`.
+        cache_salt, adapter: as in the command with the prompt.
         images: the images that begin in the prefix, without files; the last may end after it.
     """
 
     request_id: str
     epoch: int
-    prefill_engine_id: str
+    reader_engine_id: str
     timeout_s: float
     prompt_token_ids: list[int] = field(repr=False)
     cache_salt: bytes = field(default=b"", repr=False)

@@ -459,7 +459,7 @@ class Pooling(_message.Message):
     def __init__(self, kind: _Optional[_Union[Pooling.Kind, str]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecodeCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "prefill_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images", "pins")
+    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "prefill_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images", "pins", "fetch_engine_id", "fetch_num_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -476,6 +476,8 @@ class DecodeCommand(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    FETCH_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -492,7 +494,9 @@ class DecodeCommand(_message.Message):
     priority: int
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
     pins: PinTerms
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., pins: _Optional[_Union[PinTerms, _Mapping]] = ...) -> None: ...
+    fetch_engine_id: str
+    fetch_num_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., pins: _Optional[_Union[PinTerms, _Mapping]] = ..., fetch_engine_id: _Optional[str] = ..., fetch_num_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionHint(_message.Message):
     __slots__ = ("owner", "session", "keep_s")
@@ -519,10 +523,10 @@ class EncodeCommand(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class ShareCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prefill_engine_id", "timeout_s", "prompt_token_ids", "cache_salt", "adapter", "images")
+    __slots__ = ("request_id", "epoch", "reader_engine_id", "timeout_s", "prompt_token_ids", "cache_salt", "adapter", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -530,13 +534,13 @@ class ShareCommand(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
-    prefill_engine_id: str
+    reader_engine_id: str
     timeout_s: float
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     adapter: str
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reader_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
     __slots__ = ()

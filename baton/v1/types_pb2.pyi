@@ -199,7 +199,7 @@ class PushReceipt(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., exposed_transfer_s: _Optional[float] = ..., num_descriptors: _Optional[int] = ..., posting_s: _Optional[float] = ...) -> None: ...
 
 class DecodeReceipt(_message.Message):
-    __slots__ = ("parked_s", "first_step_s", "steps_until_first", "num_prompt_tokens_computed", "num_forwards", "num_preemptions", "push", "num_cached_tokens", "num_drafts", "num_accepted_drafts", "why_drafts", "num_pinned_tokens")
+    __slots__ = ("parked_s", "first_step_s", "steps_until_first", "num_prompt_tokens_computed", "num_forwards", "num_preemptions", "push", "num_cached_tokens", "num_drafts", "num_accepted_drafts", "why_drafts", "num_pinned_tokens", "num_fetched_tokens", "num_fetches_lost", "fetch_wait_s")
     PARKED_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_UNTIL_FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,9 @@ class DecodeReceipt(_message.Message):
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     WHY_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHES_LOST_FIELD_NUMBER: _ClassVar[int]
+    FETCH_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     parked_s: float
     first_step_s: float
     steps_until_first: int
@@ -224,7 +227,10 @@ class DecodeReceipt(_message.Message):
     num_accepted_drafts: int
     why_drafts: str
     num_pinned_tokens: int
-    def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., why_drafts: _Optional[str] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
+    num_fetched_tokens: int
+    num_fetches_lost: int
+    fetch_wait_s: float
+    def __init__(self, parked_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., steps_until_first: _Optional[int] = ..., num_prompt_tokens_computed: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., push: _Optional[_Union[PushReceipt, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., why_drafts: _Optional[str] = ..., num_pinned_tokens: _Optional[int] = ..., num_fetched_tokens: _Optional[int] = ..., num_fetches_lost: _Optional[int] = ..., fetch_wait_s: _Optional[float] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_output_tokens", "ttft_s", "total_s", "prefill_node", "decode_node", "prefill", "decode", "num_attempts", "router_queue_s", "accept_s", "delivery_s", "model", "adapter", "num_images", "num_image_tokens", "weights")

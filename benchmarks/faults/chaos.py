@@ -34,6 +34,7 @@ from baton.api.errors import BatonError
 from baton.deployment.local_deployment import LocalDeployment, LocalDeploymentConfig
 from baton.processes.free_address import free_address
 from benchmarks.faults.chaos_fetches import (
+    DECODE_FETCH_ARROWS,
     FETCH_ARROWS,
     count_fetches,
     fetch_config,
@@ -127,7 +128,8 @@ class Drill:
         num_leavers: number of lanes in which every client leaves early (`Load`).
         of_ranks: whether each node has two ranks.
         with_images: whether there is an encode node, and requests have images.
-        with_fetches: whether prefill nodes fetch prefixes, and requests are conversations.
+        with_fetches: whether nodes fetch prefixes, and requests are conversations.
+        by_decode_nodes: with fetches, whether there are only decode nodes.
     """
 
     name: str
@@ -138,11 +140,12 @@ class Drill:
     of_ranks: bool = False
     with_images: bool = False
     with_fetches: bool = False
+    by_decode_nodes: bool = False
 
     @property
-    def site_kind(self) -> tuple[bool, bool, bool]:
+    def site_kind(self) -> tuple[bool, bool, bool, bool]:
         """The kind of deployment that the drill needs."""
-        return self.of_ranks, self.with_images, self.with_fetches
+        return self.of_ranks, self.with_images, self.with_fetches, self.by_decode_nodes
 
 
 # ---------------------------------------------------------------------- what happens
@@ -360,12 +363,27 @@ def drills() -> list[Drill]:
             with_fetches=True,
         )
     )
+    found += [
+        Drill(
+            f"{verb} of a decode node beside fetches of decode nodes",
+            partial(action, name="d0"),
+            with_fetches=True,
+            by_decode_nodes=True,
+        )
+        for verb, action in (("kill -9", kill_and_restart), (f"SIGSTOP, {STOP_S:g} s,", stop_one))
+    ]
     return found + (drills_at_arrows() if can_inject_faults() else [])
 
 
 def drills_at_arrows() -> list[Drill]:
     """Return a drill for each process and arrow of the diagrams."""
-    kinds = {"arrow": ARROWS, "encoding's arrow": ENCODING_ARROWS, "fetch's arrow": FETCH_ARROWS}
+    kinds = {
+        "arrow": ARROWS,
+        "encoding's arrow": ENCODING_ARROWS,
+        "fetch's arrow": FETCH_ARROWS,
+        "decode nodes' fetch, arrow": DECODE_FETCH_ARROWS,
+    }
+    of_fetches = (FETCH_ARROWS, DECODE_FETCH_ARROWS)
     return [
         Drill(
             f"{what} {arrow}: {name} dies at {point}",
@@ -377,9 +395,10 @@ def drills_at_arrows() -> list[Drill]:
             ),
             prepare=partial(arm, name=name, point=point),
             # Fetches are also cancelled when two prompts need the same prefix.
-            num_leavers=4 if arrow in (9, 10) and arrows is not FETCH_ARROWS else 0,
+            num_leavers=4 if arrow in (9, 10) and arrows not in of_fetches else 0,
             with_images=arrows is ENCODING_ARROWS,
-            with_fetches=arrows is FETCH_ARROWS,
+            with_fetches=arrows in of_fetches,
+            by_decode_nodes=arrows is DECODE_FETCH_ARROWS,
         )
         for what, arrows in kinds.items()
         for arrow, points in arrows.items()
@@ -485,7 +504,7 @@ async def run_all(
     root = ["--adapter-root", str(next(iter(adapters.values())).parent)] if adapters else []
     names = [f"{name}={folder.name}" for name, folder in adapters.items() if name != SPARE]
     while len(results) < len(chosen):
-        kind = of_ranks, with_images, with_fetches = chosen[len(results)].site_kind
+        kind = of_ranks, with_images, with_fetches, by_decode = chosen[len(results)].site_kind
         named = [] if of_ranks else [word for name in names for word in ("--adapter", name)]
         config = LocalDeploymentConfig(
             model=str(DEMO_MODEL),
@@ -506,7 +525,8 @@ async def run_all(
             assert vision is not None
             config, asked = image_config(vision[0], kv_connector), vision[1]
         if with_fetches:
-            config, asked = fetch_config(kv_connector), list(conversations)
+            config = fetch_config(kv_connector, by_decode_nodes=by_decode)
+            asked = list(conversations)
         with LocalDeployment(config) as deployment:
             site = Site(deployment, asked, seed + len(results), adapters)
             await site.wait_ready()

@@ -18,8 +18,9 @@ from benchmarks.faults.chaos_load import VOCABULARY, Asked, certain_answers
 from benchmarks.runner.answers import Answer, Case
 from benchmarks.runner.environment import DEMO_MODEL
 
-# Arrow of a fetch's diagram -> process to kill, and the point in it. In fetches, decode nodes send
-# what prefill nodes send in hand-offs, so each point is reached only by a fetch.
+# Arrow of a fetch's diagram -> process to kill, and the point in it. Prefill nodes fetch from
+# decode nodes here. In fetches, decode nodes send what prefill nodes send in hand-offs, so each
+# point is reached only by a fetch.
 FETCH_ARROWS = {
     4: [("d0", "Start:send"), ("p0", "Start:recv")],
     5: [("p0", "Grant:send"), ("d0", "Grant:recv")],
@@ -27,6 +28,13 @@ FETCH_ARROWS = {
     8: [("d0", "Commit:send"), ("p0", "Commit:recv")],
     9: [("p0", "Cancel:send"), ("d0", "Cancel:recv")],
     10: [("d0", "Quiet:send"), ("p0", "Quiet:recv")],
+}
+# The same between two decode nodes; there is no prefill node, so all messages are those of fetches.
+DECODE_FETCH_ARROWS = {
+    4: [("d0", "Start:send"), ("d0", "Start:recv")],
+    5: [("d0", "Grant:send"), ("d0", "Grant:recv")],
+    6: [("d0", "Write:send")],
+    8: [("d0", "Commit:send"), ("d0", "Commit:recv")],
 }
 # Chunks are short, so that a prompt takes longer than its fetch although the model is tiny.
 SHORT_CHUNK_TOKENS = 8
@@ -59,12 +67,25 @@ def make_conversations(num_conversations: int, seed: int) -> list[Case]:
     return cases
 
 
-def fetch_config(kv_connector: str) -> LocalDeploymentConfig:
-    """Return a deployment of two prefill and two decode nodes that fetch prefixes.
+def fetch_config(kv_connector: str, *, by_decode_nodes: bool) -> LocalDeploymentConfig:
+    """Return a deployment of nodes that fetch prefixes.
 
     Prefill nodes get prompts in turn, so that a prompt seldom comes to the node that has its
     beginning.
+
+    Args:
+        by_decode_nodes: whether there are three decode nodes and no prefill nodes; otherwise there
+            are two nodes of each role.
     """
+    if by_decode_nodes:
+        return LocalDeploymentConfig(
+            model=str(DEMO_MODEL),
+            listen=free_address(),
+            num_prefill=0,
+            num_decode=3,
+            router_args=["--policy", "cost"],
+            node_args=[*NODE_ARGS, "--kv-connector", kv_connector],
+        )
     return LocalDeploymentConfig(
         model=str(DEMO_MODEL),
         listen=free_address(),
@@ -77,8 +98,9 @@ def fetch_config(kv_connector: str) -> LocalDeploymentConfig:
 
 def count_fetches(answers: Sequence[Answer]) -> dict[str, int]:
     """Count the fetches in the receipts: those received, and those lost."""
-    receipts = [answer.receipt.prefill for answer in answers if answer.receipt is not None]
-    computed = [receipt for receipt in receipts if receipt is not None]
+    receipts = [answer.receipt for answer in answers if answer.receipt is not None]
+    parts = (part for receipt in receipts for part in (receipt.prefill, receipt.decode))
+    computed = [part for part in parts if part is not None]
     return {
         "fetched": sum(one.num_fetched_tokens > 0 for one in computed),
         "fetches lost": sum(one.num_fetches_lost for one in computed),

@@ -75,6 +75,8 @@ class Turn:
         num_reusable: prompt tokens that a decode node with the whole chat so far would have.
         expected_ms: the forecast of the time to the first token, without the transfer.
         places: terms of the cost of each place that the policy considered.
+        fetch: the chosen source's expected times to fetch and to compute, and the measured wait;
+            empty: nothing was to be fetched.
     """
 
     session: int
@@ -92,6 +94,7 @@ class Turn:
     gap_max_ms: float
     num_output: int
     places: dict[str, dict[str, float]]
+    fetch: dict[str, float]
 
 
 class Chats:
@@ -151,6 +154,7 @@ def turn_of(
     session, turn, num_before = of
     prefill, decode, forecast = receipt.prefill, receipt.decode, decision.forecast
     num_alone = decode.num_prompt_tokens_computed if decode else 0
+    computing = prefill or decode
     gaps_ms = [1e3 * (after - before) for before, after in itertools.pairwise(times[1:])]
     return Turn(
         session=session,
@@ -160,7 +164,7 @@ def turn_of(
         num_cached=receipt.num_prompt_tokens - num_alone
         if prefill is None
         else prefill.num_cached_tokens,
-        num_fetched=0 if prefill is None else prefill.num_fetched_tokens,
+        num_fetched=computing.num_fetched_tokens if computing else 0,
         num_computed=num_alone if prefill is None else prefill.num_computed_tokens,
         num_reusable=num_before,
         ttft_ms=1e3 * (times[1] - times[0]),
@@ -176,6 +180,18 @@ def turn_of(
                 **{term.name: term.value for term in one.terms},
             }
             for one in decision.candidates
+        },
+        fetch={
+            name: value
+            for one in decision.prefix_sources
+            if one.is_chosen and computing
+            for name, value in (
+                ("tokens", one.num_tokens),
+                ("fetch_ms", one.fetch_ms),
+                ("compute_ms", one.compute_ms),
+                ("measured_ms", 1e3 * computing.fetch_wait_s),
+                ("lost", computing.num_fetches_lost),
+            )
         },
     )
 
@@ -241,6 +257,9 @@ def show(run: Run, shape: str, rows: Sequence[Turn]) -> None:
             f"far {row.num_reusable}; TTFT {row.ttft_ms:.0f} ms, expected {row.expected_ms:.0f}, "
             f"measured {row.measured_ms:.0f}"
         )
+        if row.fetch:
+            parts = ", ".join(f"{name} {value:.0f}" for name, value in row.fetch.items())
+            run.console.print(f"    fetch: {parts}", style="dim", soft_wrap=True)
         for place, terms in row.places.items():
             parts = ", ".join(
                 f"{name.removesuffix('_ms').replace('_', ' ')} {value:.0f}"

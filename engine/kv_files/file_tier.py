@@ -31,6 +31,7 @@ from engine.core.kv_cache_coordinator import group_suffix
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.metrics import KVFileCounts
 from engine.core.request import Request
+from engine.core.side_blocks import SideBlocks
 from engine.kv_files.file_thread import FileThread
 from engine.kv_files.groups import FileGroups, Found, Lack
 from engine.kv_files.jobs import ReadJob, WriteJob
@@ -39,9 +40,8 @@ from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Largest shares of blocks that reads may fill: one read, of the free blocks; all open reads, of all
-# blocks.
-FREE_SHARE, MAX_SHARE = 0.75, 0.5
+# Largest part of the free blocks for one read, while no other transfer has blocks.
+FREE_SHARE = 0.75
 MAX_WAITING_WRITES = 64
 # Share of the time of computing for which a prompt waits before its read must be faster.
 PATIENCE = 0.05
@@ -106,6 +106,7 @@ class KVFileTier:
 
     Args:
         manager: owner of the blocks and of the prefix cache.
+        side_blocks: bounds the blocks of several reads and other transfers.
         store: the files.
         resume: queues a request that waited for a part of its prompt.
         timeout_s: longest time that a request waits for files.
@@ -120,6 +121,7 @@ class KVFileTier:
     def __init__(
         self,
         manager: KVCacheManager,
+        side_blocks: SideBlocks,
         store: RunStore | RankStores,
         resume: Callable[[Request], None],
         timeout_s: float,
@@ -129,7 +131,9 @@ class KVFileTier:
     ) -> None:
         self._manager, self._pool, self._store = manager, manager.block_pool, store
         self._groups, self._facts = FileGroups(self._pool, windows, manager.block_size), facts
-        self._resume, self._timeout_s, self._clock = resume, timeout_s, clock
+        self._side_blocks, self._resume = side_blocks, resume
+        self._timeout_s, self._clock = timeout_s, clock
+        side_blocks.add_holder(self._num_held)
         self.on_ready: Callable[[], None] = lambda: None
         self._tracked: set[Request] = set()  # requests to write when they end
         self._ended: list[Request] = []
@@ -314,10 +318,13 @@ class KVFileTier:
         """
         pool = self._pool
         room = int(pool.num_free * FREE_SHARE)
-        if self._reads:
-            held = sum(len(read.block_ids) for read in self._reads)
-            room = min(room, int(pool.num_blocks * MAX_SHARE) - held)
+        if self._side_blocks.num_held:
+            room = min(room, self._side_blocks.num_left)
         return pool.allocate(min(num_blocks, room), extents=not ahead) or [] if room > 0 else []
+
+    def _num_held(self) -> int:
+        """Return how many blocks reads are filling."""
+        return sum(len(read.block_ids) for read in self._reads)
 
     @property
     def identities(self) -> tuple[str, ...]:

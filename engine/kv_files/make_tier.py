@@ -8,6 +8,7 @@ from pathlib import Path
 from baton.engine_config import DEFAULT_KV_FILES_BYTES, EngineConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
+from engine.core.side_blocks import SideBlocks
 from engine.executors.base import Executor
 from engine.kv_files.file_system import FileSystem
 from engine.kv_files.file_tier import KVFileTier
@@ -19,12 +20,14 @@ def make_tier(
     config: EngineConfig,
     executor: Executor,
     manager: KVCacheManager,
+    side_blocks: SideBlocks,
     resume: Callable[[Request], None],
 ) -> KVFileTier | None:
     """Open the folder of ``--kv-files``; return None without this option.
 
     Args:
         manager: owner of the blocks and of the prefix cache.
+        side_blocks: bounds the blocks that reads take.
         resume: queues a request that waited for a part of its prompt.
 
     Raises:
@@ -44,5 +47,11 @@ def make_tier(
         store = open_rank_stores(own, memory.rank, options, executor.attach)
     windows = memory.spec.sliding_windows
     return KVFileTier(
-        manager, store, resume, config.kv_files_timeout_s, windows=windows, facts=facts
+        manager,
+        side_blocks,
+        store,
+        resume,
+        config.kv_files_timeout_s,
+        windows=windows,
+        facts=facts,
     )

@@ -20,34 +20,18 @@ from dataclasses import dataclass
 
 from baton.kv.block_hash import BlockHash
 from baton.kv.prefixes import share_end, transfer_name
-from baton.link.words import PrefillCommand
+from baton.link.words import RequestCommand
 from engine.core.request import Request
 from engine.engine import Engine
 from kvconnector.base import HandoffRecord, TransferEvent, TransferKey
 from kvconnector.ends import Receiver
 from node_runtime.incoming.transfers import IncomingTransfer, IncomingTransfers, TransferWords
 from node_runtime.prefixes.held_prefix import groups_of
+from node_runtime.prefixes.prefix_wait import PrefixWait
 
 logger = logging.getLogger(__name__)
 
 WORDS = TransferWords(sender="holder", granted="FETCHING")
-# Largest share of the cache's blocks that fetches and their quarantine may hold together.
-MAX_SHARE = 0.5
-
-
-@dataclass(slots=True)
-class PrefixWait:
-    """The wait of one prompt, for its receipt.
-
-    Attributes:
-        num_tokens: tokens that the prompt's own fetch brought.
-        is_lost: whether the prompt's own fetch was lost.
-        waited_s: seconds from the start of the wait until the prompt went on; 0 before.
-    """
-
-    num_tokens: int = 0
-    is_lost: bool = False
-    waited_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -123,11 +107,13 @@ class Fetches:
         self.incoming: IncomingTransfers[_Fetch] = IncomingTransfers(
             self, WORDS, self._pool, receiver, clock
         )
+        self._side_blocks = engine.features.side_blocks
+        self._side_blocks.add_holder(self._num_held)
 
     # ------------------------------------------------------------------ prompts
 
     def expect(
-        self, request: Request, command: PrefillCommand, received_at: float
+        self, request: Request, command: RequestCommand, received_at: float
     ) -> PrefixWait | None:
         """Let a new request wait for a prefix; None: nothing is fetched for the request.
 
@@ -227,7 +213,8 @@ class Fetches:
         first = bisect.bisect_left(places, len(hit))
         held, num_new = [hit[place] for place in places[:first]], len(places) - first
         self._pool.touch(held)
-        blocks = self._pool.allocate(num_new, extents=True) if self._has_room(num_new) else None
+        has_room = num_new <= self._side_blocks.num_left
+        blocks = self._pool.allocate(num_new, extents=True) if has_room else None
         if blocks is None:
             self._pool.release(reversed(held))
             self.lose(key, fetch, "too few blocks are free")
@@ -235,11 +222,10 @@ class Fetches:
         fetch.held_ids, fetch.num_cached, fetch.num_blocks = tuple(held), num_cached, num_blocks
         self.incoming.grant(key, fetch, blocks, first, groups_of(manager, places))
 
-    def _has_room(self, num_blocks: int) -> bool:
-        """Return whether fetches may hold more blocks; running requests must keep enough."""
-        held = sum(len(fetch.block_ids) for fetch in self.incoming.open.values())
-        most = int(self._pool.num_blocks * MAX_SHARE)
-        return held + self.incoming.quarantine.num_blocks + num_blocks <= most
+    def _num_held(self) -> int:
+        """Return how many blocks other nodes write for fetches, or may still write."""
+        granted = sum(len(fetch.block_ids) for fetch in self.incoming.open.values())
+        return granted + self.incoming.quarantine.num_blocks
 
     def receive(self, key: TransferKey, fetch: _Fetch, event: TransferEvent) -> None:
         """Cache a prefix whose bytes are complete."""

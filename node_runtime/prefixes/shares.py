@@ -1,11 +1,11 @@
-"""Shares: cached prefixes that this node sends to prefill nodes.
+"""Shares: cached prefixes that this node sends to other nodes.
 
     ShareCommand -> blocks found and held -> Start -> (granted) written -> Commit -> released
                         `---- nothing can be sent: a transfer that fails at once ----^
 
 A block that is being sent has a reference, so that the prefix cache cannot evict the block. When a
-prompt is cancelled, its prefill node decides whether the transfer ends: other prompts of that node
-may wait for the same prefix. Refuses to know: who computes the rest of the prompt.
+prompt is cancelled, the reader decides whether the transfer ends: other prompts of that node may
+wait for the same prefix. Refuses to know: who computes the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ from node_runtime.prefixes.held_prefix import NOTHING_HELD, find_prefix
 
 logger = logging.getLogger(__name__)
 
-# Largest share of the cache's blocks that this node's requests cannot use because they are being
-# sent.
-MAX_SHARE = 0.5
-
 
 @dataclass(slots=True)
 class _Share:
@@ -67,7 +63,7 @@ class Shares(SideWork):
 
     Args:
         engine: owner of the blocks.
-        sender: sends blocks to prefill nodes.
+        sender: sends blocks to readers.
         clock: returns seconds, never going back.
 
     Attributes:
@@ -80,18 +76,19 @@ class Shares(SideWork):
     ) -> None:
         self._engine, self._sender, self._clock = engine, sender, clock
         self._open: dict[TransferKey, _Share] = {}
+        engine.features.side_blocks.add_holder(self._num_kept)
         self.num_tokens_total = 0
         self.ended: Counter[TransferOutcome] = Counter()
 
     # ------------------------------------------------------------------ peers
 
     def add_peer(self, peer: PeerInfo) -> bool:
-        """Connect to a prefill node's end for prefixes."""
+        """Connect to the end at which another node receives prefixes."""
         self._sender.connect(peer)
         return True
 
     def lose_peer(self, engine_id: str) -> None:
-        """Disconnect a departed prefill node; its transfers fail."""
+        """Disconnect a departed node; its transfers fail."""
         self._sender.disconnect(fetch_end(engine_id))
 
     # ------------------------------------------------------------------ commands
@@ -112,14 +109,13 @@ class Shares(SideWork):
         )
         pool = self._engine.block_pool
         num_kept = pool.num_free_among(found.block_ids)
-        all_kept = num_kept + sum(share.num_kept for share in self._open.values())
-        if all_kept > int(pool.num_blocks * MAX_SHARE):
+        if num_kept > self._engine.features.side_blocks.num_left:
             found, num_kept = NOTHING_HELD, 0
         pool.touch(found.block_ids)
         self._open[key] = _Share(command, received_at, found.num_tokens, found.block_ids, num_kept)
         self._sender.start(
             *key,
-            fetch_end(command.prefill_engine_id),
+            fetch_end(command.reader_engine_id),
             num_tokens=found.num_tokens,
             num_blocks=len(found.block_ids),
             groups=found.groups,
@@ -140,6 +136,10 @@ class Shares(SideWork):
                 record=record,
             )
         )
+
+    def _num_kept(self) -> int:
+        """Return how many blocks would be free if they were not sent."""
+        return sum(share.num_kept for share in self._open.values())
 
     def abort(self, abort: AbortAll) -> None:
         """Stop sending the prefixes that the abort concerns."""
@@ -195,7 +195,7 @@ class Shares(SideWork):
                 request_id=key[0],
                 epoch=key[1],
                 state="SHARING",
-                peer=share.command.prefill_engine_id,
+                peer=share.command.reader_engine_id,
                 age_s=now - share.received_at,
             )
             for key, share in self._open.items()

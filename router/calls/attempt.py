@@ -58,7 +58,7 @@ class Attempt:
         self.prefill = prefill
         self.decode = decode
         self.epoch = terms.epoch
-        self._supply = terms.supply  # what other nodes send to the prefill node
+        self._supply = terms.supply  # what other nodes send for the prompt
         self.prefill_receipt: PrefillReceipt | None = None
         self.decoded = False
         self._request_id = call.scoped_id
@@ -113,13 +113,19 @@ class Attempt:
                 max_tokens=params.max_tokens - len(output_token_ids),
                 timeout_s=terms.timeout_s,
                 arrives_s=arrives_s,
+                fetch_s=0.0 if self.prefill else self._supply.fetch_s,
             )
             self.decode.open_leg(self._request_id, self.epoch, self, work)
             peer = self.prefill.engine_id if self.prefill else ""
             images = without_files(call.images) if self.prefill else call.images
-            self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **for_both))
+            fields = {**for_both, **self._supply.fetch_fields(self.decode)}
+            self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **fields))
         if self.prefill is not None:
-            work = LegWork(num_tokens=num_uncomputed, num_uncomputed=num_uncomputed)
+            work = LegWork(
+                num_tokens=num_uncomputed,
+                num_uncomputed=num_uncomputed,
+                fetch_s=self._supply.fetch_s,
+            )
             self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
             self.prefill.send(
@@ -127,11 +133,12 @@ class Attempt:
                     decode_engine_id=peer,
                     images=call.images,
                     pooling=call.pooling,
-                    **self._supply.command_fields,
+                    **self._supply.encode_fields,
+                    **self._supply.fetch_fields(self.prefill),
                     **for_both,
                 )
             )
-            self._supply.send_commands(for_both["timeout_s"])
+        self._supply.send_commands(for_both["timeout_s"])
 
     @property
     def nodes(self) -> list[Node]:
@@ -194,6 +201,8 @@ class Attempt:
         """Update the attempt's state for a delta that the buffer is about to get."""
         if self.prefill is not None:
             self._note_forwarded_by_pair(self.prefill, item)
+        elif item.delta.decode is not None:
+            self._supply.note_decoded(item.delta.decode)
         if not self.began:
             self.began, self.began_at = True, time.perf_counter()
         self.decoded |= item.role is NodeRole.DECODE

@@ -113,7 +113,7 @@ class AttemptTerms:
     Attributes:
         epoch: number of the attempt, which nodes repeat in their deltas.
         timeout_s: seconds until the call's deadline.
-        supply: what other nodes send to the prefill node.
+        supply: what other nodes send for the prompt.
         num_cached_tokens: number of prompt tokens that the node that computes the prompt probably
             has in its cache.
         trace: the attempt's span, which is the parent of the nodes' spans; None: the call is not

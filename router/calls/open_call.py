@@ -189,7 +189,7 @@ class OpenCall:
             epoch=epoch,
             timeout_s=self._remaining_s(),
             supply=self._placer.plan_supply(
-                call, self._output_token_ids, prefill, epoch, num_cached
+                call, self._output_token_ids, prefill, decode, epoch, num_cached
             ),
             num_cached_tokens=num_cached,
             trace=noted.trace,

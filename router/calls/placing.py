@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from baton.api.errors import NodeUnavailableError
 from baton.api.images import without_files
-from baton.link.words import ShareCommand
+from baton.link.words import PAIR_ROLES, ShareCommand
 from router.calls.call import Call
 from router.calls.decisions import DecisionLog
 from router.calls.prompt_supply import PromptSupply
@@ -70,6 +70,10 @@ class Placer:
         pool = self._pool
         adapter = call.terms.adapter
         token_ids, hashes = _tokens_and_hashes(call, output_token_ids)
+        find_cached, find_alone = (
+            functools.cache(functools.partial(pool.find_cached_tokens, hashes, role))
+            for role in PAIR_ROLES
+        )
         query = RouteQuery(
             num_prompt_tokens=len(token_ids),
             max_tokens=call.sampling_params.max_tokens - len(output_token_ids),
@@ -78,7 +82,8 @@ class Placer:
             leaves_room=call.leaves_room,
             num_waiting=self._num_queued(),
             now=pool.clock(),
-            find_cached_tokens=functools.cache(lambda: pool.find_cached_tokens(hashes)),
+            find_cached_tokens=find_cached,
+            find_cached_alone=find_alone if pool.prefix_sources else None,
             adapter_load_s=pool.adapters.load_s(pool.fleet, adapter) if adapter else {},
         )
         num_tokens = query.num_prompt_tokens
@@ -112,26 +117,27 @@ class Placer:
         call: Call,
         output_token_ids: Sequence[int],
         prefill: Node | None,
+        decode: Node,
         epoch: int,
         num_cached_tokens: int,
     ) -> PromptSupply:
-        """Choose what other nodes send to the prefill node of a call's next attempt.
+        """Choose what other nodes send to the node that computes the prompt of the next attempt.
 
         Args:
             output_token_ids: the call's output so far.
             prefill: the attempt's prefill node; None: the decode node computes the prompt alone.
             epoch: number of the attempt.
-            num_cached_tokens: number of prompt tokens that the prefill node probably has in its
+            num_cached_tokens: number of prompt tokens that the computing node probably has in its
                 cache.
         """
         pool, request_id = self._pool, call.scoped_id
         encodings = pool.plan_encodings(request_id, epoch, call.images, prefill, num_cached_tokens)
-        # For logprobs of the prompt and for pooling, the prefill node computes the whole prompt.
-        is_whole = call.pooling is not None or call.sampling_params.prompt_logprobs is not None
-        if prefill is None or is_whole:
+        # For logprobs of the prompt and for pooling, a node computes the whole prompt.
+        if call.pooling is not None or call.sampling_params.prompt_logprobs is not None:
             return PromptSupply(encodings)
+        reader = prefill or decode
         token_ids, hashes = _tokens_and_hashes(call, output_token_ids)
-        sources = pool.list_prefix_sources(prefill, hashes, len(token_ids))
+        sources = pool.list_prefix_sources(reader, hashes, len(token_ids))
         self.decisions.note_sources(request_id, [source.terms for source in sources])
         if not sources or not sources[0].terms.is_chosen:
             return PromptSupply(encodings)
@@ -140,7 +146,7 @@ class Placer:
         command = ShareCommand(
             request_id=request_id,
             epoch=epoch,
-            prefill_engine_id=prefill.engine_id,
+            reader_engine_id=reader.engine_id,
             timeout_s=SHARE_TIMEOUT_S,
             prompt_token_ids=token_ids[:num_tokens],
             cache_salt=call.cache_salt,

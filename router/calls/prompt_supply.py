@@ -1,4 +1,4 @@
-"""PromptSupply: what other nodes send to an attempt's prefill node: encodings and a cached prefix.
+"""PromptSupply: what other nodes send for an attempt's prompt: encodings and a cached prefix.
 
 Refuses to know: why a node was chosen, calls, output tokens.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.api.outputs import PrefillReceipt
+from baton.api.outputs import DecodeReceipt, PrefillReceipt
 from baton.link.words import ShareCommand
 from router.fleet.encodings.encode_work import EncodeWork
+from router.fleet.node import Node
 from router.fleet.prefix_sources import PrefixSource
 
 
@@ -36,16 +37,26 @@ class PromptSupply:
         return 0 if self._source is None else self._source.num_tokens
 
     @property
-    def command_fields(self) -> dict[str, Any]:
-        """The fields of the `PrefillCommand` that name the other nodes and the prefix's length."""
+    def fetch_s(self) -> float:
+        """Expected seconds of the wait for the prefix, beyond the queue; 0 without a prefix."""
+        return 0.0 if self._source is None else self._source.terms.fetch_s
+
+    @property
+    def encode_fields(self) -> dict[str, Any]:
+        """The fields of the `PrefillCommand` that name the encode nodes."""
+        return {"encode_engine_ids": self._encodings.engine_ids}
+
+    def fetch_fields(self, node: Node) -> dict[str, Any]:
+        """Return the fields of a node's command that name the prefix's holder and its length."""
+        if self._source is None or node.engine_id != self._source.reader_engine_id:
+            return {}
         return {
-            "encode_engine_ids": self._encodings.engine_ids,
-            "fetch_engine_id": self._source.node.engine_id if self._source else "",
+            "fetch_engine_id": self._source.node.engine_id,
             "fetch_num_tokens": self.num_fetched_tokens,
         }
 
     def send_commands(self, timeout_s: float) -> None:
-        """Tell the other nodes to send encodings and the prefix to the prefill node.
+        """Tell the other nodes to send encodings and the prefix.
 
         Args:
             timeout_s: seconds after which encode nodes stop encoding for the attempt.
@@ -59,6 +70,11 @@ class PromptSupply:
         if self._source is not None:
             self._source.note_receipt(receipt)
         self._encodings.note_computed(receipt)
+
+    def note_decoded(self, receipt: DecodeReceipt) -> None:
+        """Measure the prefix by the receipt of a decode node that computed the prompt alone."""
+        if self._source is not None:
+            self._source.note_receipt(receipt)
 
     def end(self) -> None:
         """Cancel the images that still wait on encode nodes; safe to repeat."""

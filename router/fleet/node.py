@@ -100,6 +100,7 @@ class LegWork:
             prefill node, number of tokens to compute.
         max_tokens: number of tokens to decode within ``timeout_s``; 0: none.
         arrives_s: seconds until the prompt's KV is expected on the node.
+        fetch_s: expected wait, beyond the queue, for a cached prefix of another node; 0: none.
     """
 
     num_tokens: int
@@ -108,6 +109,7 @@ class LegWork:
     max_tokens: int = 0
     timeout_s: float = math.inf
     arrives_s: float = 0.0
+    fetch_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -266,6 +268,7 @@ class Node:
             num_uncomputed=work.num_uncomputed,
             num_arriving=work.num_arriving,
             promise=promise,
+            fetch_s=work.fetch_s,
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))

@@ -246,8 +246,11 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
             return f"prefill: num_cached_tokens: must be at most {vocabulary.max_model_len}"
     if delta.decode is not None:
         decode = delta.decode
+        if decode.num_fetched_tokens > vocabulary.max_model_len:
+            return f"decode: num_fetched_tokens: must be at most {vocabulary.max_model_len}"
         push = decode.push
         times += decode.parked_s, decode.first_step_s, push.exposed_transfer_s, push.posting_s
+        times.append(decode.fetch_wait_s)
         if not _is_name(push.transport):
             return f"decode: push.transport: {_NAME}"
         if len(decode.why_drafts) > MAX_WHY_CHARS or not decode.why_drafts.isprintable():

@@ -237,36 +237,41 @@ class NodePool:
         return EncodeWork(request_id, images, plan, self.encode_places)
 
     def list_prefix_sources(
-        self, prefill: Node, hashes: PromptHashes, num_prompt_tokens: int
+        self, reader: Node, hashes: PromptHashes, num_prompt_tokens: int
     ) -> list[PrefixSource]:
         """Return the nodes that can send a cached prefix; the node that saves most time is first.
 
+        Draining nodes are among them, so that nobody computes the sessions that leave them again.
+
         Args:
+            reader: the node that is to compute the prompt.
             hashes: block hashes of the prompt.
         """
-        if not prefill.registration.fetch_peer_info:
+        if not reader.registration.fetch_peer_info:
             return []
         holders = [
             node
             for node in self._nodes.values()
             if node.registration.share_peer_info
-            and not node.is_silent
-            and self.is_eligible(node)
+            and not (node.is_silent or node.is_stuck)
+            and self.identity.admits(node)
             # For other holders, the index expects this prompt itself, whose KV is not there yet.
             and self.prefix_index.is_exact(node.engine_id)
         ]
         cached = self.prefix_index.match_tokens(hashes)
-        return self.prefix_sources.compare(prefill, holders, cached, num_prompt_tokens)
+        return self.prefix_sources.compare(reader, holders, cached, num_prompt_tokens)
 
-    def find_cached_tokens(self, hashes: PromptHashes) -> Mapping[str, int]:
-        """Return how many leading tokens of a prompt each node need not compute, by engine id.
+    def find_cached_tokens(self, hashes: PromptHashes, role: NodeRole) -> Mapping[str, int]:
+        """Return how many leading tokens of a prompt each node has cached, by engine id.
 
-        These tokens are in the node's cache, or the node can fetch them.
+        Args:
+            role: for nodes of this role, count also what they can fetch.
         """
         cached = self.prefix_index.match_tokens(hashes)
         if not self.prefix_sources or not cached:
             return cached
-        return self.prefix_sources.add_fetchable(cached, self._nodes)
+        readers = {node.engine_id: node for node in self._of(role)}
+        return self.prefix_sources.add_fetchable(cached, readers)
 
     def max_len_at(self, nodes: Iterable[NodeLoad]) -> int:
         """Return the tokens of the longest request that all of these nodes can take."""

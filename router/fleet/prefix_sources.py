@@ -1,10 +1,11 @@
-"""PrefixSources: which node sends a cached prefix of a prompt to its prefill node.
+"""PrefixSources: which node sends a cached prefix of a prompt to the node that computes it.
 
-    seconds to compute the tokens    measured on the prefill node
+    seconds to compute the tokens    measured on the node that computes the prompt: the reader
     seconds to fetch them            measured between the two nodes; first by the pair's probe
 
-A prefix is fetched if this takes less time than to compute it. If the router is wrong, the prefill
-node computes what does not come, which costs only time. Refuses to know: links, attempts.
+A prefix is fetched if this takes less time than to compute it. While the reader computes earlier
+prompts, a fetch costs no time: the prompt would wait anyway. If the router is wrong, the reader
+computes what does not come, which costs only time. Refuses to know: links, attempts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from baton.api.outputs import PrefillReceipt
+from baton.api.outputs import DecodeReceipt, PrefillReceipt
 from baton.kv.prefixes import is_fetch_end
 from baton.link.words import PeerReport
 from router.fleet.load.measured_line import MeasuredLine
@@ -24,19 +25,23 @@ from router.fleet.pairing import Reach
 
 # Fewer tokens are not worth the messages.
 MIN_TOKENS = 32
+# A longer fetch may end at the reader's deadline (`--fetch-timeout-s`), and bring nothing. So only
+# the beginning of a long prefix is fetched.
+LONGEST_S = 1.0
 # Seconds for the messages of a fetch, and bytes per second, until a fetch was measured.
 LATENCY_S, DEFAULT_BYTES_PER_S = 0.005, 1e9
-# After a lost prefix, the holder sends the same prefill node no prefixes for this many seconds.
+# After a lost prefix, the holder sends the same reader no prefixes for this many seconds.
 BARRED_S = 5.0
 _LONG_PREFIX = 4096
 
 
 class SourceTerms(NamedTuple):
-    """The expected times to fetch a cached prefix from a node and to compute it, for operators.
+    """The expected times to fetch a cached prefix from a node and to compute it.
 
     Attributes:
         node: name of the node that holds the prefix.
-        num_lacking: tokens of the prefix that the prefill node lacks.
+        num_lacking: tokens of the prefix that the reader lacks and can get in time.
+        fetch_s: seconds of the fetch that the prompt does not wait for the reader's other prompts.
         is_chosen: whether the node sends: no other source saves more time, and computing is slower.
     """
 
@@ -54,29 +59,29 @@ class SourceTerms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A node that sends a cached prefix to the prefill node of an attempt.
+    """A node that sends a cached prefix to the node that computes an attempt's prompt.
 
     Attributes:
         node: the node that holds the prefix.
-        prefill_engine_id: the attempt's prefill node.
+        reader_engine_id: the node that computes the prompt.
         num_tokens: tokens of the prefix.
         sources: measures what becomes of the fetch.
         terms: the expected times.
     """
 
     node: Node
-    prefill_engine_id: str
+    reader_engine_id: str
     num_tokens: int
     sources: PrefixSources = field(repr=False)
     terms: SourceTerms
 
-    def note_receipt(self, receipt: PrefillReceipt) -> None:
-        """Measure the fetch by the prefill node's receipt."""
+    def note_receipt(self, receipt: PrefillReceipt | DecodeReceipt) -> None:
+        """Measure the fetch by the reader's receipt."""
         self.sources.note_receipt(self, receipt)
 
 
 class PrefixSources:
-    """Chooses sources for the prefill nodes of one base model.
+    """Chooses sources for the nodes of one base model.
 
     Args:
         clock: returns monotonic seconds.
@@ -85,10 +90,10 @@ class PrefixSources:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._reach = Reach()
-        # For each holder and prefill node, and whether the holder reports:
+        # By holder and reader, and whether the holder reports.
         self._reports: dict[tuple[str, str, bool], PeerReport] = {}
-        self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and prefill node
-        # For each holder and prefill node: until when the holder sends nothing to the prefill node.
+        self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and reader
+        # By holder and reader: until when the holder sends the reader nothing.
         self._barred: dict[tuple[str, str], float] = {}
 
     def note_report(self, node: Node, peer: Node, report: PeerReport) -> None:
@@ -111,7 +116,7 @@ class PrefixSources:
 
     def compare(
         self,
-        prefill: Node,
+        reader: Node,
         holders: Iterable[Node],
         cached: Mapping[str, int],
         num_prompt_tokens: int,
@@ -121,19 +126,20 @@ class PrefixSources:
         Only the first source can be chosen. Sources that save no time are included.
 
         Args:
+            reader: the node that is to compute the prompt.
             holders: nodes that may send prefixes now.
             cached: leading prompt tokens that each node has in its cache, by engine id.
         """
-        block_size = prefill.registration.block_size
-        # The prefill node computes at least the last token.
+        block_size = reader.registration.block_size
+        # The reader computes at least the last token.
         most = (num_prompt_tokens - 1) // block_size * block_size
-        own, found = cached.get(prefill.engine_id, 0), []
+        own, found = cached.get(reader.engine_id, 0), []
         for node in holders:
             num_tokens = min(cached.get(node.engine_id, 0), most)
-            if num_tokens - own >= MIN_TOKENS and self._may_send(node.engine_id, prefill.engine_id):
-                terms = self._terms(node.engine_id, node.name, prefill, num_tokens - own)
-                source = PrefixSource(node, prefill.engine_id, num_tokens, self, terms)
-                found.append(source)
+            if num_tokens - own >= MIN_TOKENS and self._may_send(node.engine_id, reader.engine_id):
+                terms = self._terms(node.engine_id, node.name, reader, num_tokens - own)
+                num_tokens = own + terms.num_lacking
+                found.append(PrefixSource(node, reader.engine_id, num_tokens, self, terms))
         found.sort(key=lambda source: -source.terms.saved_s)
         if found and found[0].terms.saved_s > 0:
             terms = found[0].terms._replace(is_chosen=True)
@@ -141,7 +147,7 @@ class PrefixSources:
         return found
 
     def add_fetchable(
-        self, cached: Mapping[str, int], nodes: Mapping[str, Node]
+        self, cached: Mapping[str, int], readers: Mapping[str, Node]
     ) -> Mapping[str, int]:
         """Return how many tokens each node need not compute: cached ones, and those it may fetch.
 
@@ -150,24 +156,26 @@ class PrefixSources:
 
         Args:
             cached: leading prompt tokens that each node has in its cache, by engine id.
-            nodes: all nodes by engine id.
+            readers: the nodes that may fetch, by engine id.
         """
         counts = dict(cached)
         for holder_id, reached in self._reach.bandwidths.items():
-            for prefill in filter(None, map(nodes.get, reached)):
-                own = cached.get(prefill.engine_id, 0)
-                num_lacking = cached.get(holder_id, 0) - own
-                if num_lacking < MIN_TOKENS or not self._may_send(holder_id, prefill.engine_id):
+            if holder_id not in cached:
+                continue
+            for reader in filter(None, map(readers.get, reached)):
+                own = cached.get(reader.engine_id, 0)
+                num_lacking = cached[holder_id] - own
+                if num_lacking < MIN_TOKENS or not self._may_send(holder_id, reader.engine_id):
                     continue
-                saved_s = self._terms(holder_id, "", prefill, num_lacking).saved_s
+                saved_s = self._terms(holder_id, "", reader, num_lacking).saved_s
                 if saved_s > 0:
-                    num_saved = own + int(saved_s / prefill.load.prefill.per_unit)
-                    counts[prefill.engine_id] = max(counts.get(prefill.engine_id, 0), num_saved)
+                    num_saved = own + int(saved_s / reader.load.prefill.per_unit)
+                    counts[reader.engine_id] = max(counts.get(reader.engine_id, 0), num_saved)
         return counts
 
-    def note_receipt(self, source: PrefixSource, receipt: PrefillReceipt) -> None:
+    def note_receipt(self, source: PrefixSource, receipt: PrefillReceipt | DecodeReceipt) -> None:
         """Measure a fetch, or bar its pair of nodes for a while if nothing came."""
-        pair = source.node.engine_id, source.prefill_engine_id
+        pair = source.node.engine_id, source.reader_engine_id
         line = self._lines.get(pair)
         if line is None:  # one of the nodes has left since
             return
@@ -181,24 +189,29 @@ class PrefixSources:
         """Return whether any node can send prefixes."""
         return bool(self._reach.bandwidths)
 
-    def _may_send(self, holder_id: str, prefill_id: str) -> bool:
+    def _may_send(self, holder_id: str, reader_id: str) -> bool:
         """Return whether two nodes are connected, and no prefix between them was lost lately."""
-        barred_until = self._barred.get((holder_id, prefill_id), -math.inf)
-        is_reached = prefill_id in self._reach.bandwidths.get(holder_id, {})
+        barred_until = self._barred.get((holder_id, reader_id), -math.inf)
+        is_reached = reader_id in self._reach.bandwidths.get(holder_id, {})
         return is_reached and barred_until <= self._clock()
 
-    def _terms(self, holder_id: str, name: str, prefill: Node, num_lacking: int) -> SourceTerms:
-        compute_s = prefill.load.prefill.per_unit * num_lacking
-        fetch_s = self._line(holder_id, prefill).seconds(num_lacking)
+    def _terms(self, holder_id: str, name: str, reader: Node, num_lacking: int) -> SourceTerms:
+        line, block_size = self._line(holder_id, reader), reader.registration.block_size
+        if line.per_unit and line.seconds(num_lacking) > LONGEST_S:
+            num_in_time = int((LONGEST_S - line.base) / line.per_unit)
+            num_lacking = min(num_lacking, max(num_in_time, MIN_TOKENS))
+            num_lacking -= num_lacking % block_size
+        compute_s = reader.load.prefill.per_unit * num_lacking
+        fetch_s = max(line.seconds(num_lacking) - reader.load.prefill_queue_s, 0.0)
         return SourceTerms(name, num_lacking, fetch_s, compute_s)
 
-    def _line(self, holder_id: str, prefill: Node) -> MeasuredLine:
+    def _line(self, holder_id: str, reader: Node) -> MeasuredLine:
         """Return the seconds of a fetch between two nodes, by its number of tokens."""
-        pair = holder_id, prefill.engine_id
+        pair = holder_id, reader.engine_id
         line = self._lines.get(pair)
         if line is None:
             bandwidth = self._reach.bandwidths[pair[0]][pair[1]] or DEFAULT_BYTES_PER_S
-            s_per_token = prefill.load.shared.kv_bytes_per_token / bandwidth
+            s_per_token = reader.load.shared.kv_bytes_per_token / bandwidth
             points = [(float(num), LATENCY_S + num * s_per_token) for num in (1, _LONG_PREFIX)]
             line = self._lines[pair] = MeasuredLine(points)
         return line

@@ -33,7 +33,10 @@ class RouteQuery:
         num_waiting: number of requests that wait at the gate for room on the nodes.
         now: current time, by the clock of the nodes' loads; 0: ignore elapsed times.
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
-            id; nodes that have cached nothing are left out. Called only if needed.
+            id; nodes that have cached nothing are left out. Tokens that a prefill node can fetch
+            from other nodes count, too. Called only if needed.
+        find_cached_alone: likewise for decode nodes that compute the prompt themselves; None: equal
+            to ``find_cached_tokens``, because decode nodes fetch nothing.
         adapter_load_s: seconds that each node without the request's adapter needs to load it, by
             engine id.
     """
@@ -46,6 +49,7 @@ class RouteQuery:
     num_waiting: int = 0
     now: float = 0.0
     find_cached_tokens: Callable[[], Mapping[str, int]] = _nothing_cached
+    find_cached_alone: Callable[[], Mapping[str, int]] | None = None
     adapter_load_s: Mapping[str, float] = field(default_factory=dict)
 
 

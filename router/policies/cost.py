@@ -119,7 +119,7 @@ class _Search:
             for decode in fleet.reached_by(prefill)
         ]
         best_s = min((place.cost_s for place in pairs), default=float("inf"))
-        alone = (decode_terms(terms, node) for node in fleet.self_prefilling)
+        alone = (decode_terms(terms, node, is_alone=True) for node in fleet.self_prefilling)
         places = [local_place(terms, decode, best_s) for decode in alone]
         return pairs + self._harmless(places, best_s)
 
@@ -195,12 +195,13 @@ class _Search:
         all_places = fleet.self_prefilling_places
         hits = [
             (num_cached, -all_places[engine_id])
-            for engine_id, num_cached in terms.cached.items()
+            for engine_id, num_cached in terms.cached_alone.items()
             if engine_id in all_places
         ]
         places.update(-place for _, place in heapq.nlargest(MAX_HITS, hits))
         nodes = (fleet.self_prefilling[i] for i in sorted(places))
-        some = [local_place(terms, decode_terms(terms, node), best_pair_s) for node in nodes]
+        alone = (decode_terms(terms, node, is_alone=True) for node in nodes)
+        some = [local_place(terms, one, best_pair_s) for one in alone]
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:

@@ -44,7 +44,9 @@ class CostTerms:
     """Facts about a request that the costs of all places need.
 
     Attributes:
-        cached: number of prompt tokens that a node has in its cache, by engine id.
+        cached: number of prompt tokens that a node has in its cache, or can fetch to compute the
+            prompt for another node, by engine id.
+        cached_alone: likewise, if a decode node computes the prompt for itself.
         num_steps: expected number of decode steps.
         most_steps: number of decode steps that few requests exceed.
         timeout_s: seconds until the request's deadline.
@@ -66,6 +68,7 @@ class CostTerms:
     best_bytes_per_s: float
     leaves_room: bool = False
     num_behind: float = 0.0
+    cached_alone: Mapping[str, int] = field(default_factory=dict)
     adapter_load_s: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -73,13 +76,15 @@ class CostTerms:
         decodes = fleet.decodes or fleet.self_prefilling
         output_tokens = decodes[0].shared.output_tokens if decodes else 0.0
         long_output_tokens = decodes[0].shared.long_output_tokens if decodes else 0.0
+        cached = query.find_cached_tokens()
         return CostTerms(
             fleet=fleet,
             num_tokens=query.num_prompt_tokens,
             num_steps=min(query.max_tokens, output_tokens),
             most_steps=min(query.max_tokens, long_output_tokens),
             timeout_s=query.timeout_s,
-            cached=query.find_cached_tokens(),
+            cached=cached,
+            cached_alone=query.find_cached_alone() if query.find_cached_alone else cached,
             now=query.now,
             leaves_room=query.leaves_room,
             adapter_load_s=query.adapter_load_s,
@@ -92,11 +97,12 @@ class CostTerms:
             / max(len(fleet.prefills), 1),
         )
 
-    def num_missing(self, node: NodeLoad) -> int:
+    def num_missing(self, node: NodeLoad, *, is_alone: bool = False) -> int:
         """Return how many prompt tokens a node must compute: at least the last, for sampling."""
-        if not self.cached:
+        cached = self.cached_alone if is_alone else self.cached
+        if not cached:
             return self.num_tokens
-        return max(self.num_tokens - self.cached.get(node.engine_id, 0), 1)
+        return max(self.num_tokens - cached.get(node.engine_id, 0), 1)
 
     def load_s(self, node: NodeLoad) -> float:
         """Return the seconds that a node needs to load the request's adapter; 0 if it is loaded."""
@@ -269,13 +275,17 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
     return PrefillTerms(node, num_missing, wait_s, compute_s, damage_s, total_s, is_measured)
 
 
-def decode_terms(terms: CostTerms, node: NodeLoad) -> DecodeTerms:
-    """Return what a request costs on one decode node."""
+def decode_terms(terms: CostTerms, node: NodeLoad, *, is_alone: bool = False) -> DecodeTerms:
+    """Return what a request costs on one decode node.
+
+    Args:
+        is_alone: whether the node computes the prompt itself.
+    """
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
     more_s = node.step.per_unit * units
     return DecodeTerms(
         node,
-        terms.num_missing(node),
+        terms.num_missing(node, is_alone=is_alone),
         room_s=room_wait_s(node, terms.num_tokens),
         stall_s=node.prefill_queue_s,
         steps_s=num_steps * (node.step_base_s + more_s),

@@ -54,7 +54,7 @@ def find_probe(terms: CostTerms, best: Place) -> Place | None:
         if fleet.reaches(node, decode.node)
     ]
     found += [
-        local_place(terms, decode_terms(terms, node), best.cost_s)
+        local_place(terms, decode_terms(terms, node, is_alone=True), best.cost_s)
         for node in _due(terms, fleet.self_prefilling, best)
     ]
     affordable = [place for place in found if _is_affordable(terms, place, best)]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 
 import pytest
@@ -133,10 +134,16 @@ class Node:
 
 
 @contextmanager
-def node(connector: str, name: str, layers: list[LayerKV], shape: Shape) -> Iterator[Node]:
-    """All ranks of one, those that do not lead on threads of their own."""
+def node(
+    connector: str, name: str, shape: Shape, make_memory: Callable[[Shape, int], KVMemory]
+) -> Iterator[Node]:
+    """All ranks of one, those that do not lead on threads of their own.
+
+    Args:
+        make_memory: makes the memory of a rank.
+    """
     num_ranks = shape[0] * shape[1]
-    memories = [memory_of(layers, shape, rank) for rank in range(num_ranks)]
+    memories = [make_memory(shape, rank) for rank in range(num_ranks)]
     leader = memories[0].manifest.leader
     links: dict[int, Connection] = {}
     threads = []
@@ -178,7 +185,9 @@ def linked(
     deaths: list[Exception] = []
     with ExitStack() as stack:
         p, d = (
-            stack.enter_context(node(connector, f"{role}{number}-ranks", layers, shape))
+            stack.enter_context(
+                node(connector, f"{role}{number}-ranks", shape, partial(memory_of, layers))
+            )
             for role, shape in zip("pd", shapes, strict=True)
         )
         sender = Sender(

@@ -204,12 +204,12 @@ def _computing_account(receipt: types_pb2.Receipt) -> str:
     )
 
 
-def _fetch_account(prefill: types_pb2.PrefillReceipt) -> str:
+def _fetch_account(receipt: types_pb2.PrefillReceipt | types_pb2.DecodeReceipt) -> str:
     """Return how much of the prompt another node sent; empty if no node was asked to."""
-    waited = format_seconds(prefill.fetch_wait_s)
-    if prefill.num_fetched_tokens:
-        return f", {prefill.num_fetched_tokens} of them fetched within {waited}"
-    return f"; a fetch was lost within {waited}" if prefill.num_fetches_lost else ""
+    waited = format_seconds(receipt.fetch_wait_s)
+    if receipt.num_fetched_tokens:
+        return f", {receipt.num_fetched_tokens} of them fetched within {waited}"
+    return f"; a fetch was lost within {waited}" if receipt.num_fetches_lost else ""
 
 
 def _encodings_account(prefill: types_pb2.PrefillReceipt) -> str:
@@ -235,6 +235,11 @@ def _decode_account(found: admin_pb2.RequestTrace) -> str:
         f"parked {format_seconds(decode.parked_s)}, "
         f"first step {format_seconds(decode.first_step_s)} later, "
         f"{decode.num_preemptions} preemptions"
+        + (
+            f"; had {decode.num_cached_tokens} prompt tokens cached{_fetch_account(decode)}"
+            if decode.fetch_wait_s
+            else ""
+        )
         + (
             f"; {decode.num_accepted_drafts} of {decode.num_drafts} drafts accepted"
             if decode.num_drafts

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 from baton.api.errors import NodeUnavailableError
+from baton.link.words import NodeRole
 from router.calls.decisions import Decision
 from router.calls.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
@@ -41,14 +43,15 @@ def explain_now(
 
     hashes = None if token_ids is None else PromptHashes(token_ids, cache_salt, adapter)
 
-    def find_cached_tokens() -> Mapping[str, int]:
-        return {} if hashes is None else pool.find_cached_tokens(hashes)
+    def find_cached_tokens(role: NodeRole) -> Mapping[str, int]:
+        return {} if hashes is None else pool.find_cached_tokens(hashes, role)
 
     query = RouteQuery(
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
         now=time.monotonic(),
-        find_cached_tokens=find_cached_tokens,
+        find_cached_tokens=partial(find_cached_tokens, NodeRole.PREFILL),
+        find_cached_alone=partial(find_cached_tokens, NodeRole.DECODE),
         adapter_load_s=pool.adapters.load_s(pool.fleet, adapter) if adapter else {},
     )
     fleet = pool.adapters.narrow(pool.fleet, adapter) if adapter else pool.fleet
@@ -63,7 +66,7 @@ def explain_now(
         every = cast("_ListsAll", dispatcher.placer.policy).explain(query, fleet)
         # Put the chosen nodes first; the other candidates stay sorted by cost.
         candidates = sorted(every, key=lambda one: (one.prefill, one.decode) != (prefill, decode))
-    node = pool.node(placement.prefill.engine_id) if placement.prefill else None
+    node = pool.node((placement.prefill or placement.decode).engine_id)
     sources = (
         [source.terms for source in pool.list_prefix_sources(node, hashes, num_prompt_tokens)]
         if node is not None and hashes is not None

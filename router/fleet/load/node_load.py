@@ -79,6 +79,7 @@ class Account:
         num_arriving: number of prompt tokens whose KV needs room here and has not arrived.
         num_decoding: number of prompt tokens once the request decodes here; 0 before.
         is_beside: whether other requests were on this decode node when this request was placed.
+        fetch_s: expected wait for a cached prefix, after the queue, until the node can begin.
         begun_at: when this decode node sent the request's first token; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes the prompt.
@@ -91,6 +92,7 @@ class Account:
     num_arriving: int = 0
     num_decoding: int = 0
     is_beside: bool = False
+    fetch_s: float = 0.0
     begun_at: float | None = None
     promise: Promise | None = None
     forecast: PrefillForecast | None = None
@@ -227,6 +229,7 @@ class NodeLoad:
         num_uncomputed: int = 0,
         num_arriving: int = 0,
         promise: Promise | None = None,
+        fetch_s: float = 0.0,
     ) -> Account:
         """Add a request that was placed here to the load; return the request's `Account`."""
         forecast, is_beside = None, self.num_batch > 0
@@ -235,6 +238,7 @@ class NodeLoad:
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = now
             forecast = self._forecast(num_uncomputed, now, self.beside_factor if is_beside else 1.0)
+            forecast.wait_s += fetch_s
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
             if self._is_decode:
@@ -250,6 +254,7 @@ class NodeLoad:
             num_uncomputed,
             num_arriving,
             is_beside=is_beside,
+            fetch_s=fetch_s,
             promise=promise,
             forecast=forecast,
         )
@@ -279,7 +284,7 @@ class NodeLoad:
         """Count a request as decoding, because its KV is here and the node sent its first token."""
         account.begun_at = self._clock()
         if account.num_uncomputed:
-            busy_s = max(account.begun_at - self.prefill_progress_at, 0.0)
+            busy_s = max(account.begun_at - self.prefill_progress_at - account.fetch_s, 0.0)
             self._note_forecast(account, account.begun_at, busy_s)
             if account.is_beside:
                 self._note_beside(busy_s / self.prefill.seconds(account.num_uncomputed))

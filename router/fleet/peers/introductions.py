@@ -46,7 +46,7 @@ MAX_EARLY, EARLY_S = 4096, 60.0
 
 @dataclass(slots=True, eq=False)
 class _News:
-    """What one node must be told.
+    """News of peers that one node must get.
 
     Attributes:
         joined: updates about peers that joined, by engine id; None: the reader is connected to the

@@ -2,12 +2,13 @@
 
 If a tenant shares its cache with others, its receipts report only tokens of its own prompts as
 cached; other cached tokens count as computed. Figures that would reveal other tenants' tokens
-(chunks, bytes sent) are left out.
+(chunks, bytes sent, fetched prefixes) are left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from baton.api.outputs import Receipt
 from router.calls.call import Call
@@ -18,6 +19,7 @@ from router.intake.cache_salts import CacheSalts
 MAX_BLOCKS = 2**18
 LIFETIME_S = 3600.0
 _KIND = HashKind(16, "blake2b")
+_NO_FETCH: dict[str, Any] = {"num_fetched_tokens": 0, "num_fetches_lost": 0, "fetch_wait_s": 0.0}
 
 
 class OwnPrompts:
@@ -81,6 +83,7 @@ def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
             num_cached_tokens=prefill.num_cached_tokens - num_hidden,
             num_computed_tokens=prefill.num_computed_tokens + num_hidden,
             num_chunks=0,
+            **_NO_FETCH,
         )
     if decode is not None:
         num_hidden = max(decode.num_cached_tokens - num_own_tokens, 0)
@@ -91,5 +94,6 @@ def told(receipt: Receipt, num_own_tokens: int | None) -> Receipt:
             num_cached_tokens=decode.num_cached_tokens - num_hidden,
             num_prompt_tokens_computed=decode.num_prompt_tokens_computed + num_hidden * is_alone,
             push=dataclasses.replace(decode.push, num_bytes=0, num_blocks=0, num_descriptors=0),
+            **_NO_FETCH,
         )
     return dataclasses.replace(receipt, prefill=prefill, decode=decode)

@@ -1,4 +1,4 @@
-"""A `Cluster` whose prefill node gets cached prefixes from its decode node."""
+"""A `Cluster` whose two nodes get cached prefixes from each other."""
 
 from __future__ import annotations
 
@@ -6,72 +6,104 @@ import dataclasses
 from typing import Any
 
 from baton.api.sampling_params import SamplingParams
-from baton.kv.prefixes import fetch_end, share_end
-from baton.link.words import AbortAll, CancelCommand, PeerUpdate, PrefillCommand, ShareCommand
+from baton.kv.prefixes import fetch_end, node_of, share_end
+from baton.link.words import (
+    AbortAll,
+    CancelCommand,
+    DecodeCommand,
+    PeerUpdate,
+    PrefillCommand,
+    ShareCommand,
+)
 from baton.telemetry.ledger import BlockOwner
 from kvconnector.block_digests import BlockDigests
 from kvconnector.ends import Receiver, Sender
 from node_runtime.prefixes.fetches import Fetches
+from node_runtime.prefixes.prefixes import Prefixes
 from node_runtime.prefixes.shares import Shares
 from tests.fakes.handoff.handoff_cluster import Cluster, Key
 from tests.fakes.handoff.scripted_network import ScriptedTransport
 
 TIMEOUT_S = 5.0
-END_NAMES = {"p": fetch_end("p"), "d": share_end("d")}
 
 
 class FetchCluster(Cluster):
-    """A prefill node with `Fetches` and a decode node with `Shares`; see `Cluster` for the rest."""
+    """Two nodes with both ends for prefixes each; see `Cluster` for the rest.
+
+    Attributes:
+        fetches, d_fetches: what the prefill node and the decode node get.
+        shares, p_shares: what the decode node and the prefill node send.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.ends: dict[str, Receiver | Sender] = {}
+        self.ends: dict[str, Receiver | Sender] = {}  # by their engine ids
         super().__init__(*arguments, **options)
-        p, d = self.p.engine, self.d.engine
-        receiver = self._end(Receiver, "p", p)
-        self.fetches = self.p.side_work.fetches = Fetches(p, receiver, TIMEOUT_S, self.clock)
-        self.shares = self.d.side_work = Shares(d, self._end(Sender, "d", d), self.clock)
+        self.fetches, self.p_shares = self._open_ends("p", self.p.engine)
+        self.d_fetches, self.shares = self._open_ends("d", self.d.engine)
+        self.p.side_work.prefixes = Prefixes(self.fetches, self.p_shares)
+        self.d.side_work = Prefixes(self.d_fetches, self.shares)
         self.rejoin_ends()
         self.settle()
 
-    def _end(self, kind: type[Any], engine_id: str, engine: Any) -> Any:
+    def _open_ends(self, engine_id: str, engine: Any) -> tuple[Fetches, Shares]:
+        receiver = self._end(Receiver, fetch_end(engine_id), engine)
+        sender = self._end(Sender, share_end(engine_id), engine)
+        return Fetches(engine, receiver, TIMEOUT_S, self.clock), Shares(engine, sender, self.clock)
+
+    def _end(self, kind: type[Any], end_id: str, engine: Any) -> Any:
         memory = engine.kv_memory
-        transport = ScriptedTransport(END_NAMES[engine_id], memory, self.network)
+        transport = ScriptedTransport(end_id, memory, self.network)
         digests = BlockDigests(memory) if self._kv_digests else None
         end = kind(transport, lambda: None, _never, self.clock, digests)
         transport.channels = end.loop.channels
-        self.ends[engine_id] = end
+        self.ends[end_id] = end
         return end
 
     def rejoin_ends(self) -> None:
         """Introduce the nodes and their ends for prefixes."""
-        told = {engine_id: end.describe() for engine_id, end in self.ends.items()}
-        self.p.submit(PeerUpdate("d", self.receiver.describe(), share_peer_info=told["d"]))
-        self.d.submit(PeerUpdate("p", self.sender.describe(), fetch_peer_info=told["p"]))
+
+        def told(engine_id: str, hand_off: bytes) -> PeerUpdate:
+            ends = (self.ends[name(engine_id)].describe() for name in (fetch_end, share_end))
+            return PeerUpdate(engine_id, hand_off, False, *ends)
+
+        self.p.submit(told("d", self.receiver.describe()))
+        self.d.submit(told("p", self.sender.describe()))
 
     def ask(
-        self, key: Key, prompt: list[int], max_tokens: int, num_fetched: int, *, shares: bool = True
+        self,
+        key: Key,
+        prompt: list[int],
+        max_tokens: int,
+        num_fetched: int,
+        *,
+        shares: bool = True,
+        alone: bool = False,
     ) -> None:
         """Place a request whose prefill node is to get a prefix from the decode node.
 
         Args:
-            num_fetched: tokens of the prefix that the router thinks the decode node has.
-            shares: whether the decode node is told to send the prefix.
+            num_fetched: tokens of the prefix that the router thinks the holder has.
+            shares: whether the holder is told to send the prefix.
+            alone: the decode node computes the prompt itself, and gets the prefix from the prefill
+                node.
         """
-        self.place(*key, prompt, SamplingParams(max_tokens=max_tokens, temperature=0, seed=0))
-        at, command = self.p._inbox._commands.pop()
-        assert isinstance(command, PrefillCommand)
-        told = dataclasses.replace(command, fetch_engine_id="d", fetch_num_tokens=num_fetched)
-        self.p._inbox._commands.append((at, told))
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0)
+        self.place(*key, prompt, params, alone=alone)
+        inbox, holder = (self.d if alone else self.p)._inbox, "p" if alone else "d"
+        at, command = inbox._commands.pop()
+        assert isinstance(command, PrefillCommand | DecodeCommand)
+        told = dataclasses.replace(command, fetch_engine_id=holder, fetch_num_tokens=num_fetched)
+        inbox._commands.append((at, told))
         if shares:
-            self.share(key, prompt[:num_fetched])
+            self.share(key, prompt[:num_fetched], holder)
 
-    def share(self, key: Key, prefix: list[int]) -> None:
-        """Tell the decode node to send a prefix."""
-        self.d.submit(
+    def share(self, key: Key, prefix: list[int], holder: str = "d") -> None:
+        """Tell a node to send a prefix to the other node."""
+        (self.d if holder == "d" else self.p).submit(
             ShareCommand(
                 request_id=key[0],
                 epoch=key[1],
-                prefill_engine_id="p",
+                reader_engine_id="p" if holder == "d" else "d",
                 timeout_s=60.0,
                 prompt_token_ids=prefix,
             )
@@ -79,12 +111,15 @@ class FetchCluster(Cluster):
 
     def round(self, engine_id: str) -> None:
         super().round(engine_id)
-        if engine_id in self.ends and engine_id not in self.dead | self.stopped:
-            self.ends[engine_id].loop.round()
+        if engine_id not in self.dead | self.stopped:
+            for end_id, end in self.ends.items():
+                if node_of(end_id) == engine_id:
+                    end.loop.round()
 
     def kill(self, engine_id: str, *, told: bool = True) -> None:
         super().kill(engine_id, told=told)
-        self.network.kill(END_NAMES[engine_id])
+        for name in (fetch_end, share_end):
+            self.network.kill(name(engine_id))
 
     def run(self, seconds: float) -> None:
         """Let time pass; all messages arrive, and all writes land."""

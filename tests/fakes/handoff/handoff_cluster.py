@@ -30,9 +30,9 @@ from baton.link.words import (
     RequestDelta,
 )
 from baton.telemetry.spans import Span, SpanSink, TraceContext, random_id
+from decode_node.jobs import DecodeTraces
 from decode_node.node import DecodeNode
 from decode_node.options import DecodeOptions
-from decode_node.spans import DecodeTraces
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import RequestStatus
 from engine.engine import Engine

@@ -142,7 +142,6 @@ def test_a_node_takes_what_its_role_uses() -> None:
         "encode_nodes",
         "encodings_listen",
         "encode_timeout_s",
-        "fetch_timeout_s",
     }
     assert decode.keys() - prefill.keys() == {
         "preemption", "adaptive_speculation", "max_receiving_requests", "max_receiving_tokens",

@@ -15,14 +15,15 @@ from baton.api.sampling_params import SamplingParams
 from baton.link.words import CancelCommand, PrefillCommand
 from baton.telemetry.ledger import BlockOwner
 from engine import LLM
+from engine.core import side_blocks
 from engine.core.request import RequestStatus
 from kvconnector.base import HandoffRecord
 from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.messages import Commit, Grant, Start
-from node_runtime.prefixes import fetches, shares
 from node_runtime.prefixes.held_prefix import find_prefix
 from tests.fakes.handoff.fetch_cluster import TIMEOUT_S, FetchCluster
 from tests.fakes.handoff.handoff_cluster import BLOCK_SIZE, kv_of
+from tests.numerics.family_hybrids import HYBRIDS
 from tests.numerics.tiny_models import make_hugging_face_model, save
 
 PROMPT = [*range(5, 22)]
@@ -31,13 +32,15 @@ NUM_OUT = 9
 
 FULL = "Qwen3ForCausalLM"  # full attention in all layers
 WINDOWS = "Gemma3ForCausalLM"  # one layer with full attention, and one with a sliding window
+STATES = "BambaForCausalLM"  # one layer with full attention, and one with a state
 
 
 @functools.cache
 def reference(architecture: str = FULL) -> LLM:
     """Load the checkpoint in one process, with memory to spare."""
     folder = tempfile.TemporaryDirectory(prefix="baton-test-")
-    model = make_hugging_face_model(architecture, max_position_embeddings=128)
+    shape = HYBRIDS[STATES].variants["plain"] if architecture == STATES else {}
+    model = make_hugging_face_model(architecture, max_position_embeddings=128, **shape)
     llm = LLM(str(save(model, Path(folder.name))), block_size=BLOCK_SIZE, num_blocks=192)
     llm.folder = folder  # type: ignore[attr-defined]  # lives as long as the model does
     return llm
@@ -149,7 +152,7 @@ def test_a_request_that_cannot_start_expects_no_prefix(cluster: FetchCluster) ->
     cluster.assert_at_rest()
 
 
-@pytest.mark.parametrize("architecture", [FULL, WINDOWS])
+@pytest.mark.parametrize("architecture", [FULL, WINDOWS, STATES])
 @pytest.mark.parametrize("digests", [True, False])
 def test_a_conversation_of_four_turns_is_computed_once(architecture: str, digests: bool) -> None:
     cluster = make(digests=digests, architecture=architecture)
@@ -320,7 +323,7 @@ def test_a_holder_lets_a_prefix_go_whose_prompt_never_starts(cluster: FetchClust
 def test_fetches_take_a_part_of_the_blocks_only(
     cluster: FetchCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "MAX_SHARE", 0.02)
+    monkeypatch.setattr(side_blocks, "MAX_SHARE", 0.02)
     prompt = second_prompt()
     cluster.ask(("second", 2), prompt, 3, CACHED)
     cluster.run(1.5)
@@ -335,7 +338,7 @@ def test_prefixes_that_are_sent_take_a_part_of_the_blocks_only(
     prompt = second_prompt()
     num_blocks = CACHED // BLOCK_SIZE
     most = (num_blocks - 0.5) / cluster.d.engine.block_pool.num_blocks
-    monkeypatch.setattr(shares, "MAX_SHARE", most)
+    monkeypatch.setattr(side_blocks, "MAX_SHARE", most)
     cluster.share(("shorter", 1), prompt[: CACHED - BLOCK_SIZE])
     cluster.ask(("second", 2), prompt, 3, CACHED)
     cluster.step("d")
@@ -364,7 +367,7 @@ def run_until(cluster: FetchCluster, is_so: Callable[[], bool], *, lands: bool =
     raise AssertionError("it never happens")
 
 
-STATES: dict[str, Callable[[FetchCluster], bool]] = {
+POINTS: dict[str, Callable[[FetchCluster], bool]] = {
     "asked": lambda cluster: True,
     "expected": lambda cluster: bool(cluster.fetches.incoming.num_transfers),
     "granted": lambda cluster: bool(cluster.fetches.incoming.held()),
@@ -372,14 +375,14 @@ STATES: dict[str, Callable[[FetchCluster], bool]] = {
 }
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", POINTS)
 @pytest.mark.parametrize("what", ["cancel", "abort", "stop holder", "kill holder", "kill reader"])
 def test_whatever_ends_a_fetch_leaves_nothing(
     cluster: FetchCluster, state: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, key = second_prompt(), ("second~router", 2)
     cluster.ask(key, prompt, 3, CACHED)
-    run_until(cluster, lambda: STATES[state](cluster))
+    run_until(cluster, lambda: POINTS[state](cluster))
     match what:
         case "cancel":
             cluster.end(key)

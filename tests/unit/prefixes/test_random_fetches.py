@@ -14,6 +14,7 @@ from tests.unit.prefixes.test_fetched_prefixes import (
     FULL,
     NUM_OUT,
     PROMPT,
+    STATES,
     WINDOWS,
     make,
     num_whole,
@@ -75,7 +76,8 @@ class Walk:
         self.num_asked += 1
         num_fetched = num_whole(len(prompt) - draw.choice([1, 4, 8]))
         key, shares = (f"r{self.num_asked}", self.num_asked), draw.random() < 0.9
-        self.cluster.ask(key, prompt, draw.choice([1, 5, NUM_OUT]), num_fetched, shares=shares)
+        max_tokens, alone = draw.choice([1, 5, NUM_OUT]), draw.random() < 0.4
+        self.cluster.ask(key, prompt, max_tokens, num_fetched, shares=shares, alone=alone)
 
     def end(self) -> None:
         """Let everything come to rest, and check it."""
@@ -92,7 +94,9 @@ class Walk:
         cluster.assert_at_rest()
 
 
-@pytest.mark.parametrize(("seed", "architecture"), [(0, FULL), (1, FULL), (2, FULL), (3, WINDOWS)])
+@pytest.mark.parametrize(
+    ("seed", "architecture"), [(0, FULL), (1, FULL), (2, STATES), (3, WINDOWS)]
+)
 def test_nothing_is_wrong_hung_or_lost(seed: int, architecture: str) -> None:
     walk = Walk(seed, architecture)
     for _ in range(NUM_ACTIONS):

@@ -9,25 +9,39 @@ import pytest
 
 from baton.api.errors import NodeUnavailableError
 from baton.api.images import ImageSpan, PromptImage
+from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
-from baton.link.words import PrefillCommand, ShareCommand
+from baton.link.words import DecodeCommand, PrefillCommand, ShareCommand
 from router.fleet.load.measured_line import MeasuredLine
 from router.fleet.node import Node
 from router.fleet.prefix.prompt_hashes import PromptHashes
 from router.fleet.prefix_sources import BARRED_S, PrefixSource, PrefixSources, SourceTerms
-from tests.fakes.router.nodes import PREFILL_RECEIPT, token_1
+from tests.fakes.router.nodes import (
+    DECODE_RECEIPT,
+    PREFILL_RECEIPT,
+    HandNode,
+    token,
+    token_1,
+)
 from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 
 
-def fetching(scene: Scene) -> PrefixSources:
-    """Let the router choose the decode node as the source of two tokens, and no other source."""
+def fetching(scene: Scene, holder: HandNode | None = None) -> PrefixSources:
+    """Let the router choose the decode node as the source of two tokens, and no other source.
+
+    Args:
+        holder: node that sends the tokens to the decode node; None: the decode node sends them to
+            the prefill node.
+    """
     sources = scene.pool.prefix_sources
-    pair = scene.decode.engine_id, scene.prefill.engine_id
+    source, target = (holder, scene.decode) if holder else (scene.decode, scene.prefill)
+    pair = source.engine_id, target.engine_id
     sources._lines[pair] = MeasuredLine([(1.0, 0.001), (2.0, 0.001)])
 
-    def choose(prefill: Node, hashes: PromptHashes, num_prompt_tokens: int) -> list[PrefixSource]:
+    def choose(reader: Node, hashes: PromptHashes, num_prompt_tokens: int) -> list[PrefixSource]:
         terms = SourceTerms("d0", 2, fetch_s=0.001, compute_s=0.002, is_chosen=True)
-        return [PrefixSource(scene.decode.node, scene.prefill.engine_id, 2, sources, terms)]
+        assert reader.engine_id == target.engine_id
+        return [PrefixSource(source.node, target.engine_id, 2, sources, terms)]
 
     scene.pool.list_prefix_sources = choose  # type: ignore[method-assign]
     return sources
@@ -50,7 +64,7 @@ async def test_both_nodes_are_told_of_the_fetch() -> None:
     (share,) = scene.decode.of(ShareCommand)
     assert share.prompt_token_ids == [1, 2]
     assert (share.request_id, share.epoch) == (command.request_id, command.epoch)
-    assert share.prefill_engine_id == scene.prefill.engine_id
+    assert share.reader_engine_id == scene.prefill.engine_id
     assert scene.prefill.node.load.num_open_tokens == 1, "the others are fetched"
     lost = dataclasses.replace(PREFILL_RECEIPT, num_fetches_lost=1)
     delta = token_1("a", 7, epoch=scene.epoch)
@@ -59,6 +73,25 @@ async def test_both_nodes_are_told_of_the_fetch() -> None:
     until = sources._barred[scene.decode.engine_id, scene.prefill.engine_id]
     assert 0 < until - scene.pool.clock() <= BARRED_S
     await end(scene)
+
+
+@asynchronous
+async def test_a_decode_node_alone_gets_a_prefix() -> None:
+    scene = Scene(num_decode=2, may_self_prefill=True)
+    scene.pool.remove(scene.prefill.node)
+    holder = scene.decodes[1]
+    sources = fetching(scene, holder)
+    holder.node.load.note_opened(900, num_uncomputed=900)  # so the other node is idle
+    await scene.call()
+    (command,) = scene.decode.of(DecodeCommand)
+    assert (command.fetch_engine_id, command.fetch_num_tokens) == (holder.engine_id, 2)
+    (share,) = holder.of(ShareCommand)
+    assert share.reader_engine_id == scene.decode.engine_id
+    delta = token("a", 0, 7, finish=FinishReason.STOP, epoch=command.epoch)
+    receipt = dataclasses.replace(DECODE_RECEIPT, num_fetches_lost=1)
+    scene.decode.say(msgspec.structs.replace(delta, decode=receipt))
+    await scene.end()
+    assert (holder.engine_id, scene.decode.engine_id) in sources._barred
 
 
 @asynchronous

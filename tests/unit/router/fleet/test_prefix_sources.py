@@ -9,8 +9,14 @@ import pytest
 from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import NodeRegistration, NodeRole, PeerReport, PeerUpdate, StepTime
 from router.fleet.node_pool import NodePool
-from router.fleet.prefix_sources import BARRED_S, PrefixSource
-from tests.fakes.router.nodes import PREFILL_RECEIPT, HandNode, make_pool, make_registration
+from router.fleet.prefix_sources import BARRED_S, LONGEST_S, PrefixSource
+from tests.fakes.router.nodes import (
+    DECODE_RECEIPT,
+    PREFILL_RECEIPT,
+    HandNode,
+    make_pool,
+    make_registration,
+)
 from tests.fakes.time.virtual_clock import VirtualClock
 
 BYTES_PER_TOKEN = 50_000.0
@@ -136,6 +142,26 @@ def test_a_slow_path_is_not_used() -> None:
     assert Fleet(bandwidth=1e8).choose(p=0, d0=480) is not None
 
 
+def test_of_a_long_prefix_only_what_comes_in_time_is_fetched() -> None:
+    fleet = Fleet(bandwidth=1e8)  # half a millisecond per token
+    source = fleet.choose(num_tokens=9000, p=160, d0=8160)
+    assert source is not None
+    num_lacking = source.terms.num_lacking
+    assert num_lacking % 16 == 0
+    assert 0.9 * LONGEST_S < source.terms.fetch_s <= LONGEST_S
+    assert source.num_tokens == 160 + num_lacking
+    assert source.terms.compute_s == pytest.approx(0.001 * num_lacking)
+
+
+def test_a_fetch_costs_nothing_while_the_reader_computes_other_prompts() -> None:
+    fleet = Fleet(bandwidth=2e7)  # a fetch takes 2.5 times as long as computing
+    assert fleet.choose(d0=160) is None
+    fleet.p.node.load.note_opened(1000, num_uncomputed=1000)
+    source = fleet.choose(d0=160)
+    assert source is not None
+    assert source.terms.fetch_s == 0.0
+
+
 def test_only_connected_nodes_send(fleet: Fleet) -> None:
     fleet.report(fleet.d[0], False)
     assert fleet.choose(d0=480) is None
@@ -173,6 +199,34 @@ def test_measured_fetches_decide(fleet: Fleet) -> None:
         source.note_receipt(slow)
     assert fleet.choose(d0=480) is None
     assert fleet.choose(d1=480) is not None, "another pair of nodes"
+
+
+def test_a_decode_node_that_computes_a_prompt_gets_prefixes(fleet: Fleet) -> None:
+    reader = fleet.p = HandNode(  # the reader of `report` and `choose`
+        fleet.pool,
+        dataclasses.replace(
+            make_registration("d2", NodeRole.DECODE),
+            fetch_peer_info=b"to d2",
+            kv_bytes_per_token=BYTES_PER_TOKEN,
+            step_times=(StepTime(64, 0.064), StepTime(512, 0.512)),
+        ),
+    )
+    assert {one.share_peer_info for one in reader.of(PeerUpdate)} == {
+        *(b"from p0", b"from p1", b"from d0", b"from d1"),
+    }
+    assert fleet.choose(d0=480) is None, "not connected yet"
+    for holder in (fleet.d[0], fleet.other_p):
+        fleet.report(holder, True)
+    source = fleet.choose(d0=320, p1=480)
+    assert source is not None
+    assert (source.node.name, source.reader_engine_id) == ("p1", reader.node.engine_id)
+    lost = dataclasses.replace(DECODE_RECEIPT, num_fetches_lost=1)
+    source.note_receipt(lost)
+    assert fleet.choose(p1=480) is None
+    counts = fleet.pool.prefix_sources.add_fetchable(
+        {fleet.d[0].node.engine_id: 480}, {reader.node.engine_id: reader.node}
+    )
+    assert 0.8 * 480 < counts[reader.node.engine_id] < 480
 
 
 def test_policies_count_what_can_be_fetched(fleet: Fleet) -> None:

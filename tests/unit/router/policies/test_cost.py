@@ -14,6 +14,7 @@ from router.calls.decisions import DecisionLog
 from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Candidate, RouteQuery
 from router.policies.cost import Cost
+from router.policies.cost_terms import CostTerms
 from tests.fakes.router.fleets import FleetBook, names
 
 DOCS = Path(__file__).parents[4] / "docs" / "routing.md"
@@ -28,6 +29,19 @@ def query_of(
         now=now,
         find_cached_tokens=lambda: cached or {},
     )
+
+
+def test_what_a_decode_node_can_fetch_counts_only_if_it_computes_the_prompt() -> None:
+    """A prefill node sends a decode node what the decode node's cache lacks."""
+    book = FleetBook(1, 1)
+    terms = CostTerms.of(query_of(4000, {"d0-0": 1000}), book.fleet())
+    assert terms.num_missing(book["d0"]) == terms.num_missing(book["d0"], is_alone=True) == 3000
+    query = dataclasses.replace(
+        query_of(4000, {"d0-0": 1000}), find_cached_alone=lambda: {"d0-0": 3500}
+    )
+    terms = CostTerms.of(query, book.fleet())
+    assert terms.num_missing(book["d0"]) == 3000
+    assert terms.num_missing(book["d0"], is_alone=True) == 500
 
 
 def open_prompt(load: NodeLoad, num_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -98,15 +99,21 @@ def test_a_receipt_says_the_same_whatever_others_sent(others: int, num_own: int)
     """The nodes had ``max(num_own, others)`` tokens, each in another way; times aside, nothing of
     what the client is told depends on ``others``."""
 
+    def fetch_of(num_cached: int) -> dict[str, Any]:
+        return {"num_fetched_tokens": num_cached, "num_fetches_lost": 1, "fetch_wait_s": num_cached}
+
     def receipts(num_cached: int) -> list[Receipt]:
         prefill = dataclasses.replace(
             PREFILL,
             num_cached_tokens=num_cached,
             num_computed_tokens=100 - num_cached,
             num_chunks=1 + num_cached // 32,
+            **fetch_of(num_cached),
         )
         push = dataclasses.replace(DECODE.push, num_bytes=1000 - num_cached, num_blocks=num_cached)
-        decode = dataclasses.replace(DECODE, num_cached_tokens=num_cached, push=push)
+        decode = dataclasses.replace(
+            DECODE, num_cached_tokens=num_cached, push=push, **fetch_of(num_cached)
+        )
         alone = dataclasses.replace(decode, num_prompt_tokens_computed=100 - num_cached)
         return [
             dataclasses.replace(RECEIPT, prefill=prefill, decode=decode),

@@ -1,4 +1,4 @@
-"""Trace spans of a request on a decode node; they are made when the request ends on this node.
+"""Job: a decode command in progress, with its receipt. DecodeTraces: its spans, made at its end.
 
 decode                                          from its command to its last token
   decode.parked                                 waits for its KV; the receipt's parked_s
@@ -9,10 +9,59 @@ decode                                          from its command to its last tok
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.api.outputs import DecodeReceipt
 from baton.link.words import DecodeCommand
 from baton.telemetry.spans import Attribute, SpanSink, child_span, request_span, zero_of
+from decode_node.reservations import Reservation
+from engine.core.request import Request
+from node_runtime.prefixes.prefix_wait import PrefixWait
+
+
+@dataclass(slots=True)
+class Job:
+    """A decode command in progress, with its request and reservation.
+
+    Attributes:
+        prefix: the wait for a cached prefix that another node sends; None: no node sends one.
+        first_step_s: seconds from the commit, or from the command if this node computes the prompt,
+            until the first token; 0 before. Includes the wait for a prefix.
+    """
+
+    command: DecodeCommand
+    request: Request
+    reservation: Reservation
+    prefix: PrefixWait | None = None
+    first_step_s: float = 0.0
+    steps_until_first: int = 0
+
+    def receipt(self, why_drafts: str) -> DecodeReceipt:
+        """Return the cost of a request that ends now.
+
+        Args:
+            why_drafts: why the last step had its number of drafts, in words.
+        """
+        reservation, request = self.reservation, self.request
+        wait = self.prefix or PrefixWait()
+        assert reservation.receipt is not None
+        return DecodeReceipt(
+            parked_s=reservation.committed_at - reservation.parked_at + wait.waited_s,
+            first_step_s=max(self.first_step_s - wait.waited_s, 0.0),
+            steps_until_first=self.steps_until_first,
+            num_prompt_tokens_computed=request.num_prompt_tokens_computed,
+            num_forwards=request.num_forwards,
+            num_preemptions=request.num_preemptions,
+            push=reservation.receipt,
+            num_cached_tokens=request.num_hit_tokens,
+            num_drafts=request.num_drafts,
+            num_accepted_drafts=request.num_accepted_drafts,
+            why_drafts=why_drafts,
+            num_pinned_tokens=request.num_pinned_tokens,
+            num_fetched_tokens=wait.num_tokens,
+            num_fetches_lost=int(wait.is_lost),
+            fetch_wait_s=wait.waited_s,
+        )
 
 
 class DecodeTraces:
