@@ -135,7 +135,7 @@ SIZES = (
 )
 
 
-@pytest.fixture(params=STAGES.values(), ids=STAGES)
+@pytest.fixture(params=list(STAGES.values()), ids=list(STAGES))
 def stages(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Ranks]]:
     num_stages, size = request.param
     if native_ops() is None:
@@ -181,8 +181,13 @@ def test_a_stage_may_be_ahead_of_the_next_and_is_told_of_its_end(stages: list[Ra
     for number in range(MAIL_SLOTS):  # nobody receives yet
         first.pass_on(torch.full((5,), float(number)))
     assert float(second.take_over(torch.empty(5))[0]) == 0.0
+
+    def send_two() -> None:
+        for _ in range(2):
+            first.pass_on(torch.zeros(3))
+
     with ThreadPoolExecutor(2) as pool:
-        sent = pool.submit(lambda: [first.pass_on(torch.zeros(3)) for _ in range(2)])
+        sent = pool.submit(send_two)
         second.abort()
         with pytest.raises(CollectiveError, match="gone"):
             sent.result()
