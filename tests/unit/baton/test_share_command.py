@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
+
 from baton.api.images import ImageSpan, PromptImage
 from baton.api.sampling_params import SamplingParams
 from baton.link.wire import command_from_proto, command_to_proto
@@ -51,8 +53,8 @@ def test_a_peers_end_for_prefixes_costs_nothing_unless_there_is_one() -> None:
     update = PeerUpdate("d0", b"info")
     sent = command_to_proto(update)
     assert command_from_proto(sent) == update
-    told = dataclasses.replace(update, fetch_peer_info=b"more")
+    told = msgspec.structs.replace(update, fetch_peer_info=b"more")
     assert command_from_proto(command_to_proto(told)) == told
     assert command_to_proto(told).ByteSize() == sent.ByteSize() + 2 + len(b"more")
-    both = dataclasses.replace(told, share_peer_info=b"other")
+    both = msgspec.structs.replace(told, share_peer_info=b"other")
     assert command_from_proto(command_to_proto(both)) == both

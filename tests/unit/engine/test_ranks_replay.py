@@ -61,7 +61,7 @@ class Runner(ModelRunner):
     def __init__(self, rank: int, sent: list[Tensor], *, sends_tokens: bool) -> None:
         group = Wire(rank, sent)
         self.group = group
-        self._tokens = RankTokens(Ranks(group, group), are_sent=sends_tokens)
+        self._exchange = RankTokens(Ranks(group, group), are_sent=sends_tokens)
         self._device = CPU
         self.extras: Any = SimpleNamespace(draft=lambda launched, hidden, hooks: launched)
         last_tokens = torch.zeros(2, dtype=torch.int64)
@@ -73,7 +73,7 @@ class Runner(ModelRunner):
         self.decode_graphs: Any = SimpleNamespace(graphs=self.graphs)
 
     def _sample_on_host(self, *arguments: Any) -> tuple[LaunchedStep, Tensor]:
-        assert self._tokens.leads, "only the leader has the grammars' masks"
+        assert self._exchange.leads, "only the leader has the grammars' masks"
         launched = self._launched_step(arguments[0], None, {}, 0.0)
         return launched, torch.tensor(DRAWN)
 
@@ -90,8 +90,8 @@ def two_ranks(*, sends_tokens: bool) -> tuple[Runner, Runner]:
 
 def test_a_replay_reads_the_tokens_that_the_leader_sampled_in_an_eager_step() -> None:
     leader, other = two_ranks(sends_tokens=True)
-    leader._tokens.send(torch.tensor([5]))
-    other._tokens.expect(torch.tensor([1]), other._input_batch.last_tokens)
+    leader._exchange.send(torch.tensor([5]))
+    other._exchange.expect(torch.tensor([1]), other._input_batch.last_tokens)
     other.launch(step(needs_host=False))
     assert other.graphs.read == [0, 5]
 

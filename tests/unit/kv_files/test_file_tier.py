@@ -250,7 +250,7 @@ def test_a_read_slower_than_computing_is_given_up_soon(written: Path, expected: 
     assert (tier.counts().misses["late"], tier._reading.is_on) == (1, False)
     files.gate.set()
     run(engine)
-    assert (request.output_token_ids, request.num_cached_tokens) == (expected, 0)
+    assert (request.output_token_ids, request.num_hit_tokens) == (expected, 0)
     engine.close()
 
 

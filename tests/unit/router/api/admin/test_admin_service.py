@@ -85,7 +85,7 @@ async def test_without_a_token_others_machines_may_look_and_change_nothing() -> 
     changes = {"Drain", "Resume", "Remove", "Abort", "SetPolicy", "FlushCache", "SetLogLevel",
                "Profile", "ReleaseQuarantine", "ChangeRollout", "SetName",
                "RemoveName", "LoadAdapter", "PinAdapter", "UnloadAdapter",
-               "ChangeWeights"}  # fmt: skip
+               "ChangeWeights", "DropPins"}  # fmt: skip
     async with served(scene, is_public=True) as call:
         for method in SERVICE.methods_by_name:
             with contextlib.suppress(grpc.aio.AioRpcError):
