@@ -86,7 +86,7 @@ def test_prefill_nodes_fetch_from_decode_nodes(
             prompt += [*completion.token_ids, *new_part(case, 5, turn)]
             wait_for_beats(running)
         assert fetched[0] == 0
-        assert max(fetched[1:]) > NUM_OUT - case.block_size
+        assert max(fetched[1:]) >= NUM_OUT - case.block_size
 
 
 def drain(running: LocalDeployment, name: str, *, resume: bool = False) -> None:
@@ -124,6 +124,6 @@ def test_a_session_leaves_a_drained_decode_node_with_its_kv(
             wait_for_beats(running)
             drain(running, node)
         assert fetched[0] == 0
-        assert max(fetched[1:]) > NUM_OUT - case.block_size
+        assert max(fetched[1:]) >= NUM_OUT - case.block_size
         drain(running, node, resume=True)
         assert_nothing_is_left(running)

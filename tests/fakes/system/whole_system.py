@@ -125,7 +125,9 @@ class System:
         self.dispatcher.epochs = itertools.count(1_000_000 * self._num_routers)
         busy_share = 1.0 if setup.router_is_busy else 0.0
         self.dispatcher.wake_ups = WakeUps(
-            clock=self.clock, cpu_clock=lambda: busy_share * self.clock()
+            clock=self.clock,
+            cpu_clock=lambda: busy_share * self.clock(),
+            wait_clock=float,
         )
 
     def restart_router(self, *, quietly: bool) -> None:

@@ -90,7 +90,7 @@ async def test_one_that_gives_up_takes_no_turn() -> None:
 
 @asynchronous
 async def test_readers_of_one_wave_are_woken_in_parts() -> None:
-    wake_ups, rounds = WakeUps(clock=lambda: 0.0, cpu_clock=lambda: 0.0), await Rounds.start()
+    wake_ups, rounds = WakeUps(clock=float, cpu_clock=float, wait_clock=float), await Rounds.start()
 
     async def read() -> None:
         waiter = asyncio.get_running_loop().create_future()

@@ -9,14 +9,19 @@ from tests.fakes.router.router_scene import asynchronous
 
 
 class Clocks:
-    """Time, and how much of it the process was busy."""
+    """Time, for how much of it the process was busy, and for how much it waited for a CPU."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
         self.busy_s = 10.0
+        self.waited_s = 20.0
 
     def make(self) -> WakeUps:
-        return WakeUps(clock=lambda: self.now_s, cpu_clock=lambda: self.busy_s)
+        return WakeUps(
+            clock=lambda: self.now_s,
+            cpu_clock=lambda: self.busy_s,
+            wait_clock=lambda: self.waited_s,
+        )
 
 
 def sleeper(wake_ups: WakeUps) -> asyncio.Future[None]:
@@ -49,6 +54,20 @@ async def test_with_time_to_spare_the_next_wave_is_at_once() -> None:
     waiter = sleeper(wake_ups)
     await pause()
     assert waiter.done()
+
+
+@asynchronous
+async def test_waiting_for_a_cpu_puts_off_the_next_wave() -> None:
+    clocks = Clocks()
+    wake_ups = clocks.make()
+    await sleeper(wake_ups)
+    clocks.now_s += 0.010
+    clocks.waited_s += 0.009  # 15 ms at the share that is allowed
+    waiter = sleeper(wake_ups)
+    await pause()
+    assert not waiter.done()
+    clocks.now_s += 0.006
+    await waiter
 
 
 @asynchronous
