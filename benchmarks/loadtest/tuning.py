@@ -1,4 +1,4 @@
-"""Search better settings with `baton loadtest tune` for three loads: do they beat the defaults?
+"""Search settings that beat the defaults with `baton loadtest tune`, for three loads.
 
 SmolLM2-135M-Instruct serves each load on this machine, at a rate at which the defaults should miss
 the SLO, or nothing can be gained. A search goes on where an earlier run stopped (`build/tuning`).

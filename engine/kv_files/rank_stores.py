@@ -73,6 +73,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 _encode = msgspec.msgpack.encode
+_OPEN = msgspec.msgpack.Decoder(Open)
 _TO_RANK = msgspec.msgpack.Decoder(Order | Stop)
 _FROM_RANK = msgspec.msgpack.Decoder(Ask | Done)
 
@@ -269,7 +270,7 @@ class _StopOf(threading.Event):
 
 def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
     """Read and write this rank's files as the leader orders, until the leader ends."""
-    given = msgspec.msgpack.decode(argument, type=Open)
+    given = _OPEN.decode(argument)
     store = RunStore(
         Path(given.folder),
         given.limit_bytes,
