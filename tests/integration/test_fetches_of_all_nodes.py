@@ -26,10 +26,11 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 NUM_NEW, NUM_OUT, NUM_TURNS = 40, 40, 3
 PARAMS = SamplingParams(max_tokens=NUM_OUT, temperature=0.0, ignore_eos=True)
 CASES = {case.name: case for case in SPLIT_CASES}
-HEADS, WINDOWS, LATENT, FP8 = (
+# The model with latents has 64 positions, too few for a fetch to pay; the contract of fetches of
+# ranks has latents.
+HEADS, WINDOWS, FP8 = (
     SplitCase(name="heads"),
     CASES["layers with and without a window"],
-    CASES["latents"],
     CASES["fp8 cache"],
 )
 # A prompt takes longer than its fetch, although the models are tiny.
@@ -63,7 +64,7 @@ def say(running: LocalDeployment, llm: LLM, prompt: list[int]) -> Completion:
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [(HEADS, (4, 1)), (HEADS, (2, 4)), (WINDOWS, (1, 2)), (LATENT, (2, 1)), (FP8, (1, 4))],
+    [(HEADS, (4, 1)), (HEADS, (2, 4)), (WINDOWS, (1, 2)), (FP8, (1, 4))],
     ids=lambda one: one.name if isinstance(one, SplitCase) else str(one),
 )
 def test_prefill_nodes_fetch_from_decode_nodes(
