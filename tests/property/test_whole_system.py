@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -473,7 +472,7 @@ def test_drafts_are_taken_and_those_of_a_node_that_dies_are_made_good() -> None:
     assert 0 < sum(one.num_accepted for one in drafting) < num_computed
 
 
-TestWholeSystem = pytest.mark.timeout(600)(WholeSystemMachine.TestCase)
+TestWholeSystem = WholeSystemMachine.TestCase
 TestWholeSystem.settings = settings(
     max_examples=num_examples(28), stateful_step_count=60, deadline=None
 )

@@ -230,7 +230,8 @@ class NodeProcess:
             link.up.clear()
             link.down.clear()
         if router_first:
-            self._close(link)
+            with self._loop.entered():  # the router tells the node's peers soon
+                self._close(link)
             link.down.append(None)
             return
         link.up.append(None)
