@@ -113,7 +113,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         if xxhash.xxh3_64_digest(body) != digest:
             raise TransferError("peer info is damaged (checksum)")
         try:
-            info = msgspec.msgpack.decode(body, type=cls)
+            info = _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TransferError(f"peer info is damaged or of another version: {error}") from error
         if engine_id and info.engine_id != engine_id:
@@ -142,6 +142,11 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise TransferError(f"{peer.engine_id} has {differs}")
         if peer.scratch_bytes != self.scratch_bytes:
             raise TransferError(f"{peer.engine_id} has another size of scratch memory")
+
+
+# Threads that decode a type for the first time at once would crash msgspec, so decoders are made at
+# import.
+_DECODER = msgspec.msgpack.Decoder(PeerInfo)
 
 
 def agent_name(engine_id: str, rank: int, leader: int) -> str:

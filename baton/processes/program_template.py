@@ -65,6 +65,10 @@ class _Event(msgspec.Struct, frozen=True):
     returncode: int | None = None
 
 
+_COMMAND = msgspec.json.Decoder(_Start | _Release)
+_EVENT = msgspec.json.Decoder(_Event)
+
+
 class ProgramTemplate:
     """The program template, as its parent process sees it.
 
@@ -184,7 +188,7 @@ class ProgramTemplate:
         if not message:
             self._has_ended = True
             return None
-        event = msgspec.json.decode(message, type=_Event)
+        event = _EVENT.decode(message)
         if event.returncode is not None:
             self._returncodes[event.pid] = event.returncode
         return event
@@ -274,7 +278,7 @@ def _serve(control: socket.socket) -> bool:
             message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
             if not message:
                 return False
-            command = msgspec.json.decode(message, type=_Start | _Release)
+            command = _COMMAND.decode(message)
             if isinstance(command, _Release):
                 _become_reaper(control, programs)
                 # The template could not replace itself by the reaper, so it continues as the

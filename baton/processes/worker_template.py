@@ -78,6 +78,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     limits: WorkLimits
 
 
+_SETUP = msgspec.json.Decoder(Setup)
+
+
 def serve(control: socket.socket, work: Work, limits: WorkLimits) -> None:
     """Fork and end workers as the parent commands, until the parent is gone."""
     workers: dict[int, int] = {}  # number -> process id; workers are reaped only here
@@ -198,7 +201,7 @@ def serve_parent(control: socket.socket, make_work: Callable[[Setup], Work]) -> 
     """
     if not (message := control.recv(2**16)):
         return
-    setup = msgspec.json.decode(message, type=Setup)
+    setup = _SETUP.decode(message)
     work = make_work(setup)
     gc.collect()
     # Garbage collections would write to these objects, and so copy memory that all workers share.

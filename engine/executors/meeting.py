@@ -71,7 +71,10 @@ class Invitation(msgspec.Struct, frozen=True):
     @classmethod
     def decode(cls, content: bytes) -> Invitation:
         """Decode bytes that `encode` made."""
-        return msgspec.msgpack.decode(content, type=cls)
+        return _INVITATION.decode(content)
+
+
+_INVITATION = msgspec.msgpack.Decoder(Invitation)
 
 
 class RemoteRank:

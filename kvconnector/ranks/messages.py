@@ -137,5 +137,6 @@ ToRank = Call | Forget | WriteBlocks | WriteSlot | Permit
 FromRank = Ready | Answer | Ended
 
 ENCODER = msgspec.msgpack.Encoder()
+OPEN = msgspec.msgpack.Decoder(Open)
 TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -28,6 +28,7 @@ from kvconnector.peer_info import PeerInfo, host_identity
 from kvconnector.peer_process import start_time
 from kvconnector.ranks.messages import (
     ENCODER,
+    OPEN,
     TO_RANK,
     Answer,
     Call,
@@ -72,7 +73,7 @@ def serve(connection: Connection, memory: KVMemory, argument: bytes) -> None:
         memory: this rank's KV memory.
         argument: an encoded `Open` message.
     """
-    start = msgspec.msgpack.decode(argument, type=Open)
+    start = OPEN.decode(argument)
     if start.address:
         connection = connect_rank(start.address, memory.rank)
     transport = open_transport(start, memory)

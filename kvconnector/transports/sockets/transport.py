@@ -43,6 +43,9 @@ class _Where(msgspec.Struct, frozen=True):
     identity: bytes
 
 
+_WHERE = msgspec.msgpack.Decoder(_Where)
+
+
 class TlsTransport:
     """Copies blocks over TLS connections; a `KVTransport`.
 
@@ -273,7 +276,7 @@ class TlsTransport:
 def _read_where(peer: PeerInfo) -> _Where:
     """Decode a peer's address and identity; raise TransferError if they are not decodable."""
     try:
-        where = msgspec.msgpack.decode(peer.ranks[0].agent_metadata, type=_Where)
+        where = _WHERE.decode(peer.ranks[0].agent_metadata)
         # Host names are refused, because looking up a name may take long
         ipaddress.ip_address(where.host)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
