@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Tests are many small computations: more threads only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,13 +34,17 @@ _seen: list[str] = []  # of these, in this test
 
 _MEDIUM_FOLDERS = {"integration", "kernels", "numerics", "property"}
 
+_IS_CI = bool(os.environ.get("CI"))
+
 # No deadline: a shared machine stops a test now and then. The gate runs the same examples each
-# time; at a desk each run tries new ones.
+# time; at a desk each run tries new ones. The gate does not shrink an example that fails, because
+# shrinking may outlast the test's timeout, which then hides the error.
 settings.register_profile(
     "baton",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    derandomize=bool(os.environ.get("CI")),
+    derandomize=_IS_CI,
+    phases=[phase for phase in Phase if not (_IS_CI and phase is Phase.shrink)],
 )
 settings.load_profile("baton")
 
