@@ -22,9 +22,10 @@ from baton.engine_config import DEFAULT_ENCODER_CACHE_TOKENS
 from baton.link.words import NodeRole, StepTime
 from router.fleet.node import Node
 
-# Encoding on a prefill node also delays the other prompts there, so its seconds are multiplied by
-# this factor.
-HOLD_FACTOR = 2.0
+# Encoding on a prefill node also delays all prompts behind it there, so its seconds are multiplied
+# by this factor. With 2, the third and fourth image of each prompt went to the prefill node, and
+# text requests waited for seconds (`benchmarks/loadtest/text_beside_images.py`).
+HOLD_FACTOR = 8.0
 # An encode node whose encodings did not arrive gets no images for this many seconds.
 BARRED_S = 5.0
 # Assumed seconds per image token for a node that has not measured its encoder.
