@@ -18,6 +18,7 @@ from models import load_model
 from models.cpu.packing import CpuPacker
 from models.loading.fp4 import mxfp4, mxfp4_integers
 from models.memory_needs import memory_needs
+from tests.numerics.family_hybrids import delta_nets
 from tests.numerics.tiny_models import (
     hugging_face_logits,
     make_hugging_face_model,
@@ -26,6 +27,8 @@ from tests.numerics.tiny_models import (
 )
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+EAGER = {"attn_implementation": "eager"}
+FUSED = "model.language_model.layers.0.mlp.experts.gate_up_proj"
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -39,6 +42,20 @@ def test_both_layouts_are_read(tmp_path: Path, architecture: str, fused: bool) -
     for packer in (None, CpuPacker.choose(torch.float32, "auto")):
         found = paged_logits(load_model(tmp_path, packer=packer), TOKENS)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_fused_experts_beside_a_vision_encoder_are_read(tmp_path: Path, images: bool) -> None:
+    shape = {**delta_nets("df"), **EAGER}
+    theirs = make_hugging_face_model("Qwen3_5MoeForConditionalGeneration", **shape)
+    loaded: list[Any] = []
+    for fused in (False, True):
+        path = save(theirs, tmp_path / str(fused), save_original_format=not fused)
+        assert (FUSED in load_file(path / "model.safetensors")) == fused
+        loaded.append(load_model(path, images=images))
+    apart, together = (model.state_dict() for model in loaded)
+    assert apart.keys() == together.keys()
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
 
 
 def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
