@@ -18,6 +18,7 @@ from models import load_model
 from models.cpu.packing import CpuPacker
 from models.loading.fp4 import mxfp4, mxfp4_integers
 from models.memory_needs import memory_needs
+from tests.numerics.family_checkpoints import THREE_AXES
 from tests.numerics.family_hybrids import delta_nets
 from tests.numerics.tiny_models import (
     hugging_face_logits,
@@ -56,6 +57,28 @@ def test_fused_experts_beside_a_vision_encoder_are_read(tmp_path: Path, images: 
     apart, together = (model.state_dict() for model in loaded)
     assert apart.keys() == together.keys()
     assert all(torch.equal(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.parametrize("inner_size", [24, 32])
+@pytest.mark.parametrize("turned", [False, True])
+def test_inputs_may_come_before_outputs(tmp_path: Path, turned: bool, inner_size: int) -> None:
+    """As in published files of Qwen3-VL; the second size makes projections square."""
+    theirs = make_hugging_face_model(
+        "Qwen3VLMoeForConditionalGeneration",
+        moe_intermediate_size=inner_size,
+        **THREE_AXES,
+        **EAGER,
+    )
+    path = save(theirs, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    if turned:
+        for name in [name for name in tensors if ".mlp.experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, path, metadata={"format": "pt"})
+    expected = hugging_face_logits(theirs, TOKENS)
+    for packer in (None, CpuPacker.choose(torch.float32, "auto")):
+        found = paged_logits(load_model(tmp_path, packer=packer), TOKENS)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
