@@ -62,7 +62,7 @@ def test_fused_experts_beside_a_vision_encoder_are_read(tmp_path: Path, images: 
 @pytest.mark.parametrize("inner_size", [24, 32])
 @pytest.mark.parametrize("turned", [False, True])
 def test_inputs_may_come_before_outputs(tmp_path: Path, turned: bool, inner_size: int) -> None:
-    """As in published files of Qwen3-VL; the second size makes projections square."""
+    """Published files of Qwen3-VL have this order; the second size makes projections square."""
     theirs = make_hugging_face_model(
         "Qwen3VLMoeForConditionalGeneration",
         moe_intermediate_size=inner_size,
