@@ -383,11 +383,13 @@ class PrefillCommand(RequestCommand):
         pooling: how to pool the prompt's hidden states instead of sampling token 1; None: sample.
         encode_engine_ids: for each image, the node that sends its encoding; if the entry is empty
             or missing, this node encodes the image.
+        encode_wait_s: seconds in which the router expects all encodings.
     """
 
     decode_engine_id: str
     pooling: PoolingParams | None = None
     encode_engine_ids: tuple[str, ...] = ()
+    encode_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

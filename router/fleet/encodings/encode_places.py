@@ -40,12 +40,14 @@ class EncodePlan:
         prefill_engine_id: the attempt's prefill node.
         engine_ids: engine id of each image's encode node; empty: the prefill node encodes it.
         by_node: the images that each encode node must encode.
+        expected_s: seconds in which the encode nodes should have sent all encodings.
     """
 
     epoch: int
     prefill_engine_id: str
     engine_ids: tuple[str, ...]
     by_node: list[tuple[Node, tuple[PromptImage, ...]]] = field(default_factory=list)
+    expected_s: float = 0.0
 
 
 class EncodePlaces:
@@ -102,6 +104,8 @@ class EncodePlaces:
             own = tuple(sorted(mine, key=lambda image: image.span.first))
             if own:
                 plan.by_node.append((node, own))
+                # An encoding that the node keeps already may also wait in its queue
+                plan.expected_s = max(plan.expected_s, self._open_s(node))
         return plan
 
     def _choose(self, image: PromptImage, prefill: Node, nodes: Iterable[Node]) -> Node | None:
@@ -117,7 +121,7 @@ class EncodePlaces:
             if num_tokens > _capacity(node):
                 continue
             encode_s = encode_seconds(node.registration.encode_times, num_tokens)
-            wait_s = sum(self._open.get(node.engine_id, {}).values())
+            wait_s = self._open_s(node)
             there_s = 0.0 if self._has(node.engine_id, digest) else wait_s + encode_s
             # The prompt waits in the prefill node's queue in any case, so encoding delays it only
             # by the time beyond this wait.
@@ -127,6 +131,10 @@ class EncodePlaces:
             return None
         exposed_s, _, _, node, here_s = min(costs, key=lambda one: one[:3])
         return node if exposed_s <= here_s else None
+
+    def _open_s(self, node: Node) -> float:
+        """Return the seconds that a node needs for all encoding work that is open there."""
+        return sum(self._open.get(node.engine_id, {}).values())
 
     def _note_work(self, node: Node, image: PromptImage, epoch: int) -> None:
         kept = self._kept.setdefault(node.engine_id, _Kept(_capacity(node)))

@@ -124,6 +124,19 @@ def test_a_node_whose_encodings_do_not_come_gets_none_for_a_while(fleet: Fleet) 
     assert fleet.where(image("bird"), prefill=1) == ["e0"]
 
 
+def test_a_prompt_waits_for_what_stands_in_an_encode_nodes_queue(fleet: Fleet) -> None:
+    images = [image(str(number), 64 * number) for number in range(4)]
+    plan = fleet.plan(*images)
+    assert plan is not None
+    assert plan.expected_s == pytest.approx(0.2), "two images on each node"
+    again = fleet.plan(images[0], prefill=1)
+    assert again is not None
+    assert again.expected_s == pytest.approx(0.2), "the first encoding of it has not ended"
+    fleet.pool.encode_places.note_computed(plan, images, PREFILL_RECEIPT)
+    kept = fleet.work(images[0], prefill=1)
+    assert (kept.engine_ids[0][:2], kept.expected_s) == ("e0", 0.0)
+
+
 def test_only_an_encode_node_that_both_sides_report_gets_images(fleet: Fleet) -> None:
     (prefill, _), (encoder, other) = fleet.p, fleet.e
     fleet.report(other, prefill, connected=False)
