@@ -330,6 +330,8 @@ class ExpertsSpec(Part):
         stored_by_turns: whether rows of gates and ups alternate in checkpoints' fused experts.
         stored_as_linears: whether checkpoints store fused and shared experts as two linear layers
             each.
+        stored_both_ways: whether the axis of inputs precedes the axis of outputs in the fused
+            experts of some checkpoints, and follows it in others.
         has_scales: whether checkpoints have a number per expert that multiplies the expert's
             weights last.
     """
@@ -352,6 +354,7 @@ class ExpertsSpec(Part):
     latent_size: int | None = None
     stored_by_turns: bool = False
     stored_as_linears: bool = False
+    stored_both_ways: bool = False
     has_scales: bool = False
 
     def matrices(self, hidden_size: int) -> list[Matrix]:
@@ -511,13 +514,16 @@ class Recipe:
     ignored: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """Return the name that checkpoints give to a parameter called ``name`` in Baton's model."""
+        """Return the name that checkpoints give to a parameter called ``name`` in Baton's model.
+
+        Prefixes that checkpoints have, `stored_prefix` and those of `ignored` tensors, are kept.
+        """
         words = name.split(".", 3)
         if len(words) > 3 and words[1] == "layers" and int(words[2]) < len(self.layers):
             for ours, theirs in self.layers[int(words[2])].stored_names.items():
                 name = name.replace(ours, theirs)
         for ours, theirs in self.stored_names.items():
             name = name.replace(ours, theirs)
-        if name.startswith("model."):
+        if name.startswith("model.") and not name.startswith((self.stored_prefix, *self.ignored)):
             name = self.stored_prefix + name.removeprefix("model.")
         return name

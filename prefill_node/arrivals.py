@@ -98,7 +98,8 @@ class Arrivals:
         memory: the memory into which encode nodes write.
         units: which units of ``memory`` are free.
         receiver: sends grants to encode nodes.
-        timeout_s: longest time that a prompt waits for encodings.
+        timeout_s: longest time that a prompt waits for encodings, beyond twice the time in which
+            the router expects them.
         clock: returns seconds, never going back.
 
     Attributes:
@@ -140,7 +141,8 @@ class Arrivals:
         if images is None or not any(command.encode_engine_ids):
             return None
         prompt = PromptWait(command.request_id, command.epoch, images, received_at)
-        expires_at = self._clock() + self._timeout_s
+        expected_s = min(2 * command.encode_wait_s, command.timeout_s)
+        expires_at = self._clock() + expected_s + self._timeout_s
         spans = zip(images.spans, images.places, command.encode_engine_ids, strict=False)
         for span, places, engine_id in spans:
             if engine_id and span.digest not in prompt.left | prompt.lost:

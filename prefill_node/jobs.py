@@ -55,6 +55,7 @@ class Job:
             num_encodings_received=self.encodings.num_received if self.encodings else 0,
             num_encodings_lost=self.encodings.num_lost if self.encodings else 0,
             encodings_wait_s=self.encodings.waited_s if self.encodings else 0.0,
+            pixels_wait_s=self.request.images.pixels_wait_s if self.request.images else 0.0,
             lost_images=self.encodings.lost_images if self.encodings else (),
             num_images_encoded=self.request.num_images_encoded,
             num_encodings_cached=self.request.num_encodings_cached,

@@ -42,5 +42,5 @@ class PrefillOptions(NodeOptions):
         3.0,
         above=0,
         help="With --encode-nodes: how long a prompt waits for an encoding before this node "
-        "encodes the image, seconds.",
+        "encodes the image, seconds beyond twice the time that the router expects.",
     )

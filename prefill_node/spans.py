@@ -73,6 +73,11 @@ class PrefillTrace:
             if self.receipt.num_encodings_received or self.receipt.num_encodings_lost:
                 counts["baton.encodings_received"] = self.receipt.num_encodings_received
                 counts["baton.encodings_lost"] = self.receipt.num_encodings_lost
+            if self.receipt.num_images_encoded or self.receipt.num_encodings_cached:
+                counts["baton.images_encoded"] = self.receipt.num_images_encoded
+                counts["baton.encodings_cached"] = self.receipt.num_encodings_cached
+                counts["baton.pixels_wait_s"] = self.receipt.pixels_wait_s
+                counts["baton.encoder_s"] = self.receipt.encoder_s
             if self.receipt.num_fetched_tokens or self.receipt.num_fetches_lost:
                 counts["baton.fetched_tokens"] = self.receipt.num_fetched_tokens
                 counts["baton.fetches_lost"] = self.receipt.num_fetches_lost

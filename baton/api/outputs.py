@@ -51,6 +51,7 @@ class PrefillReceipt:
             encoded them.
         encodings_wait_s: command received -> last encoding received or lost; a part of ``queue_s``.
         lost_images: indexes in the prompt of the images that ``num_encodings_lost`` counts.
+        pixels_wait_s: image files to decode -> pixel values made; a part of ``queue_s``.
         num_images_encoded: images that this node encoded.
         num_encodings_cached: images whose encodings were in this node's encoder cache.
         encoder_s: time in the image encoder during the steps that computed the prompt, for images
@@ -72,6 +73,7 @@ class PrefillReceipt:
     num_encodings_received: int = 0
     num_encodings_lost: int = 0
     encodings_wait_s: float = 0.0
+    pixels_wait_s: float = 0.0
     num_images_encoded: int = 0
     num_encodings_cached: int = 0
     encoder_s: float = 0.0

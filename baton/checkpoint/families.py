@@ -59,7 +59,7 @@ FAMILIES: Mapping[str, FamilyNames] = {
     "qwen": FamilyNames(
         ["Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2VLForConditionalGeneration",
          "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
-         "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"],
+         "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"],
         ["qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe"],
     ),
     "qwen3_next": FamilyNames(

@@ -181,7 +181,8 @@ class NodeBeat:
         serving_state: ``DRAINED`` only if every router knows of the drain, and the node has no
             requests, no transfers, and no blocks that a peer may still write.
         num_uncomputed_tokens: prompt tokens that this node has still to compute.
-        num_rounds: completed rounds of the engine's thread, idle ones included.
+        num_rounds: completed rounds of the node's threads, idle ones included, plus signs of
+            progress within rounds.
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
         longest_round_s: duration of the longest completed round.
         stalled_thread: name of the stalled thread.
@@ -383,11 +384,13 @@ class PrefillCommand(RequestCommand):
         pooling: how to pool the prompt's hidden states instead of sampling token 1; None: sample.
         encode_engine_ids: for each image, the node that sends its encoding; if the entry is empty
             or missing, this node encodes the image.
+        encode_wait_s: seconds in which the router expects all encodings.
     """
 
     decode_engine_id: str
     pooling: PoolingParams | None = None
     encode_engine_ids: tuple[str, ...] = ()
+    encode_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -383,7 +383,7 @@ class PromptImage(_message.Message):
     def __init__(self, first: _Optional[int] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., frames: _Optional[int] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images", "encode_engine_ids", "fetch_engine_id", "fetch_num_tokens", "pooling", "pins")
+    __slots__ = ("request_id", "epoch", "prompt_token_ids", "sampling_params", "decode_engine_id", "timeout_s", "output_token_ids", "cache_salt", "traceparent", "tracestate", "adapter", "adapter_source", "pins_adapter", "priority", "images", "encode_engine_ids", "encode_wait_s", "fetch_engine_id", "fetch_num_tokens", "pooling", "pins")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -400,6 +400,7 @@ class PrefillCommand(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     ENCODE_ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     FETCH_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     FETCH_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
@@ -420,11 +421,12 @@ class PrefillCommand(_message.Message):
     priority: int
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
     encode_engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    encode_wait_s: float
     fetch_engine_id: str
     fetch_num_tokens: int
     pooling: Pooling
     pins: PinTerms
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., encode_engine_ids: _Optional[_Iterable[str]] = ..., fetch_engine_id: _Optional[str] = ..., fetch_num_tokens: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., pins: _Optional[_Union[PinTerms, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., decode_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_source: _Optional[str] = ..., pins_adapter: bool = ..., priority: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., encode_engine_ids: _Optional[_Iterable[str]] = ..., encode_wait_s: _Optional[float] = ..., fetch_engine_id: _Optional[str] = ..., fetch_num_tokens: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., pins: _Optional[_Union[PinTerms, _Mapping]] = ...) -> None: ...
 
 class PinTerms(_message.Message):
     __slots__ = ("owner", "session", "prefixes")

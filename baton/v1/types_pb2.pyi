@@ -145,7 +145,7 @@ class PrefixPin(_message.Message):
     def __init__(self, ttl_s: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillReceipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s", "num_encodings_received", "num_encodings_lost", "encodings_wait_s", "num_images_encoded", "num_encodings_cached", "encoder_s", "lost_images", "num_fetched_tokens", "num_fetches_lost", "fetch_wait_s", "num_pinned_tokens")
+    __slots__ = ("queue_s", "prefill_s", "num_chunks", "num_computed_tokens", "num_cached_tokens", "send_s", "num_encodings_received", "num_encodings_lost", "encodings_wait_s", "num_images_encoded", "num_encodings_cached", "encoder_s", "lost_images", "num_fetched_tokens", "num_fetches_lost", "fetch_wait_s", "pixels_wait_s", "num_pinned_tokens")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class PrefillReceipt(_message.Message):
     NUM_FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FETCHES_LOST_FIELD_NUMBER: _ClassVar[int]
     FETCH_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    PIXELS_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
@@ -179,8 +180,9 @@ class PrefillReceipt(_message.Message):
     num_fetched_tokens: int
     num_fetches_lost: int
     fetch_wait_s: float
+    pixels_wait_s: float
     num_pinned_tokens: int
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ..., num_encodings_received: _Optional[int] = ..., num_encodings_lost: _Optional[int] = ..., encodings_wait_s: _Optional[float] = ..., num_images_encoded: _Optional[int] = ..., num_encodings_cached: _Optional[int] = ..., encoder_s: _Optional[float] = ..., lost_images: _Optional[_Iterable[int]] = ..., num_fetched_tokens: _Optional[int] = ..., num_fetches_lost: _Optional[int] = ..., fetch_wait_s: _Optional[float] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., send_s: _Optional[float] = ..., num_encodings_received: _Optional[int] = ..., num_encodings_lost: _Optional[int] = ..., encodings_wait_s: _Optional[float] = ..., num_images_encoded: _Optional[int] = ..., num_encodings_cached: _Optional[int] = ..., encoder_s: _Optional[float] = ..., lost_images: _Optional[_Iterable[int]] = ..., num_fetched_tokens: _Optional[int] = ..., num_fetches_lost: _Optional[int] = ..., fetch_wait_s: _Optional[float] = ..., pixels_wait_s: _Optional[float] = ..., num_pinned_tokens: _Optional[int] = ...) -> None: ...
 
 class PushReceipt(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "exposed_transfer_s", "num_descriptors", "posting_s")

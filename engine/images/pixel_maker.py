@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -49,15 +50,21 @@ class PixelMaker:
         model_folder: the checkpoint's folder.
         processor: class that processes files, as ``module:name``.
         limits: limits of the work on one image.
+        clock: returns seconds, never going back.
 
     Attributes:
         on_ready: called, on any thread, when `take_ready` may return a new prompt.
     """
 
     def __init__(
-        self, model_folder: Path, processor: str = PROCESSOR, limits: WorkLimits = LIMITS
+        self,
+        model_folder: Path,
+        processor: str = PROCESSOR,
+        limits: WorkLimits = LIMITS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_ready: Callable[[], None] = lambda: None
+        self._clock = clock
         options = {"folder": str(model_folder), "processor": processor}
         self._workers = WorkerProcesses(_WORK, options, limits)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,6 +94,7 @@ class PixelMaker:
 
     def submit(self, images: PromptImages) -> None:
         """Start making a prompt's pixel values; a later `take_ready` returns the prompt."""
+        images.asked_at = self._clock()
         self._waiting.append(images)
         self._begin_more()
 
@@ -180,6 +188,7 @@ class PixelMaker:
     def _finish_if_all(self, images: PromptImages) -> None:
         if len(self._gathered[images]) == len(images.files):
             images.pixels = self._gathered.pop(images)
+            images.pixels_wait_s += self._clock() - images.asked_at
             self._ready.append((images, None))
 
     def _keep(self, digest: bytes, pixels: ImagePixels) -> None:

@@ -41,6 +41,7 @@ RECEIPT_SECONDS: dict[str, Callable[[Receipt], float | None]] = {
     "parked_s": lambda r: r.decode.parked_s if r.decode else None,
     "first_step_s": lambda r: r.decode.first_step_s if r.decode else None,
     "encodings_wait_s": lambda r: p.encodings_wait_s or None if (p := r.prefill) else None,
+    "pixels_wait_s": lambda r: p.pixels_wait_s or None if (p := r.prefill) else None,
     "encoder_s": lambda r: p.encoder_s or None if (p := r.prefill) else None,
 }
 

@@ -29,6 +29,7 @@ LATENCY_NAMES = {
     "parked_s": "parked on decode",
     "first_step_s": "first decode step",
     "encodings_wait_s": "wait for encodings",
+    "pixels_wait_s": "wait for pixel values",
     "encoder_s": "encoder, in prefill",
 }
 FIRST_STAGE = "accept_s"  # latencies from here on are parts of a request's time, from receipts

@@ -14,6 +14,7 @@ from models.families.shared.experts import checked, dense_mlp
 from models.families.shared.gguf import EXPERTS, expert_size
 from models.family import GELU, Family, TextPart
 from models.fields import MAX_PARTS, Fields
+from models.loading.text_parts import text_fields
 from models.model_fields import ModelFields
 from models.recipe import AttentionSpec, ExpertsSpec, LayerSpec, Recipe
 from models.rope_config import AxesRule
@@ -87,9 +88,24 @@ def _qwen3_moe(model: ModelFields) -> Recipe:
     window = model.sliding_window if model.use_sliding_window else None
     # Layer types are ignored, as in transformers.
     mixers = _qwen3_attention(model, [window] * model.num_layers)
+    return _with_experts(model, mixers, _qwen3_experts(model.fields))
+
+
+def _qwen3_experts(fields: Fields) -> ExpertsSpec:
     # transformers writes either name; if a file has both, transformers reads num_local_experts.
-    count = "num_local_experts" if model.fields.has("num_local_experts") else "num_experts"
-    return _with_experts(model, mixers, experts_of(model.fields, count))
+    count = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
+    return experts_of(fields, count)
+
+
+def _qwen3_moe_of_images(model: ModelFields) -> Recipe:
+    """Return the recipe of Qwen3-VL with experts, which has no windows."""
+    mixers = _qwen3_attention(model, [None] * model.num_layers)
+    experts = replace(_qwen3_experts(model.fields), normalize=True, stored_both_ways=True)
+    return replace(
+        _with_experts(model, mixers, experts),
+        stored_prefix="model.language_model.",
+        ignored=("model.visual.",),
+    )
 
 
 # Yang et al., arXiv:2407.10671.
@@ -120,6 +136,13 @@ Qwen2_5_VLForConditionalGeneration = TextPart(
 )
 Qwen3VLForConditionalGeneration = TextPart(
     "Qwen3ForCausalLM", vision=read_qwen3, axes=AxesRule((24, 20, 20), interleaved=True)
+)
+Qwen3VLMoeForConditionalGeneration = Family(
+    recipe=_qwen3_moe_of_images,
+    translate=text_fields,
+    defaults={"num_key_value_heads": 16, "rope_theta": 500_000.0},
+    vision=read_qwen3,
+    axes=AxesRule((24, 20, 20), interleaved=True),
 )
 
 

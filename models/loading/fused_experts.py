@@ -11,6 +11,12 @@ and there are biases. In MXFP4, blocks and scales take the place of the weight:
     mlp.experts.gate_up_proj_scales [experts, 2 * size, hidden / 32]
     mlp.experts.gate_up_proj_bias   [experts, 2 * size]
 
+Published files of Qwen3-VL have the inputs before the outputs, and gates before ups. Files that
+transformers 5 saves are as in the first table:
+
+    mlp.experts.gate_up_proj [experts, hidden, 2 * size]
+    mlp.experts.down_proj    [experts, size, hidden]
+
 In Granite 4, fused experts are stored as in the first table, under other names:
 
     block_sparse_moe.input_linear.weight, block_sparse_moe.output_linear.weight
@@ -52,6 +58,7 @@ def split_fused_experts(
     *,
     by_turns: bool = False,
     as_linears: bool = False,
+    sizes: tuple[int, int] | None = None,
 ) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors by name; split fused tensors into one per expert.
 
@@ -64,6 +71,8 @@ def split_fused_experts(
         rename: turns a parameter's name in Baton's model into the checkpoint's name.
         by_turns: whether fused experts are stored as in gpt-oss.
         as_linears: whether fused experts are stored as in Granite 4.
+        sizes: the experts' input and intermediate size, if fused experts may be stored in both
+            ways of Qwen3-VL.
     """
     # The text part of a model that reads images has other names in the file.
     tensors = {name: replace(one, name=name) for name, one in tensors.items()}
@@ -72,7 +81,8 @@ def split_fused_experts(
     if by_turns:
         parts = (part for one in tensors.values() for part in _by_turns(one, tensors, num_experts))
     elif any(name.endswith((_GATE_UP, _DOWN)) for name in tensors):
-        parts = (part for stored in tensors.values() for part in _parts(stored, num_experts))
+        read_part = _read_turned if sizes and _have_inputs_first(tensors, *sizes) else _read
+        parts = (part for one in tensors.values() for part in _parts(one, num_experts, read_part))
     else:
         return dict(tensors)
     return {rename(part.name): part for part in parts}
@@ -85,7 +95,19 @@ def _renamed(stored: StoredTensor) -> StoredTensor:
     return stored
 
 
-def _parts(stored: StoredTensor, num_experts: int) -> Iterator[StoredTensor]:
+def _have_inputs_first(tensors: Mapping[str, StoredTensor], hidden: int, inner: int) -> bool:
+    """Return whether inputs precede outputs in fused tensors; square ones do not tell."""
+    shapes = {_GATE_UP: (hidden, 2 * inner), _DOWN: (inner, hidden)}
+    for name, stored in tensors.items():
+        inputs, outputs = shapes.get(name[name.rfind(".experts.") :], (0, 0))
+        if inputs != outputs:
+            return tuple(stored.read().shape[1:]) == (inputs, outputs)
+    return False
+
+
+def _parts(
+    stored: StoredTensor, num_experts: int, read_part: Callable[..., Tensor]
+) -> Iterator[StoredTensor]:
     name, kind = stored.name, stored.name[stored.name.rfind(".experts.") :]
     if kind not in _PARTS:
         yield stored
@@ -93,10 +115,9 @@ def _parts(stored: StoredTensor, num_experts: int) -> Iterator[StoredTensor]:
     prefix = name.rpartition(".")[0]
     for expert in range(num_experts):
         for part, half in _PARTS[kind].items():
-            read = functools.partial(_read, stored, num_experts, expert, half)
-            yield StoredTensor(
-                stored.path, f"{prefix}.{expert}.{part}.weight", read, stored.is_mapped
-            )
+            read = functools.partial(read_part, stored, num_experts, expert, half)
+            is_mapped = stored.is_mapped and read_part is _read
+            yield StoredTensor(stored.path, f"{prefix}.{expert}.{part}.weight", read, is_mapped)
 
 
 def _read(stored: StoredTensor, num_experts: int, expert: int, half: int | None) -> Tensor:
@@ -105,6 +126,16 @@ def _read(stored: StoredTensor, num_experts: int, expert: int, half: int | None)
         return rows
     _check_halves(stored, len(rows))
     return rows.chunk(2)[half]
+
+
+def _read_turned(stored: StoredTensor, num_experts: int, expert: int, half: int | None) -> Tensor:
+    """Copy one expert's projection out of a fused weight, ``[experts, in, out]``."""
+    found = _expert(stored, num_experts, expert, num_dims=2)
+    outputs = found.movedim(-1, 0)
+    if half is not None:
+        _check_halves(stored, len(outputs))
+        outputs = outputs.chunk(2)[half]
+    return _copied(stored, found, outputs)
 
 
 def _by_turns(
@@ -139,7 +170,7 @@ def _read_by_turns(stored: StoredTensor, num_experts: int, expert: int, half: in
     """Copy one expert's projection out of a fused bias or weight, ``[experts, in, out]``."""
     num_dims = 1 if stored.name.endswith(_BIAS) else 2
     found = _expert(stored, num_experts, expert, num_dims=num_dims)
-    return _copied(stored, found, found.movedim(-1, 0), half)
+    return _copied(stored, found, _every_second(stored, found.movedim(-1, 0), half))
 
 
 def _read_mxfp4(
@@ -169,8 +200,8 @@ def _mxfp4_parts(
     """
     packed = _expert(blocks, num_experts, expert, num_dims=3)
     exponents = _expert(scales, num_experts, expert, num_dims=2)
-    packed = _copied(blocks, packed, packed, half).flatten(1)
-    return packed, _copied(scales, exponents, exponents, half)
+    packed = _copied(blocks, packed, _every_second(blocks, packed, half)).flatten(1)
+    return packed, _copied(scales, exponents, _every_second(scales, exponents, half))
 
 
 def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: int) -> Tensor:
@@ -182,18 +213,22 @@ def _expert(stored: StoredTensor, num_experts: int, expert: int, *, num_dims: in
     return tensor[expert]
 
 
-def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor, half: int | None) -> Tensor:
-    """Copy all or every second output of an expert; release the file's pages.
+def _every_second(stored: StoredTensor, outputs: Tensor, half: int | None) -> Tensor:
+    """Return the gates' (0), the ups' (1) or all (None) outputs of an expert, ``[out, ...]``."""
+    if half is None:
+        return outputs
+    _check_halves(stored, len(outputs))
+    return outputs[half::2]
+
+
+def _copied(stored: StoredTensor, found: Tensor, outputs: Tensor) -> Tensor:
+    """Copy outputs of an expert; release the file's pages.
 
     Args:
         stored: the fused tensor.
         found: the expert's slice of the fused tensor.
         outputs: a view of ``found`` in which outputs come first, ``[out, ...]``.
-        half: 0: copy the gates' outputs; 1: copy the ups' outputs; None: copy all outputs.
     """
-    if half is not None:
-        _check_halves(stored, len(outputs))
-        outputs = outputs[half::2]
     copy = outputs.clone(memory_format=torch.contiguous_format)
     if stored.is_mapped:
         release_pages(found)

@@ -122,6 +122,9 @@ def load_model(
                 model.checkpoint_name,
                 by_turns=experts.stored_by_turns,
                 as_linears=experts.stored_as_linears,
+                sizes=(config.hidden_size, experts.inner_size)
+                if experts.stored_both_ways
+                else None,
             )
         _check_names(path, stored, whole, [name for name in stored if model.ignores_weight(name)])
         entry = None

@@ -43,8 +43,12 @@ class PromptSupply:
 
     @property
     def encode_fields(self) -> dict[str, Any]:
-        """The fields of the `PrefillCommand` that name the encode nodes."""
-        return {"encode_engine_ids": self._encodings.engine_ids}
+        """The fields of the `PrefillCommand` about the encode nodes."""
+        encodings = self._encodings
+        return {
+            "encode_engine_ids": encodings.engine_ids,
+            "encode_wait_s": encodings.expected_s,
+        }
 
     def fetch_fields(self, node: Node) -> dict[str, Any]:
         """Return the fields of a node's command that name the prefix's holder and its length."""

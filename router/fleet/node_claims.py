@@ -237,7 +237,7 @@ def _receipts_problem(delta: RequestDelta, vocabulary: Vocabulary) -> str:
     if delta.prefill is not None:
         prefill = delta.prefill
         times += prefill.queue_s, prefill.prefill_s, prefill.send_s, prefill.encodings_wait_s
-        times.append(prefill.fetch_wait_s)
+        times += prefill.fetch_wait_s, prefill.pixels_wait_s, prefill.encoder_s
         if prefill.num_fetched_tokens > vocabulary.max_model_len:
             return f"prefill: num_fetched_tokens: must be at most {vocabulary.max_model_len}"
         # ``num_computed_tokens`` is not checked: tokens of a preempted request may be counted

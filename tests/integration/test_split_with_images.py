@@ -68,9 +68,12 @@ def test_a_split_system_gives_the_tokens_of_transformers(
     drawn = [draw_parts(checkpoint, 10 * num, num) for num in (0, 1, 2, 3, 4)]
     wanted = [expected(checkpoint, parts) for parts in drawn]
     prompts = [as_files(prompt_of(checkpoint, parts)) for parts in drawn]
-    for _ in range(2):  # the second time both nodes know the prompts
+    for is_first in (True, False):  # the second time both nodes know the prompts
         completions = complete_all(deployment, prompts, GREEDY)
         assert_equal(completions, wanted)
+        if is_first:
+            receipts = [one.receipt.prefill for one in completions if one.receipt is not None]
+            assert any(one is not None and one.pixels_wait_s > 0 for one in receipts)
     for completion, parts in zip(completions, drawn, strict=True):
         assert completion.receipt is not None
         assert completion.receipt.num_images == len(parts) // 2

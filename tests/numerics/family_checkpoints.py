@@ -335,6 +335,12 @@ FAMILIES: dict[str, Family] = {
             "biases": THREE_AXES | {"attention_bias": True, "num_hidden_layers": 3},
         }
     ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        {
+            "three axes": THREE_AXES,
+            "more experts": THREE_AXES | {"num_experts": 8, "num_experts_per_tok": 3},
+        }
+    ),
     "Qwen3ForCausalLM": Family(
         {
             "plain": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import unicodedata
 from pathlib import Path
@@ -25,8 +26,11 @@ from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.layers.linear import PackedLinear
 from models.loading.gguf_weights import read_gguf
+from tests.fakes.checkpoints.gguf_conversion import converted, write_checkpoint
 from tests.fakes.checkpoints.gguf_files import stored, write_gguf, write_model
 from tests.fakes.checkpoints.vocabularies import VOCABULARIES, random_text
+from tests.numerics.gguf_families import common_fields
+from tests.numerics.gguf_gemma import GEMMA4_LARGE, gemma4, proportional_factors
 from tests.numerics.tiny_models import (
     hugging_face_logits,
     make_hugging_face_model,
@@ -56,10 +60,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_folder, "own_cache_folder", lambda name: tmp_path / "folders")
 
 
-def by_transformers(path: Path) -> Any:
+def by_transformers(path: Path, **options: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        path.parent, gguf_file=path.name, dtype=torch.float32, **options
     ).eval()
 
 
@@ -97,9 +101,40 @@ def test_every_architecture_gives_the_greedy_tokens_of_transformers(
     shape = {"tie_word_embeddings": tied, "head_dim": head_dim, "initializer_range": 0.2}
     path = make_file(tmp_path, architecture, 8, **shape)
     theirs = by_transformers(path)
+    assert our_tokens(path) == their_tokens(theirs)
+
+
+def test_gemma4_gives_the_greedy_tokens_of_transformers(tmp_path: Path) -> None:
+    """Without experts and numbers of layers, which transformers does not read from GGUF files."""
+    shape = SHAPE | GEMMA4_LARGE | {"initializer_range": 0.2}
+    model = make_hugging_face_model("Gemma4ForCausalLM", **shape)
+    for layer in model.model.layers:
+        layer.layer_scalar.fill_(1)
+    config = copy.deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True
+    tensors = converted("gemma4", model.state_dict(), config)
+    tensors["rope_freqs.weight"] = proportional_factors(config)
+    path = write_checkpoint(
+        tmp_path / "model.gguf",
+        "gemma4",
+        tensors,
+        GGMLQuantizationType.Q8_0,
+        common_fields(config) | gemma4(config),
+        vocab_size=config.vocab_size,
+    )
+    # The fields are not compared: transformers reads half of Gemma 4's from a file.
+    theirs = by_transformers(path, config=model.config)
+    assert our_tokens(path) == their_tokens(theirs)
+
+
+def our_tokens(path: Path) -> tuple[int, ...]:
     # Dequantized: transformers knows no products of integers.
     llm = LLM(str(path), dtype="float32", weights="fp32", kv_cache_bytes=16 << 20)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    return llm.generate([TOKENS], params)[0].token_ids
+
+
+def their_tokens(theirs: Any) -> tuple[int, ...]:
     result = theirs.generate(
         torch.tensor([TOKENS]),
         attention_mask=torch.ones(1, len(TOKENS), dtype=torch.long),
@@ -108,7 +143,7 @@ def test_every_architecture_gives_the_greedy_tokens_of_transformers(
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert llm.generate([TOKENS], params)[0].token_ids == tuple(result[0, len(TOKENS) :].tolist())
+    return tuple(result[0, len(TOKENS) :].tolist())
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
@@ -147,7 +182,7 @@ def test_blocks_are_dequantized_as_a_second_implementation_does(kind: int) -> No
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2", "tekken", "llama"])
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2", "tekken", "llama", "gemma4"])
 def test_text_becomes_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     vocabulary = VOCABULARIES[name]()
     one = numpy.ones((len(vocabulary.tokens), 32), dtype=numpy.float32)

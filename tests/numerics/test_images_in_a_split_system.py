@@ -137,6 +137,12 @@ def test_a_split_system_gives_the_tokens_of_one_process(
     assert cluster.p.engine.metrics().images_encoded_total == 10
     encoded = cluster.d.engine.metrics().images_encoded_total
     assert encoded == 0, "a decode node encodes nothing"
+    shown = [one.attributes for one in cluster.spans if one.name == "prefill"]
+    counts = ("baton.images_encoded", "baton.encodings_cached")
+    assert [tuple(one.get(name) for name in counts) for one in shown] == [
+        (None, None), *((number, 0) for number in (1, 2, 3, 4))
+    ]  # fmt: skip
+    assert all(("baton.pixels_wait_s" in one) == bool(one.get(counts[0])) for one in shown)
     # Both nodes know the prompts now; a retry continues an output.
     token_ids, images = prompts[3]
     cluster.place("again", 1, token_ids, GREEDY, images=images)

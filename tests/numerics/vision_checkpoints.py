@@ -307,6 +307,11 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "Qwen3VLProcessor",
         {**_QWEN, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]},
     ),
+    "Qwen3VLMoeForConditionalGeneration": _qwen_family(
+        "Qwen3VLProcessor",
+        {**_QWEN, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "Qwen3_5ForConditionalGeneration": _qwen_family(
         "Qwen3VLProcessor", {**_QWEN, "num_position_embeddings": 36}, **_DELTA_NETS
     ),

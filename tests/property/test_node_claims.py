@@ -49,6 +49,8 @@ PREFILL = st.builds(
     num_chunks=UINT32,
     num_computed_tokens=UINT32,
     num_cached_tokens=UINT32,
+    encoder_s=FLOAT,
+    pixels_wait_s=FLOAT,
 )
 PUSH = st.builds(
     types_pb2.PushReceipt,

@@ -29,6 +29,7 @@ _BY_ARCHITECTURE = {
     "Qwen2VLForConditionalGeneration": "Qwen2VLProcessor",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLProcessor",
     "Qwen3VLForConditionalGeneration": "Qwen3VLProcessor",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLProcessor",
     "Qwen3_5ForConditionalGeneration": "Qwen3VLProcessor",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3VLProcessor",
     "SmolVLMForConditionalGeneration": "SmolVLMProcessor",

@@ -56,6 +56,8 @@ class PromptImages:
             ``pixels``.
         awaits_encodings: whether encode nodes may still send encodings; until then, no image file
             is decoded here.
+        asked_at: time of the last request for the pixel values, in seconds.
+        pixels_wait_s: seconds from requests for the pixel values until they were made.
         users: ids of open requests that have tokens of the images to compute.
 
     Raises:
@@ -76,6 +78,7 @@ class PromptImages:
         self.pixels: Mapping[bytes, ImagePixels] | None = None
         self.received: dict[bytes, ImagePixels] = {}
         self.awaits_encodings = False
+        self.asked_at = self.pixels_wait_s = 0.0
         self.users: set[str] = set()
         _check_spans(self.spans, len(token_ids), most_tokens)
         if self.files and len(self.files) < len({span.digest for span in self.spans}):

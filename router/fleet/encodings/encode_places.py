@@ -22,9 +22,8 @@ from baton.engine_config import DEFAULT_ENCODER_CACHE_TOKENS
 from baton.link.words import NodeRole, StepTime
 from router.fleet.node import Node
 
-# Encoding on a prefill node also delays all prompts behind it there, so its seconds are multiplied
-# by this factor. With 2, the third and fourth image of each prompt went to the prefill node, and
-# text requests waited for seconds (`benchmarks/loadtest/text_beside_images.py`).
+# Encoding on a prefill node also delays the other prompts there, now and in the next seconds, so its
+# seconds are multiplied by this factor.
 HOLD_FACTOR = 8.0
 # An encode node whose encodings did not arrive gets no images for this many seconds.
 BARRED_S = 5.0
@@ -41,12 +40,14 @@ class EncodePlan:
         prefill_engine_id: the attempt's prefill node.
         engine_ids: engine id of each image's encode node; empty: the prefill node encodes it.
         by_node: the images that each encode node must encode.
+        expected_s: seconds in which the encode nodes should have sent all encodings.
     """
 
     epoch: int
     prefill_engine_id: str
     engine_ids: tuple[str, ...]
     by_node: list[tuple[Node, tuple[PromptImage, ...]]] = field(default_factory=list)
+    expected_s: float = 0.0
 
 
 class EncodePlaces:
@@ -103,6 +104,8 @@ class EncodePlaces:
             own = tuple(sorted(mine, key=lambda image: image.span.first))
             if own:
                 plan.by_node.append((node, own))
+                # An encoding that the node keeps already may also wait in its queue
+                plan.expected_s = max(plan.expected_s, self._open_s(node))
         return plan
 
     def _choose(self, image: PromptImage, prefill: Node, nodes: Iterable[Node]) -> Node | None:
@@ -118,7 +121,7 @@ class EncodePlaces:
             if num_tokens > _capacity(node):
                 continue
             encode_s = encode_seconds(node.registration.encode_times, num_tokens)
-            wait_s = sum(self._open.get(node.engine_id, {}).values())
+            wait_s = self._open_s(node)
             there_s = 0.0 if self._has(node.engine_id, digest) else wait_s + encode_s
             # The prompt waits in the prefill node's queue in any case, so encoding delays it only
             # by the time beyond this wait.
@@ -128,6 +131,10 @@ class EncodePlaces:
             return None
         exposed_s, _, _, node, here_s = min(costs, key=lambda one: one[:3])
         return node if exposed_s <= here_s else None
+
+    def _open_s(self, node: Node) -> float:
+        """Return the seconds that a node needs for all encoding work that is open there."""
+        return sum(self._open.get(node.engine_id, {}).values())
 
     def _note_work(self, node: Node, image: PromptImage, epoch: int) -> None:
         kept = self._kept.setdefault(node.engine_id, _Kept(_capacity(node)))

@@ -41,6 +41,11 @@ class EncodeWork:
         """Engine ids for the prefill node's command; see `EncodePlan`. Empty without a plan."""
         return () if self.plan is None else self.plan.engine_ids
 
+    @property
+    def expected_s(self) -> float:
+        """Seconds in which all encodings are expected on the prefill node; 0 without a plan."""
+        return 0.0 if self.plan is None else self.plan.expected_s
+
     def send_commands(self, timeout_s: float) -> None:
         """Tell encode nodes to encode the images and send them to the prefill node."""
         if self.plan is None:

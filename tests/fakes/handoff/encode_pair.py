@@ -138,7 +138,12 @@ class EncodePair:
                 self.receiver.loop.round()
 
     def expect(
-        self, name: str, images: Sequence[PromptImage], token_ids: Sequence[int], epoch: int = 1
+        self,
+        name: str,
+        images: Sequence[PromptImage],
+        token_ids: Sequence[int],
+        epoch: int = 1,
+        expected_s: float = 0.0,
     ) -> tuple[PromptImages, PromptWait | None]:
         """Let the prefill node expect all encodings of a prompt."""
         prompt = images_of(images, token_ids)
@@ -160,6 +165,7 @@ class EncodePair:
             images=tuple(images),
             decode_engine_id="",
             encode_engine_ids=(self.e,) * len(images),
+            encode_wait_s=expected_s,
         )
         return prompt, self.arrivals.expect(request, command, self.clock())
 

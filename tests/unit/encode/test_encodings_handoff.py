@@ -169,9 +169,11 @@ def test_an_encode_node_that_stands_still_costs_a_second_and_no_prompt(
     pair.assert_at_rest()
 
 
-def test_a_node_that_never_answers_is_given_up_in_time(pair: EncodePair) -> None:
-    prompt, waiting = pair.expect("r", IMAGES, TOKENS)  # and no command reaches the encode node
-    pair.run(TIMEOUT_S - 0.5)
+@pytest.mark.parametrize("expected_s", [0.0, 3.0])
+def test_a_node_that_never_answers_is_given_up_in_time(pair: EncodePair, expected_s: float) -> None:
+    # No command reaches the encode node
+    prompt, waiting = pair.expect("r", IMAGES, TOKENS, expected_s=expected_s)
+    pair.run(2 * expected_s + TIMEOUT_S - 0.5)
     assert not pair.engine.prompts
     pair.run(1.0)
     assert pair.engine.prompts == [prompt]

@@ -107,6 +107,18 @@ def test_prompts_that_come_at_once_take_turns_in_memory(
         num_done += len(ready)
 
 
+def test_prompts_know_how_long_they_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    times = iter((10.0, 12.5, 20.0, 20.25))
+    maker = PixelMaker(ROOT, PROCESSOR, LIMITS, lambda: next(times))
+    one = prompt(b"1,2")
+    assert make_all(maker, [one]) == [""]
+    assert one.pixels_wait_s == 2.5
+    assert make_all(maker, [one]) == [""], "as after a preemption"
+    assert one.pixels_wait_s == 2.75
+    maker.close()
+
+
 def test_an_answer_that_cannot_be_read_ends_its_prompt(
     maker: PixelMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from models import load_model
 from models.cpu.packing import CpuPacker
 from models.loading.fp4 import mxfp4, mxfp4_integers
 from models.memory_needs import memory_needs
+from tests.numerics.family_checkpoints import THREE_AXES
+from tests.numerics.family_hybrids import delta_nets
 from tests.numerics.tiny_models import (
     hugging_face_logits,
     make_hugging_face_model,
@@ -26,6 +28,8 @@ from tests.numerics.tiny_models import (
 )
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+EAGER = {"attn_implementation": "eager"}
+FUSED = "model.language_model.layers.0.mlp.experts.gate_up_proj"
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -35,6 +39,42 @@ def test_both_layouts_are_read(tmp_path: Path, architecture: str, fused: bool) -
     save(theirs, tmp_path, save_original_format=not fused)
     names = load_file(tmp_path / "model.safetensors")
     assert any(name.endswith("experts.gate_up_proj") for name in names) == fused
+    expected = hugging_face_logits(theirs, TOKENS)
+    for packer in (None, CpuPacker.choose(torch.float32, "auto")):
+        found = paged_logits(load_model(tmp_path, packer=packer), TOKENS)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_fused_experts_beside_a_vision_encoder_are_read(tmp_path: Path, images: bool) -> None:
+    shape = {**delta_nets("df"), **EAGER}
+    theirs = make_hugging_face_model("Qwen3_5MoeForConditionalGeneration", **shape)
+    loaded: list[Any] = []
+    for fused in (False, True):
+        path = save(theirs, tmp_path / str(fused), save_original_format=not fused)
+        assert (FUSED in load_file(path / "model.safetensors")) == fused
+        loaded.append(load_model(path, images=images))
+    apart, together = (model.state_dict() for model in loaded)
+    assert apart.keys() == together.keys()
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.parametrize("inner_size", [24, 32])
+@pytest.mark.parametrize("turned", [False, True])
+def test_inputs_may_come_before_outputs(tmp_path: Path, turned: bool, inner_size: int) -> None:
+    """Published files of Qwen3-VL have this order; the second size makes projections square."""
+    theirs = make_hugging_face_model(
+        "Qwen3VLMoeForConditionalGeneration",
+        moe_intermediate_size=inner_size,
+        **THREE_AXES,
+        **EAGER,
+    )
+    path = save(theirs, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    if turned:
+        for name in [name for name in tensors if ".mlp.experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, path, metadata={"format": "pt"})
     expected = hugging_face_logits(theirs, TOKENS)
     for packer in (None, CpuPacker.choose(torch.float32, "auto")):
         found = paged_logits(load_model(tmp_path, packer=packer), TOKENS)

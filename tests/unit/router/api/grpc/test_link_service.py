@@ -41,7 +41,14 @@ from router.fleet.node_claims import (
 )
 from router.fleet.node_pool import MAX_KEPT_CHARS, NodePool
 from tests.fakes.router.http_scene import until
-from tests.fakes.router.nodes import DECODE_RECEIPT, HandNode, failure, make_pool, make_registration
+from tests.fakes.router.nodes import (
+    DECODE_RECEIPT,
+    PREFILL_RECEIPT,
+    HandNode,
+    failure,
+    make_pool,
+    make_registration,
+)
 from tests.fakes.router.router_scene import asynchronous
 
 
@@ -146,6 +153,14 @@ def test_an_error_of_a_node_is_bounded_whatever_it_answers() -> None:
     for event in ((delta,), AdminReply(1, error=error)):
         problem = event_problem(make_registration("d", NodeRole.DECODE), event, Vocabulary(9, 9))
         assert problem == f"error: must have at most {MAX_TEXT_CHARS} characters"
+
+
+@pytest.mark.parametrize("name", ["encoder_s", "pixels_wait_s", "fetch_wait_s"])
+def test_times_in_receipts_are_numbers(name: str) -> None:
+    receipt = dataclasses.replace(PREFILL_RECEIPT, **{name: float("nan")})
+    delta = RequestDelta("a", 0, (), epoch=1, prefill=receipt)
+    node = make_registration("p", NodeRole.PREFILL)
+    assert "receipt: times must be" in event_problem(node, (delta,), Vocabulary(9, 9))
 
 
 @pytest.mark.parametrize("revision", ["x" * 129, "a\nb", "\x1b[2J"])

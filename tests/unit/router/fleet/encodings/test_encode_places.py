@@ -88,9 +88,9 @@ def test_encode_nodes_and_prefill_nodes_are_introduced(fleet: Fleet) -> None:
 def test_work_is_divided_among_encode_nodes_and_spills_over_to_the_prefill_node(
     fleet: Fleet,
 ) -> None:
-    images = [image(str(number), 64 * number) for number in range(18)]
+    images = [image(str(number), 64 * number) for number in range(20)]
     # An encoding takes 0.1 s there, and counts as 0.8 s on the prefill node.
-    assert fleet.where(*images) == ["e0", "e1"] * 8 + ["", ""]
+    assert fleet.where(*images) == ["e0", "e1"] * 8 + [""] * 4
 
 
 def test_an_image_goes_where_its_encoding_is_kept(fleet: Fleet) -> None:
@@ -122,6 +122,19 @@ def test_a_node_whose_encodings_do_not_come_gets_none_for_a_while(fleet: Fleet) 
     assert fleet.where(image("dog"), prefill=1) == ["e1"]
     fleet.clock.advance(BARRED_S + 1)
     assert fleet.where(image("bird"), prefill=1) == ["e0"]
+
+
+def test_a_prompt_waits_for_what_stands_in_an_encode_nodes_queue(fleet: Fleet) -> None:
+    images = [image(str(number), 64 * number) for number in range(4)]
+    plan = fleet.plan(*images)
+    assert plan is not None
+    assert plan.expected_s == pytest.approx(0.2), "two images on each node"
+    again = fleet.plan(images[0], prefill=1)
+    assert again is not None
+    assert again.expected_s == pytest.approx(0.2), "the first encoding of it has not ended"
+    fleet.pool.encode_places.note_computed(plan, images, PREFILL_RECEIPT)
+    kept = fleet.work(images[0], prefill=1)
+    assert (kept.engine_ids[0][:2], kept.expected_s) == ("e0", 0.0)
 
 
 def test_only_an_encode_node_that_both_sides_report_gets_images(fleet: Fleet) -> None:
