@@ -116,7 +116,7 @@ class DraftingCosts:
     """Measured seconds of making drafts, by number of drafts and of requests."""
 
     def __init__(self) -> None:
-        # Costs by number of drafts, then by number of requests
+        # Measured costs, by number of drafts and then by number of requests
         self._costs: dict[int, StepCosts] = {}
         self._num_noted = 0
 
@@ -187,7 +187,7 @@ def choose_lengths(
     requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
     places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
     chances = np.asarray(rates)[requests] ** places
-    # This order keeps a request's earlier drafts before its later ones.
+    # In this order, a request's earlier drafts come before its later drafts.
     order = np.argsort(-chances, kind="stable")
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
     seconds = costs.seconds(num_rows + np.arange(len(tokens)))

@@ -66,9 +66,9 @@ def test_without_a_watch_all_folders_are_listed(tmp_path: Path) -> None:
 
 def test_a_user_who_may_watch_no_further_folder_has_no_watch(tmp_path: Path) -> None:
     watch = FolderWatch()
-    watch.add(tmp_path / "missing", "missing")
+    watch.watch_folder(tmp_path / "missing", "missing")
     assert watch.is_on, "the folder has just been removed"
     watch._libc = type("Libc", (), {"inotify_add_watch": lambda *arguments: -1})()
-    watch.add(tmp_path, "a")
+    watch.watch_folder(tmp_path, "a")
     assert not watch.is_on
     assert watch.take_changed() is None

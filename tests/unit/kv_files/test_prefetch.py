@@ -131,7 +131,7 @@ def test_sessions_are_forgotten_by_owners_with_many() -> None:
 def test_a_prefetch_counts_for_some_time_even_if_it_is_short() -> None:
     clock = Clock()
     budget = PrefetchBudget(clock)
-    budget.take(b"a", 5, 0.001)
-    assert (budget.left(b"a", 8), budget.left(b"b", 8)) == (3, 8)
+    budget.count_prefetch(b"a", 5, 0.001)
+    assert (budget.num_left(b"a", 8), budget.num_left(b"b", 8)) == (3, 8)
     clock.now = LEAST_AHEAD_S
-    assert budget.left(b"a", 8) == 8
+    assert budget.num_left(b"a", 8) == 8
