@@ -212,7 +212,7 @@ def _slowest_recovery(document: Json) -> Found:
 
 
 def _pauses(document: Json) -> Found:
-    """Return the longest pause for each length of faults whose client was not cut off."""
+    """Return the longest pause by length of the fault, if the fault does not cut off the client."""
     longest: dict[float, float] = {}
     for row in at(document, "rows"):
         if "client" not in at(row, "fault") and not at(row, "restarts"):

@@ -100,9 +100,9 @@ HANDOFF = Source("handoff", (
 
 
 def _hybrids_growth(document: Json) -> Found:
-    """Compare, by family, the exposed transfers of the longest and the shortest prompt.
+    """Compare the exposed transfers of the longest and the shortest prompt, by model family.
 
-    The dense model is not judged here, because it has its own rows in `HANDOFF`.
+    The rows of the dense model are in `HANDOFF`.
     """
     growths = {
         f"{family}, blocks of {size}, {kind} prompts": number(
@@ -154,7 +154,7 @@ def _median_rate(document: Json, name: str) -> float:
 
 
 def _share_without_slow_link(name: str) -> Measure:
-    """Divide the requests per second with a slow link by those without this link's node."""
+    """Divide requests per second with a slow link by requests per second without its node."""
 
     def measure(document: Json) -> Found:
         share = _median_rate(document, name) / _median_rate(document, f"{name}: without d1")

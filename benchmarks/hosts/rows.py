@@ -10,7 +10,7 @@ SPEEDS = ("1 Gbit/s", "10 Gbit/s", "unlimited")
 LENGTHS = (1024, 4096, 16384)
 SLOW = "0.1 Gbit/s"
 _CORES = "both hosts share two cores, which this link fills."
-# Why a share of a full link, or the time of its messages, is missed
+# Reasons why a goal for a full link's share, or for its messages, is missed
 WHY = {
     ("nixl", "10 Gbit/s"): _CORES,
     ("nixl", "unlimited"): _CORES,
@@ -18,7 +18,7 @@ WHY = {
     ("tls", "10 Gbit/s"): f"TLS has this rate without a limit, too: {_CORES}",
     ("tls", "unlimited"): _CORES,
 }
-FLAT = 2.0  # largest growth of the exposed time while the bytes grow 16 times
+FLAT = 2.0  # maximum growth of the exposed time while the bytes grow 16 times
 _LENGTHS = " / ".join(f"{length:,}" for length in LENGTHS)
 
 
@@ -27,7 +27,7 @@ def _row(document: Json, connector: str, push: str, speed: str, length: int) -> 
 
 
 def _exposed(connector: str, speed: str) -> Measure:
-    """Return a measure of the exposed time by length, judged where the link is the faster one."""
+    """Return a measure of the exposed time by length; judge links faster than the prefill."""
 
     def measure(document: Json) -> Found:
         texts, flat = [], []
@@ -94,7 +94,7 @@ def _least_rates(connector: str) -> Measure:
 
 
 def _model(connector: str) -> Measure:
-    """Return a measure of the model's error where the link is slower than the prefill makes KV."""
+    """Return a measure of the model's error on links slower than the prefill makes KV."""
 
     def measure(document: Json) -> Found:
         texts, errors = [], []

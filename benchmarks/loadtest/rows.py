@@ -166,7 +166,7 @@ IMAGES = Source(
 
 
 def _tuned(load: str) -> Row:
-    """Return a row that passes if a search ended and its written file starts a deployment."""
+    """Return a row that passes if a search has ended and its file starts a deployment."""
 
     def measure(document: Json) -> Found:
         found = at(document, "loads", load)
