@@ -160,7 +160,7 @@ def drawn(number: int, stage: int) -> torch.Tensor:
 
 
 def test_each_stage_gets_what_the_stage_before_sends_in_order(stages: list[Ranks]) -> None:
-    num = 4 * len(SIZES)  # more than the ring has room for
+    num = 4 * len(SIZES)  # more than the ring holds
 
     def run(ranks: Ranks) -> bool:
         is_right = True
@@ -178,7 +178,7 @@ def test_each_stage_gets_what_the_stage_before_sends_in_order(stages: list[Ranks
 
 def test_a_stage_may_be_ahead_of_the_next_and_is_told_of_its_end(stages: list[Ranks]) -> None:
     first, second = (next(one for one in stages if one.stage == number) for number in (0, 1))
-    for number in range(RING_SLOTS):  # nobody receives yet
+    for number in range(RING_SLOTS):  # the next stage receives nothing yet
         first.pass_on(torch.full((5,), float(number)))
     assert float(second.take_over(torch.empty(5))[0]) == 0.0
 

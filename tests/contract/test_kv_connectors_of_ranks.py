@@ -137,7 +137,7 @@ class Node:
 def node(
     connector: str, name: str, shape: Shape, make_memory: Callable[[Shape, int], KVMemory]
 ) -> Iterator[Node]:
-    """All ranks of one, those that do not lead on threads of their own.
+    """Start all ranks of one node; each rank but the leader runs on its own thread.
 
     Args:
         make_memory: makes the memory of a rank.
