@@ -1,4 +1,4 @@
-"""Test that Baton reads GGUF files of each architecture that GGUF names and safetensors have."""
+"""Test that Baton reads GGUF files of all its architectures for which GGUF has a name."""
 
 from __future__ import annotations
 
