@@ -342,8 +342,7 @@ class Reservations:
             reservation.block_ids = self._engine.kv_cache_manager.keep_received(
                 reservation.request, reservation.num_received_tokens
             )
-        # A peer that sent no `Start` writes nothing. If its `Start` comes later, `_ended` has the
-        # request.
+        # A peer that sent no `Start` writes nothing; a later `Start` finds the request in `_ended`.
         if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:

@@ -177,8 +177,7 @@ class PushTracker:
             self._engine.block_pool.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
-            # Push the blocks of the cached prefix before the step, because they are complete
-            # already.
+            # The cached prefix is complete already, so push its blocks before the step.
             if is_first and self._mode is not PushMode.AFTER_PREFILL:
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):

@@ -231,8 +231,8 @@ PARTITIONS = Source(
             "<= 2 s"),
         Row("longest pause of a request, by the fault's length", _pauses),
     ),
-    "Hosts of their own on one machine: cuts of one direction, stops, clocks, full disks, no"
-    " descriptors, wrong and moved addresses.",
+    "Programs run on hosts of their own on one machine. The faults are cuts of one direction,"
+    " stops, wrong clocks, full disks, no free descriptors, wrong addresses and moved addresses.",
 )  # fmt: skip
 SUBJECT = Subject(
     "Faults and overload",

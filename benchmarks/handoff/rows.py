@@ -176,12 +176,12 @@ def _slowest_request(document: Json) -> Found:
 SLOW_LINK = Source("slow_link", (
     Row("one of four links at 1/20 of the rate: requests per second, with / without its node",
         _share_without_slow_link("d1 slow"), ">= 0.9"),
-    Row("the same if the link was slow when its node joined",
+    Row("requests per second, with / without the node, if the link was slow when the node joined",
         _share_without_slow_link("d1 slow from its start"), ">= 0.9"),
     Row("slowest request / slowest over the slow link alone", _slowest_request, "<= 1"),
-), "Two prefill nodes and two decode nodes on hosts of their own; loads with and without the node"
-   " on the slow link in turns, medians.",
-   absent="its last run was ended before it wrote a file; docs/log.md has figures")  # fmt: skip
+), "Two prefill nodes and two decode nodes run on hosts of their own. Loads with and without the"
+   " node on the slow link take turns; figures are medians.",
+   absent="the last run ended before it wrote its file; docs/log.md has figures")  # fmt: skip
 
 
 def _left_home(document: Json) -> Found:
@@ -202,8 +202,8 @@ TWO_SITES = Source("two_sites", (
     Row("home full: requests per second, with / without the far decode node",
         ratio("rows > home is full > requests_per_s",
               "rows > home is full, no trunk > requests_per_s", ".2f")),
-), "A prefill node and a decode node on each end of a trunk with 1/20 of the links' rate, without"
-   " labels; the policy knows measured bandwidths.")  # fmt: skip
+), "A trunk with 1/20 of the links' rate joins two sites, each with a prefill node and a decode"
+   " node. No node has a label; the policy knows the measured bandwidths.")  # fmt: skip
 SUBJECT = Subject(
     "The hand-off",
     (

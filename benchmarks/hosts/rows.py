@@ -15,7 +15,7 @@ WHY = {
     ("nixl", "10 Gbit/s"): _CORES,
     ("nixl", "unlimited"): _CORES,
     ("tls", "1 Gbit/s"): "a round of the TLS transport takes up to 1 ms on each host.",
-    ("tls", "10 Gbit/s"): f"TLS has this rate without a limit, too: {_CORES}",
+    ("tls", "10 Gbit/s"): f"without a limit, TLS is no faster: {_CORES}",
     ("tls", "unlimited"): _CORES,
 }
 FLAT = 2.0  # maximum growth of the exposed time while the bytes grow 16 times
@@ -153,7 +153,8 @@ HOSTS = Source("hosts_handoff", (
     ),
     Row(f"UCX, {SLOW}, 1,024 tokens, by layers: without digests / with digests / fp8, digests",
         _variants("layers")),
-    Row("the same KV pushed after the prefill", _variants("after-prefill")),
-), "Hosts of their own on one machine, joined by links with a rate (`tc tbf`). The growth of the"
-   " exposed transfer is judged where the link is faster than the prefill makes KV; the model"
-   " (`benchmarks/hosts/link_model.py`) says from which rate on this holds.")  # fmt: skip
+    Row(f"UCX, {SLOW}, 1,024 tokens, after the prefill: without digests / with digests / fp8,"
+        " digests", _variants("after-prefill")),
+), "Programs run on hosts of their own on one machine; links with a rate (`tc tbf`) join the hosts."
+   " The growth of the exposed transfer is judged only for links that are faster than the prefill"
+   " makes KV; the model (`benchmarks/hosts/link_model.py`) computes the least rate.")  # fmt: skip
