@@ -19,8 +19,9 @@ YES: Callable[[], bool] = lambda: True  # noqa: E731
 # Otherwise, their minimum is, because the first steps of a size may compile kernels.
 _ENOUGH = 5
 TRIED = 3  # number of samples after which the cost of a size is known
-# The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by a factor
-# below `_MUCH`, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
+# A size's measured time stays valid for `_FRESH` steps. If another size seems faster by a factor
+# below `_MUCH`, the difference may be chance, so the time stays valid only for `_FRESH_IF_LITTLE`
+# steps.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
 _SAMPLES = 5  # latest samples kept per size; their median ignores slow moments
 _FORGET_AFTER = 2000  # steps after which the samples of an unused size are dropped
