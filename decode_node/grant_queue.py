@@ -57,7 +57,7 @@ class GrantQueue:
         self._waiting: list[tuple[Key, Request]] = []
         self._receiving: dict[Key, _Transfer] = {}
         self._num_tokens = 0
-        # For each block that is on its way, the transfer that brings it
+        # For each block that is being received, the transfer that writes it
         self._bringers: dict[BlockHash, Key] = {}
         # The refused first request, with the numbers of free blocks and of waiting requests when it
         # was refused. It is refused again until blocks are freed or the second number changes.

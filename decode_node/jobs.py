@@ -1,4 +1,4 @@
-"""Job: a decode command in progress, with its receipt. DecodeTraces: its spans, made at its end.
+"""Job: a decode command in progress, and its receipt. DecodeTraces: spans of ended commands.
 
 decode                                          from its command to its last token
   decode.parked                                 waits for its KV; the receipt's parked_s
@@ -24,7 +24,7 @@ class Job:
     """A decode command in progress, with its request and reservation.
 
     Attributes:
-        prefix: the wait for a cached prefix that another node sends; None: no node sends one.
+        prefix: the wait for a cached prefix; None: no node sends one.
         first_step_s: seconds from the commit, or from the command if this node computes the prompt,
             until the first token; 0 before. Includes the wait for a prefix.
     """
@@ -37,10 +37,10 @@ class Job:
     steps_until_first: int = 0
 
     def receipt(self, why_drafts: str) -> DecodeReceipt:
-        """Return the cost of a request that ends now.
+        """Return the receipt of a request that ends now.
 
         Args:
-            why_drafts: why the last step had its number of drafts, in words.
+            why_drafts: why the last step had this many drafts, in words.
         """
         reservation, request = self.reservation, self.request
         wait = self.prefix or PrefixWait()

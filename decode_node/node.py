@@ -143,7 +143,7 @@ class DecodeNode:
 
     def cancel_job(self, request_id: str, epoch: int) -> None:
         """End an attempt of a request, if this attempt is open."""
-        self.side_work.cancel(request_id, epoch)  # the command may wait for its adapter
+        self.side_work.cancel(request_id, epoch)  # in case the command still waits for its adapter
         job = self._jobs.get(request_id)
         if job is not None and job.command.epoch == epoch:
             self._end(request_id)
@@ -269,7 +269,7 @@ class DecodeNode:
                 self._refuse(job.command, error)
 
     def _end_handed_back(self) -> None:
-        """Return preempted requests to the router, which sends them to nodes again."""
+        """End preempted requests for the router to send to nodes again."""
         for request in self.engine.take_handed_back():
             job = self._jobs[request.request_id]
             self._fail(job.reservation, "PREEMPTED", "preempted: other requests need its memory")

@@ -110,7 +110,7 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        # Arrival times of the `Start` messages whose commands have not come, by request and engine
+        # Arrival times of `Start` messages that came before their commands, by request and engine
         # id.
         self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
@@ -342,7 +342,7 @@ class Reservations:
             reservation.block_ids = self._engine.kv_cache_manager.keep_received(
                 reservation.request, reservation.num_received_tokens
             )
-        # Without a `Start`, the peer writes nothing; a later `Start` finds the request in `_ended`.
+        # A peer that sent no `Start` writes nothing; a later `Start` finds the request in `_ended`.
         if reservation.start_is_received and not quiet:
             engine_id, block_ids = reservation.engine_id, reservation.block_ids
             if block_ids:

@@ -135,7 +135,7 @@ class EncodeNode:
         self._sender, self._emit, self._clock = sender, emit, clock
         self._budget_tokens = budget_tokens
         self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()
-        # Work by image digest, in order of arrival
+        # Open work by image digest, in order of arrival
         self._works: OrderedDict[bytes, _Work] = OrderedDict()
         self._decoded: deque[bytes] = deque()  # digests of decoded images to encode
         self._pushes: dict[TransferKey, _Job] = {}

@@ -53,7 +53,7 @@ class Engine:
         features: Features,
         compatibility: Mapping[str, str],
     ) -> None:
-        """Assemble an engine of parts made by `make_engine`; ``executor`` has loaded the model."""
+        """Assemble an engine from the parts of `make_engine`; ``executor`` has loaded the model."""
         self.executor = executor
         self.model_config, self.dtype = executor.model_config, executor.dtype
         self.kv_memory, self.max_model_len = executor.kv_memory, executor.max_model_len

@@ -124,7 +124,7 @@ class EngineLoop:
                             self._wake.wait(tick - time.monotonic())
         except BaseException as error:  # a panic in Rust is no `Exception`
             death = error if isinstance(error, Exception) else EngineDeadError(repr(error))
-            self._on_death(death)  # called before the dump, which may fail or hang
+            self._on_death(death)  # before the dump, which may fail or hang
             self._end()
             logger.critical("the engine cannot continue", exc_info=error)
             self._after_death(death)

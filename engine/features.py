@@ -40,10 +40,10 @@ class Features:
         scheduler: the engine's scheduler.
         grammars: compiles requests' grammars.
         pins: keeps the prefixes that requests pin in the prefix cache.
-        side_blocks: bounds the blocks that files and other nodes keep from requests.
+        side_blocks: limits the blocks that transfers of cached KV withhold from requests.
         images: checks the images of prompts, and has them decoded; None: the model takes no images.
         speculation: makes drafts, and is the scheduler's `DraftPolicy`; None: there are no drafts.
-        files: the file tier of the prefix cache; None: there is none.
+        files: the prefix cache's file tier; None: no file tier.
 
     Attributes:
         grammars, pins, side_blocks, images, speculation, files: the arguments; without ``images``,
@@ -78,8 +78,8 @@ class Features:
     def prepare(self) -> None:
         """Load the grammar library's tokenizer and start the processes that decode images.
 
-        The method takes up to some seconds. Nodes call it before they join a router, because making
-        the tokenizer holds the GIL. If no caller did, the first request with a grammar or an image
+        The method may take some seconds. Nodes call it before they join a router, because loading
+        the tokenizer holds the GIL. Without the call, the first request with a grammar or an image
         waits for the same work.
 
         Raises:
@@ -134,7 +134,7 @@ class Features:
             self.images.submit(images)
 
     def _note_finish(self, request: Request) -> None:
-        """Let the pins and the file tier know of an ended request."""
+        """Tell the pins and the file tier that a request has ended."""
         self.pins.note_finish(request)
         if self.files is not None:
             self.files.note_end(request)

@@ -64,7 +64,7 @@ def make_engine(
     if executor is None:
         executor = EXECUTORS.load(config.executor_name)(model_folder, config)
     config, memory, model = executor.config, executor.kv_memory, executor.model_config
-    # Later processes read the files, so the files need an identity
+    # Later processes read the files, so the weights need an identity
     if config.kv_files and not identity:
         identity = {"weights": weights_digest(model_folder), **folder_identity(model_folder)}
     compatibility = {

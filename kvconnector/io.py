@@ -1,9 +1,9 @@
 """IoLoop: the KV I/O thread, which carries out the actions of the protocol's state machine.
 
 Only this thread uses the transport and the state machine; other threads queue wishes for the
-thread. If the transport has a descriptor for its events, the thread sleeps until one comes.
-Otherwise it polls: fast while bytes are in flight (without pauses if a GPU writes KV), slowly while
-messages may arrive, and rarely at rest.
+thread. If the transport has a descriptor for its events, the thread sleeps until an event comes.
+Otherwise the thread polls: often while bytes are in flight (without pauses if a GPU writes KV),
+less often while messages may arrive, and rarely at rest.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from kvconnector.waker import make_waker
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_S = 0.025  # while a peer must be found or found again
-REST_POLL_S = 0.1  # while all peers are connected: short beside a lease, and beats can wait
+IDLE_POLL_S = 0.025  # pause while a peer is not connected
+REST_POLL_S = 0.1  # pause while all peers are connected; much shorter than a lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ class Pauses:
 
 
 POLLING = Pauses(in_flight=0.0001, expecting=0.0005, rest=REST_POLL_S)
-# An event that the descriptor does not show, such as the end of a copy, is noticed this late.
+# The descriptor does not show every event, such as the end of a copy; these pauses bound how late
+# the thread notices such an event.
 LISTENING = Pauses(in_flight=0.001, expecting=0.002, rest=0.25)
 MAX_READ_FAILURES = 100  # consecutive failed reads after which the transport counts as broken
 _WARM_S = 2.0  # seconds of fast polling after a new peer was added

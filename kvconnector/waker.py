@@ -1,6 +1,6 @@
-"""Waker: lets the KV I/O thread sleep until a message, a wish of the node, or a time has come.
+"""Waker: lets the KV I/O thread sleep until a message comes, the node has a wish, or time is up.
 
-Refuses to know: transports, what the thread does once it is awake.
+Refuses to know: transports, what the thread does after it wakes up.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Protocol
 
 
 class Waker(Protocol):
-    """A flag that wakes one waiting thread: a `threading.Event`, or `DescriptorWaker`."""
+    """A flag that wakes one waiting thread: a `threading.Event` or a `DescriptorWaker`."""
 
     def set(self) -> None:
-        """End the present wait, or the next one at once; safe from any thread."""
+        """Set the flag, which ends the present wait, or the next wait at once; thread-safe."""
 
     def clear(self) -> None:
         """Reset the flag."""
@@ -29,15 +29,15 @@ class Waker(Protocol):
 class DescriptorWaker:
     """A waker whose waits also end when a descriptor becomes readable.
 
-    Waits have whole milliseconds. A descriptor that ends many long waits is no longer used,
-    because it may be readable all the time.
+    Waits last whole milliseconds. If a descriptor ends many long waits, the waker stops watching
+    it, because it may be readable all the time.
 
     Args:
-        descriptor: the descriptor, such as that of an epoll instance; it is not closed here.
+        descriptor: the descriptor, for example of an epoll instance; the waker does not close it.
     """
 
     MAX_WAKES_PER_S = 2000
-    LONG_S = 0.05  # shorter waits are for bytes in flight, which may come that often
+    LONG_S = 0.05  # shorter waits are for bytes in flight, which may arrive often
 
     def __init__(self, descriptor: int) -> None:
         self._flag = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -72,11 +72,11 @@ class DescriptorWaker:
             self.listens = False
 
     def __del__(self) -> None:
-        os.close(self._flag)  # only now, because other threads may still set the flag
+        os.close(self._flag)  # not earlier, because other threads may still set the flag
 
 
 def make_waker(descriptor: int | None) -> Waker:
-    """Make a waker that also waits for a descriptor, if there is one and the system allows it."""
+    """Make a waker; it also waits for ``descriptor`` if there is one and the system has eventfd."""
     if descriptor is None or not hasattr(os, "eventfd"):
         return threading.Event()
     return DescriptorWaker(descriptor)

@@ -63,7 +63,7 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """A closed loop: users who wait for each answer. The users start one by one during the warm-up.
+    """A closed loop: each user waits for its answer. Users start one by one during the warm-up.
 
     Attributes:
         think_s: mean pause of a user between an answer and the next request (an exponential

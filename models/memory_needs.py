@@ -46,7 +46,7 @@ _EMBEDDING = "token_embd.weight"
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """The bytes that a model takes on a CPU, except biases (less than a thousandth).
+    """Bytes that a model takes on a CPU, without biases (less than a thousandth of all bytes).
 
     Attributes:
         weights: bytes of the weights for each value of ``--weights``.

@@ -21,9 +21,9 @@ class AttentionWork(NamedTuple):
     """Attention's FLOPs and bytes, summed over a model's layers with the same window.
 
     Attributes:
-        window: number of tokens that a token attends to, the token itself included; None: all.
-        flops: FLOPs per pair of a token and a token that it attends to.
-        kv_bytes: bytes of KV that are read per token that is attended to.
+        window: number of tokens that a token attends to, including itself; None: all tokens.
+        flops: FLOPs per pair of tokens of which one attends to the other.
+        kv_bytes: bytes of KV that are read for each token to which a token attends.
     """
 
     window: int | None
@@ -33,7 +33,7 @@ class AttentionWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """The FLOPs and the bytes of weights and KV that a model's steps need.
+    """FLOPs, and bytes of weights and KV, that a model's steps need.
 
     Attributes:
         token_flops: FLOPs per token, without attention to other tokens and without the output head.
@@ -41,8 +41,7 @@ class ModelWork:
         attention: work of the layers with attention, by window.
         weight_bytes: bytes of the weights that every step reads.
         expert_bytes: bytes of the experts of all layers; a step reads only the chosen experts.
-        num_experts, top_k: number of experts of a layer, and number of experts per token; 0: the
-            model has no experts.
+        num_experts, top_k: number of experts of a layer, and of experts per token; 0: no experts.
     """
 
     token_flops: float
@@ -97,9 +96,9 @@ def model_work(
 
 
 def _attention(layers: Sequence[LayerSpec], value_bytes: int) -> tuple[AttentionWork, ...]:
-    """Sum up attention over the layers of each window.
+    """Return the work of attention by window, summed over the layers with this window.
 
-    A layer that reads another layer's keys and values reads as many bytes as the other layer.
+    A layer without KV of its own reads as many bytes as the layer whose KV it reads.
     """
     sources = shared_layers([layer.mixer.kv for layer in layers])
     found: dict[int | None, AttentionWork] = {}

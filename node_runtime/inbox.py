@@ -96,7 +96,7 @@ class SideWork:
         return None
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """Expect nothing any more for a request that has ended."""
+        """Stop waiting for a prefix for a request that has ended."""
 
     def share_prefix(self, command: ShareCommand, received_at: float) -> None:
         """Send a cached prefix to another node."""
@@ -224,7 +224,7 @@ class Inbox(Generic[Job]):
                 node.start_job(command, received_at)
                 self._pin(command)
         except AdapterMissingError as error:
-            node.cancel_job(command.request_id, command.epoch)  # nodes may send parts of its prompt
+            node.cancel_job(command.request_id, command.epoch)  # ends transfers for its prompt
             outbox.fail(command.request_id, command.epoch, ADAPTER_MISSING, str(error))
 
     def _pin(self, command: Job) -> None:

@@ -52,7 +52,7 @@ def open_transport(
 def open_prefixes_transport(
     options: NodeOptions, loaded: LoadedEngine, engine_id: str, faults: _Faults
 ) -> tuple[KVTransport, BlockDigests | None]:
-    """Open another transport of each rank over the node's KV, for cached prefixes.
+    """Open a second transport of each rank's KV memory; it carries cached prefixes.
 
     Args:
         engine_id: name of this end, from `fetch_end` or `share_end`.

@@ -258,7 +258,7 @@ class NodeThreads(NodeOnThread[Node]):
     def _step(self) -> bool:
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
-            # Commands are waiting, because a router may send some before it learns of the drain
+            # Commands wait in the inbox: a router may send some before it learns of the drain.
             return False
         busy = self._node.step()
         self._num_busy += busy

@@ -31,8 +31,8 @@ from node_runtime.incoming.transfers import IncomingTransfer, IncomingTransfers,
 logger = logging.getLogger(__name__)
 
 WORDS = TransferWords(sender="encode node", granted="GRANTED")
-# No further units are granted while prompts hold received encodings of this many bytes. Encodings
-# on their way may still arrive, and take at most one more landing memory.
+# While prompts hold received encodings of this many bytes, no more units are granted. Encodings for
+# which units were granted before still arrive; they need at most the size of the landing memory.
 MAX_RECEIVED_BYTES = 2**30
 
 
@@ -125,7 +125,7 @@ class Arrivals:
         # Prompts that wait for encodings, by request id and epoch.
         self._prompts: dict[tuple[str, int], PromptWait] = {}
         self._to_grant: deque[TransferKey] = deque()
-        # Images whose encodings prompts hold
+        # Images whose encodings a prompt holds
         self._received: weakref.WeakSet[ImagePixels] = weakref.WeakSet()
 
     # ------------------------------------------------------------------ prompts

@@ -49,7 +49,7 @@ class _Handoff:
         epoch: number of the router's attempt.
         engine_id: engine id of the decode node.
         block_ids: ids of the transferred blocks that are allocated so far.
-        start_is_sent: whether the decode node was told that this node computes the prompt.
+        start_is_sent: whether the `Start` message was sent to the decode node.
         held_block_ids: ids of all blocks referenced here, also those from before a preemption.
         tail: pushes the blocks from ``tail_first`` on, some layers at a time; None: no tail.
     """
@@ -77,7 +77,7 @@ class _Handoff:
 
 
 def _ends_prompt(item: ScheduledRequest) -> bool:
-    """Return whether the step computes the last token that is known at the start."""
+    """Return whether the step computes the last of the tokens known when the request arrived."""
     request = item.request
     start = request.num_computed_tokens + request.num_tokens_in_flight
     return start + item.num_scheduled_tokens == request.num_initial_tokens
@@ -166,7 +166,7 @@ class PushTracker:
                     if self._num_groups > 1
                     else (),
                 )
-            # After a preemption, the prompt is computed again, in other blocks.
+            # After a preemption, the prompt is computed again in other blocks.
             if request.num_preemptions != handoff.num_preemptions:
                 handoff.num_preemptions = request.num_preemptions
                 handoff.block_ids.clear()
@@ -177,7 +177,7 @@ class PushTracker:
             self._engine.block_pool.hold(new_block_ids)
             handoff.block_ids += new_block_ids
             handoff.held_block_ids += new_block_ids
-            # The blocks of the cached prefix are complete already: push them before the step.
+            # The cached prefix is complete already, so push its blocks before the step.
             if is_first and self._mode is not PushMode.AFTER_PREFILL:
                 self._push(handoff, request.num_computed_tokens // self._block_size, None)
             if self._has_tail and _ends_prompt(item):

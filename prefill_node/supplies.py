@@ -1,9 +1,9 @@
-"""Supplies: what other nodes send for a prefill node's prompts: encodings and cached prefixes.
+"""Supplies: the encodings and cached prefixes that other nodes send for a prefill node's prompts.
 
     command -> the prompt waits -> received or lost -> this node computes what is missing
 
-The node's loop and its jobs call this object for both kinds, and for the cached prefixes that this
-node sends to other nodes. Refuses to know: steps, decode nodes.
+This object also handles the cached prefixes that this node sends to other nodes. Refuses to know:
+steps, decode nodes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from prefill_node.arrivals import Arrivals, PromptWait
 
 
 class Supplies(SideWork):
-    """The encodings and prefixes that one prefill node gets. Used on the node's thread.
+    """The encodings and prefixes that one prefill node receives. Used on the node's thread.
 
     Args:
         arrivals: receives encodings from encode nodes; None: this node encodes all images.
-        prefixes: the cached prefixes of this node, in both directions; None: there are none.
+        prefixes: receives and sends cached prefixes; None: this node exchanges none.
     """
 
     def __init__(self, arrivals: Arrivals | None = None, prefixes: Prefixes | None = None) -> None:

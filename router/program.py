@@ -232,7 +232,7 @@ async def _serving_http(parts: _Parts) -> AsyncIterator[HttpApi | None]:
     if not config.http_listen:
         yield None
         return
-    # Import here, because a router without HTTP does not need it.
+    # Import only here, because a router without HTTP does not need this module.
     from router.api.http_server import HttpServer
     from router.api.ui.page import StatusPage
 

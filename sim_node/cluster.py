@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # Number of parts of a beat interval over which the beats of nodes are spread, so that not all nodes
 # send at once.
 _NUM_BEAT_SLICES = 10
-_MAX_JOINING = 16  # default of the number of nodes that join at a time
+_MAX_JOINING = 16  # default number of nodes that join at a time
 _MAX_CONNECTING = 32  # maximum number of links of the process that connect at a time
 _DEFAULT_OPTIONS = SimOptions()
 _NO_FAULTS = FaultSpec()
@@ -113,7 +113,8 @@ class SimCluster:
         self._join_timeout_s = join_timeout_s
         self._node_token = node_token
         self._tls = tls
-        # In real fleets, each node has a process of its own to connect in.
+        # In a real fleet, each node connects from its own process, so this limit is only needed
+        # here.
         turns = asyncio.Semaphore(_MAX_CONNECTING)
         self._make_links = make_links or partial(RouterLinks, turns=turns)
         self._max_joining = max_joining

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 TRANSPORT = "simulated"
-# There is no limit, because the simulated link takes writes of any size, and splitting them would
-# make no difference.
+# The simulated link has no limit: its writes take equally long in one piece or in several.
 _WHOLE_PUSHES = Portions(write_bytes=2**60, in_flight_bytes=2**60)
 
 

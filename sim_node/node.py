@@ -236,7 +236,7 @@ class Simulation:
         self._executor.timing = self._options.timing.scaled(factor)
 
     def beat(self) -> NodeBeat:
-        """Return the node's load; check deadlines, too, as the thread of an idle engine does.
+        """Return the node's load; check deadlines, too, as a real idle node does.
 
         Nodes without requests check only at every `IDLE_BEATS`-th beat, so that thousands of idle
         nodes need little CPU time.

@@ -36,9 +36,9 @@ _MEDIUM_FOLDERS = {"integration", "kernels", "numerics", "property"}
 
 _IS_CI = bool(os.environ.get("CI"))
 
-# No deadline: a shared machine stops a test now and then. The gate runs the same examples each
-# time; at a desk each run tries new ones. The gate does not shrink an example that fails, because
-# shrinking may outlast the test's timeout, which then hides the error.
+# No deadline, because a shared machine may stop a test for a while. The gate runs the same examples
+# each time; other runs draw new examples. The gate does not shrink a failing example: shrinking may
+# outlast the test's timeout, and then the timeout hides the error.
 settings.register_profile(
     "baton",
     deadline=None,

@@ -50,8 +50,8 @@ _UNKNOWN_KEY = (
     "(baton keys new)"
 )
 _BURST, _PER_SECOND = 10, 1.0  # wrong keys per address: allowed at once, and per second
-_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # audit lines for refusals, per address
-_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # the same for refusals and reads of all addresses
+_AUDIT_BURST, _AUDIT_PER_SECOND = 20, 1.0  # limits audit lines for refusals per address
+_ALL_BURST, _ALL_PER_SECOND = 500, 20.0  # limits audit lines for all addresses
 _SAME_LOOK_S = 60.0  # seconds in which equal reads make one audit line
 
 
@@ -291,8 +291,8 @@ def _network(address: str) -> str:
 
     The name is the address, or the /64 network of an IPv6 address.
 
-    All IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) lie in one /64 network, so each counts as
-    its IPv4 address.
+    All IPv4 addresses in IPv6 form (``::ffff:10.0.0.7``) lie in one /64 network, so such an address
+    counts as its IPv4 address.
     """
     try:
         parsed = ipaddress.ip_address(address)

@@ -19,7 +19,7 @@ from baton.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
 # Maximum number of tokens of an output, because a router makes a call for each beam and token.
 MAX_BEAM_TOKENS = 1024
-MAX_PENALTY = 10  # with a higher penalty, a power of the length could overflow a float
+MAX_PENALTY = 10  # with more, a power of the length could overflow a float
 
 EarlyStopping = bool | Literal["never"]
 TopTokens = Sequence[tuple[int, float]]  # (token id, logprob), best first

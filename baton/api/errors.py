@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MAX_QUOTED_CHARS = 2_000
-# How torch's allocators say that memory is short, in a `RuntimeError`.
+# Words with which torch's allocators report too little memory in a `RuntimeError`.
 _NO_MEMORY = re.compile(r"out of memory|allocate memory|not enough memory", re.IGNORECASE)
 
 
@@ -42,7 +42,7 @@ def reason_of(error: Exception) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory is short: Python's own, or one of torch."""
+    """Return whether an error of Python or of torch reports too little memory."""
     if isinstance(error, RuntimeError):
         return _NO_MEMORY.search(str(error)) is not None
     return isinstance(error, MemoryError)

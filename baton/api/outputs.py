@@ -115,7 +115,8 @@ class DecodeReceipt:
         num_pinned_tokens: prompt tokens that the request pinned in this node's prefix cache.
         num_fetched_tokens, num_fetches_lost: as in `PrefillReceipt`, if this node computed the
             prompt.
-        fetch_wait_s: likewise; a part of ``parked_s``.
+        fetch_wait_s: as in `PrefillReceipt`, if this node computed the prompt; a part of
+            ``parked_s``.
     """
 
     parked_s: float

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.cache_folder import CacheFolderError, own_cache_folder
-from baton.checkpoint.gguf.parts import first_part, only_models, part_files
+from baton.checkpoint.gguf.parts import first_part, list_models, part_files
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def _choose(model: str, name: HubName, files: Sequence[str]) -> str:
         ModelLoadError: no file or several files match.
     """
     ggufs = [file for file in files if PurePosixPath(file).suffix.lower() == _GGUF]
-    models = [str(path) for path in only_models([Path(file) for file in ggufs])]
+    models = [str(path) for path in list_models([Path(file) for file in ggufs])]
     found = models
     if name.quantization:
         wanted = re.compile(rf"(?:^|[-._/]){re.escape(name.quantization)}(?:[-.]|$)", re.IGNORECASE)

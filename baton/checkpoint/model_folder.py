@@ -15,7 +15,7 @@ from baton.api.bounded_files import read_object, size_of
 from baton.api.errors import ModelLoadError
 from baton.checkpoint.families import ARCHITECTURES
 from baton.checkpoint.gguf.folder import WEIGHTS, folder_of_gguf, weight_files
-from baton.checkpoint.gguf.parts import only_first_parts, only_models
+from baton.checkpoint.gguf.parts import list_models, only_first_parts
 from baton.checkpoint.hub import HubName, fetch
 from baton.checkpoint.weights_samples import read_samples
 from baton.registry import Registry
@@ -142,7 +142,7 @@ def _in_package(name: str) -> Path | None:
 
 
 def _only(ggufs: Sequence[Path], place: str) -> Path:
-    ggufs = only_models(ggufs) or only_first_parts(ggufs)
+    ggufs = list_models(ggufs) or only_first_parts(ggufs)
     if len(ggufs) > 1:
         names = ", ".join(path.name for path in ggufs[:_SHOWN_FILES])
         more = f" and {len(ggufs) - _SHOWN_FILES} more" if len(ggufs) > _SHOWN_FILES else ""

@@ -104,9 +104,9 @@ def file_of(context: Any) -> Path | None:
 def passed_on(context: Any, names: Iterable[str]) -> list[str]:
     """Return the options that a child program must get as arguments.
 
-    The result has the options of the command line, and the options of this command's table in the
-    file that no other source overrides. The child reads the environment and the file's other
-    entries itself.
+    These are the options of the command line, and the options in this command's table of the file
+    that no other source overrides. The child reads the environment and the file's other entries
+    itself.
 
     Args:
         names: names of the options to pass on.

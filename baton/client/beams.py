@@ -45,7 +45,7 @@ class BeamCall:
 
     def _beam(self, output: Completion) -> BeamCompletion:
         logprob = 0.0
-        # In the order of `BeamSearch`, so that sums of floats are equal
+        # Added in the order of `BeamSearch`, so that sums of floats are equal
         for token in output.logprobs:
             logprob += token.logprob
         return BeamCompletion(

@@ -240,11 +240,12 @@ class Client:
         return classifications_from_proto(self._call(self._channel.stub().Classify, request))
 
     def drop_pins(self, session_id: str = "", *, cache_key: str = "", model: str = "") -> None:
-        """End the pins of a session that does not come back; raises a BatonError.
+        """End the pins of a session that will have no more requests; raises a BatonError.
 
         Args:
             session_id: id of the session, as in the requests that made the pins.
-            cache_key: instead of ``session_id``, the ``prompt_cache_key`` of requests over HTTP.
+            cache_key: the ``prompt_cache_key`` of requests over HTTP; give either this or
+                ``session_id``.
             model: served name of a model; empty: the first name that the caller may use.
         """
         request = inference_pb2.DropPinsRequest(
@@ -255,9 +256,9 @@ class Client:
     def prefetch(
         self, session_id: str = "", *, ttl_s: float, cache_key: str = "", model: str = ""
     ) -> None:
-        """Have the nodes keep a session's cached prefix, because its next turn comes soon.
+        """Let the nodes keep a session's cached prefix, because its next turn comes soon.
 
-        Nodes with files read those blocks ahead that left their caches. Raises a BatonError.
+        Nodes with KV files read the prefix's blocks that are no longer cached. Raises a BatonError.
 
         Args:
             session_id, cache_key, model: as in `drop_pins`.
@@ -501,7 +502,7 @@ class AsyncClient:
     async def prefetch(
         self, session_id: str = "", *, ttl_s: float, cache_key: str = "", model: str = ""
     ) -> None:
-        """Have the nodes keep a session's cached prefix; see `Client.prefetch`."""
+        """Let the nodes keep a session's cached prefix; see `Client.prefetch`."""
         request = inference_pb2.PrefetchRequest(
             session_id=session_id, prompt_cache_key=cache_key, ttl_s=ttl_s, model=model
         )

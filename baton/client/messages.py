@@ -44,8 +44,8 @@ a data URL. A text or token ids that contain the model's image markers are given
 images, as ``{"prompt": ..., "images": [...]}``.
 """
 
-# Seconds for which a client tries to resume a broken stream; routers keep a resumable request for
-# about as long.
+# Seconds for which a client tries to resume a broken stream; a router keeps a resumable request for
+# about the same time.
 RESUME_WITHIN_S = 10.0
 _RESUME_PAUSE_S = 0.25
 API_KEY_VARIABLE = "BATON_API_KEY"
@@ -132,7 +132,7 @@ class Progress:
         timeout_s = None
         if self._expires_at is not None:
             timeout_s = max(self._expires_at - time.monotonic(), 0)
-        # Once the first token has arrived, the stream can be resumed by its request id.
+        # After its first token, a stream can be resumed by its request id.
         if self._next_output_index == 0:
             return stub.Generate(self._request, timeout=timeout_s, metadata=self._metadata)
         rest = inference_pb2.ResumeRequest(

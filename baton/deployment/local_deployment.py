@@ -1,9 +1,9 @@
 """LocalDeployment: starts a router and its nodes as processes on this machine.
 
-Ray may place nodes on other machines, too. Native kernels are built before nodes start, so that one
-process builds them and no node waits. The deployment then starts the processes and waits until all
-pairs are connected. All processes end when this process ends: they hold a pipe of this process,
-which closes even if this process is killed.
+Ray may place nodes on other machines, too. The deployment builds native kernels before it starts
+nodes, so that only one process builds them and no node waits. Then it starts the processes, and
+waits until all pairs are connected. All processes end when this process ends: they read a pipe of
+this process, which closes even if this process is killed.
 """
 
 from __future__ import annotations
@@ -494,8 +494,8 @@ class LocalDeployment:
         lends = "--core-locks" in arguments
         if cores is not None:
             environment["OMP_NUM_THREADS"] = str(len(cores))
-        # Unless the user chose an audit log, each program gets a separate file for audit lines, so
-        # that the log file contains no JSON lines.
+        # Give each program a separate file for audit lines unless the user chose an audit log, so
+        # that the log file has no JSON lines.
         if not _chooses_audit_log(arguments):
             environment[_AUDIT_LOG] = str(self.log_folder / f"{name}.audit.jsonl")
         with log.open("ab") as output:  # a restart appends to the log

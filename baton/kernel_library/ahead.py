@@ -59,7 +59,7 @@ class InstructionSet:
 
 
 _DOTS = ("-march=x86-64-v4", "-mavx512vnni", _WIDE)
-# The best build comes first: a CPU loads the first library for which it has all needed features.
+# The best build comes first, because a CPU loads the first library whose features it has.
 INSTRUCTION_SETS = (
     InstructionSet(
         "x86-64-v4-amx",

@@ -48,7 +48,7 @@ _CPU_FLAGS = {
 _CHOOSES_CPU = ("-march", "-mcpu")  # flags in ``CC`` that choose the CPU
 THREADS = "-fopenmp"
 _HAS_THREADS = sys.platform == "linux"  # team.c has the functions that GCC calls for `#pragma omp`
-_TIME_LIMIT_S = 300.0  # seconds; two idle cores need about 40 s, busy machines longer
+_TIME_LIMIT_S = 300.0  # seconds; two idle cores need about 40 s, busy machines more
 _LOCK_POLL_S = 0.1
 
 

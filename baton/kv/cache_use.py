@@ -1,4 +1,4 @@
-"""CacheUse: what a node's prefix cache holds, and from where it served prompts. Plain values."""
+"""CacheUse: the size of a node's prefix cache, and how many tokens it served. Plain values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """A node's prefix cache and its files. Tokens count from the node's start.
+    """Figures of a node's prefix cache and of its files; tokens are counted from the node's start.
 
     Attributes:
-        num_blocks: different contents in the cache.
-        num_bytes: bytes of these blocks, on all ranks.
-        num_pinned_blocks: blocks among them that pins keep.
-        memory_tokens: prompt tokens that requests found in the cache. On a decode node, these are
-            the tokens that no prefill node had to send or compute.
-        file_tokens: tokens that came from files.
-        fetched_tokens: tokens that came from other nodes' caches.
-        file_bytes, num_files: files in the folder, those of other nodes included.
-        evicted_after_s: mean seconds since the last use of the blocks that were evicted; 0: none
+        num_blocks: number of different blocks in the cache.
+        num_bytes: bytes of these blocks over all ranks.
+        num_pinned_blocks: number of these blocks that pins keep.
+        memory_tokens: prompt tokens that requests found in the cache. On a decode node, no prefill
+            node had to send or compute these tokens.
+        file_tokens: prompt tokens that were read from files.
+        fetched_tokens: prompt tokens that other nodes sent from their caches.
+        file_bytes, num_files: files in the folder, including files of other nodes.
+        evicted_after_s: mean seconds between the last use and the eviction of a block; 0: no block
             was evicted.
     """
 

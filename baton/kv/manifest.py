@@ -57,7 +57,7 @@ class HandOffRule(enum.StrEnum):
     """Rules for when a unit may be transferred."""
 
     AS_IT_FILLS = "as it fills"  # each unit once it is full, because a full unit never changes
-    AT_BOUNDARY = "at a boundary"  # only the unit in which a prompt ends is sent, as a whole
+    AT_BOUNDARY = "at a boundary"  # only the whole unit in which a prompt ends is sent
 
 
 class KVOrder(enum.StrEnum):

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 # A router that sends nothing during more beats of this node has stopped, or the network is dead.
 MAX_MISSED_BEATS = 6
-# Maximum number of reports on peers, and of characters of their problems, in one message.
+# Maximum number of reports on peers in one message, and of characters of their problems.
 MAX_PEER_REPORTS, MAX_PROBLEM_CHARS = 2**10, 2**19
 
 Asked = RouterCommand | AdminCall | tuple[RequestDelta]
@@ -65,8 +65,8 @@ class NodeEnd:
     Attributes:
         router_id: id of the router's process; empty before the first link.
         joined: whether the node is linked now.
-        obstacle: why the router refuses this node for now; empty if it does not refuse.
-        batches_peers: whether the router reads `PeerReports`, and waits for a first one.
+        obstacle: why the router refuses this node for now; empty: it does not refuse.
+        batches_peers: whether the router reads `PeerReports`, and expects one at the link's begin.
     """
 
     def __init__(self, registration: NodeRegistration) -> None:
@@ -126,8 +126,8 @@ class NodeEnd:
         # The router sent invalid data, which is no error of this program.
         except InvalidRequestError as error:
             logger.warning("refused a command: %s", error)
-            # Other commands need no answer: the prefill node encodes or computes itself what does
-            # not come.
+            # Other commands need no answer: a prefill node encodes or computes what it does not
+            # receive.
             if message.WhichOneof("message") not in ("prefill", "decode"):
                 return None
             return self._refuse(message, str(error))
@@ -169,7 +169,7 @@ def _with_send_time(delta: RequestDelta, now: float) -> RequestDelta:
 
 
 def merge_reports(events: Sequence[NodeEvent]) -> list[NodeEvent]:
-    """Merge consecutive reports on peers, for a router that reads `PeerReports`."""
+    """Merge consecutive reports on peers into `PeerReports`, for a router that reads them."""
     merged = list[NodeEvent]()
     reports, num_chars = list[PeerReport](), 0
 

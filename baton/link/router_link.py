@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 0.5
 _ASK_WHY_INTERVAL_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
-# A router that a thousand nodes join at once answers late. A node that gave up would join again,
-# which is more work for the router.
+# A router answers late if a thousand nodes join at once. A node that gives up joins again, which is
+# more work for the router.
 REGISTER_TIMEOUT_S = 10.0
 _PART_PAUSE_S, _MOST_PART_PAUSES = 0.002, 10
 # Status codes after which retrying does not help, because the node's identity or rights are wrong.
@@ -63,7 +63,7 @@ class RouterLink:
         answer: answers operators' questions; None: questions are not answered.
         tls: this node's certificates, which are read again for each new stream.
         server_name: name that the router's certificate must have; empty: the address's host.
-        connected_peers: returns the latest reports on the peers to which this node is connected.
+        connected_peers: returns the latest report on each peer to which this node is connected.
         turns: limits how many links of this process connect at a time; None: no limit.
 
     Attributes:
@@ -212,7 +212,7 @@ class RouterLink:
             return
         while not self._events.empty():  # events left over from an earlier link
             self._events.get_nowait()
-        if self._end.batches_peers:  # the router waits for this message, even if it is empty
+        if self._end.batches_peers:  # the router waits even for an empty message
             self._events.put_nowait(PeerReports(tuple(self._connected_peers())))
         self._stop_telling()
         await self._on_joined(True)
@@ -231,7 +231,7 @@ class RouterLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _register(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> Any:
-        """Register and return the answer; raises TimeoutError."""
+        """Register the node; return the router's answer; raises TimeoutError."""
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await call.wait_for_connection()
         async with asyncio.timeout(REGISTER_TIMEOUT_S):

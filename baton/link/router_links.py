@@ -45,15 +45,15 @@ _FIRST_RESOLVE_INTERVAL_S = 0.5
 
 
 class ListedPeers:
-    """The peers that a node's routers list, and which of them the node is connected to.
+    """The peers that a node's routers list, and the peers to which the node is connected.
 
     Args:
-        submit: receives the news for the node: which peers joined, and which left all routers.
+        submit: gets an update when a peer joins, and when a peer has left all routers.
 
     Attributes:
-        connected: the latest reports on the peers to which the node is connected, by engine id; for
-            routers that the node joins later.
-        reached: engine ids of these peers; the encode nodes of a prefill node do not count.
+        connected: the latest report on each peer to which the node is connected, by engine id; sent
+            to routers that the node joins later.
+        reached: engine ids of these peers without a prefill node's encode nodes.
     """
 
     def __init__(self, submit: Callable[[PeerUpdate], None]) -> None:
@@ -64,7 +64,7 @@ class ListedPeers:
         self._listed_by: dict[str, set[str]] = {}
 
     def note_report(self, report: PeerReport) -> None:
-        """Note what the node reports on a peer."""
+        """Note the node's report on a peer."""
         if is_prefix_end(report.engine_id):
             return
         if report.connected:
@@ -75,26 +75,26 @@ class ListedPeers:
             note = self.reached.add if report.connected else self.reached.discard
             note(report.engine_id)
 
-    def take(self, address: str, command: PeerUpdate | PeerUpdates) -> PeerReports | None:
-        """Pass on news of the router at this address; return an answer for the router, or None."""
+    def handle_updates(self, address: str, command: PeerUpdate | PeerUpdates) -> PeerReports | None:
+        """Submit the updates of the router at this address; return an answer for it, or None."""
         if isinstance(command, PeerUpdate):
-            self._take_update(address, command)
+            self._handle_update(address, command)
             return None
         for update in command.updates:
-            self._take_update(address, update)
+            self._handle_update(address, update)
         for engine_id in self.connected.keys() & set(command.known):
             self._listed_by.setdefault(engine_id, set()).add(address)
         unknown = tuple(one for one in command.known if one not in self.connected)
         return PeerReports(unknown=unknown) if unknown else None
 
-    def _take_update(self, address: str, update: PeerUpdate) -> None:
+    def _handle_update(self, address: str, update: PeerUpdate) -> None:
         routers = self._listed_by.setdefault(update.engine_id, set())
         if not update.removed:
             routers.add(address)
             self._submit(update)
             return
         routers.discard(address)
-        if not routers:  # a peer counts as alive as long as a router lists it
+        if not routers:  # a peer is alive as long as any router lists it
             self._forget(update.engine_id)
             self._submit(update)
 
@@ -104,7 +104,7 @@ class ListedPeers:
         self.reached.discard(engine_id)
 
     def forget_router(self, address: str) -> None:
-        """Note that a router's list is out of date, because the link to it broke."""
+        """Forget which peers a router lists, because the link to the router broke."""
         for routers in self._listed_by.values():
             routers.discard(address)
 
@@ -346,7 +346,7 @@ class RouterLinks:
                 if self._drain.state is not ServingState.SERVING:
                     self._seers.add(address)
             case PeerUpdate() | PeerUpdates():
-                answer = self._peers.take(address, command)
+                answer = self._peers.handle_updates(address, command)
                 if answer is not None:
                     self._links[address].emit(answer)
             case _:

@@ -1,7 +1,7 @@
-"""Convert messages about many peers, which have columns, to protobuf and back.
+"""Convert messages about many peers to protobuf and back; the protobuf messages have columns.
 
-A fleet has two messages' worth of news for each pair of nodes, so columns are read and written by
-built-in functions, which are much faster than one protobuf message for each peer.
+A fleet exchanges two updates for each pair of nodes. Built-in functions read and write columns,
+which is much faster than one protobuf message for each update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def peer_reports_from_proto(message: node_pb2.PeerReports) -> link.PeerReports:
             raise InvalidRequestError("peer_reports", "must have columns of one length")
         said = (group.connected, sys.intern(group.transport), group.problem)
         is_encode_node, report = group.is_encode_node, link.PeerReport
-        # All nodes of a role report the same peers, so one text for each peer saves memory.
+        # All nodes of a role report the same peers; interned texts save memory.
         engine_ids = map(sys.intern, group.engine_ids)
         reports += [
             report(engine_id, *said, rate, is_encode_node)
@@ -67,7 +67,7 @@ def peer_updates_from_proto(message: node_pb2.PeerUpdates) -> link.PeerUpdates:
     """Convert updates; raises InvalidRequestError if columns differ in length."""
     engine_ids = message.engine_ids[:]
     columns: Sequence[Iterator[bytes]] = [
-        _fill(getattr(message, f"{name}s")[:], len(engine_ids)) for name in _INFOS
+        _complete_column(getattr(message, f"{name}s")[:], len(engine_ids)) for name in _INFOS
     ]
     updates = [link.PeerUpdate(engine_id, removed=True) for engine_id in message.removed]
     updates += [
@@ -79,8 +79,8 @@ def peer_updates_from_proto(message: node_pb2.PeerUpdates) -> link.PeerUpdates:
     return link.PeerUpdates(tuple(updates), tuple(message.known))
 
 
-def _fill(column: Sequence[bytes], length: int) -> Iterator[bytes]:
-    """Return a column that has an entry for each peer; one that was left out is empty."""
+def _complete_column(column: Sequence[bytes], length: int) -> Iterator[bytes]:
+    """Return a column with ``length`` entries; a column that was left out gets empty entries."""
     if column and len(column) != length:
         raise InvalidRequestError("peer_updates", "must have columns of one length")
     return iter(column or [b""] * length)

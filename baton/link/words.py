@@ -83,7 +83,7 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """A node's description of itself. Routers pair only nodes with equal ``compatibility``.
+    """A node's description of itself; routers pair only nodes with equal ``compatibility``.
 
     Attributes:
         prefix_hash: algorithm of block hashes (`baton/kv/block_hash.py`); empty: no prefix cache.
@@ -103,8 +103,8 @@ class NodeRegistration:
             encodings.
         encode_times: times to encode one image, by its number of tokens, sorted; measured at the
             start of an encode node.
-        fetch_peer_info, share_peer_info: how other nodes reach the ends at which this node receives
-            and from which it sends cached prefixes; empty: it has no such end.
+        fetch_peer_info, share_peer_info: how other nodes reach this node's end that receives, and
+            its end that sends, cached prefixes; empty: no such end.
         batches_peers: whether the node reads `PeerUpdates`, and begins a link with `PeerReports`.
     """
 
@@ -192,7 +192,7 @@ class NodeBeat:
         adapter_load_s: seconds that reading and loading an adapter recently took; 0: unknown.
         num_waiting_for_encodings: prompts that wait until encode nodes have sent the encodings of
             their images; ``num_waiting`` includes them.
-        cache: what the prefix cache and the node's files hold.
+        cache: figures of the prefix cache and of the node's files.
         num_decoding_images: prompts that wait until this node has decoded their image files;
             ``num_waiting`` includes them, ``num_waiting_for_encodings`` does not.
     """
@@ -217,7 +217,7 @@ class NodeBeat:
     num_decoding_images: int = 0
 
 
-# A fleet has two reports for each pair of nodes, so reports must be small and quickly made.
+# A fleet has two reports for each pair of nodes, so a report must be small and fast to make.
 class PeerReport(msgspec.Struct, frozen=True, gc=False):
     """The state of a node's KV connection to a peer.
 
@@ -236,10 +236,11 @@ class PeerReport(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PeerReports:
-    """Reports on several peers, for a router that reads such messages.
+    """Reports on several peers in one message; only for routers with ``batches_peers``.
 
     Attributes:
-        unknown: engine ids of `PeerUpdates.known` to which this node is not connected any more.
+        unknown: engine ids in `PeerUpdates.known` of peers to which this node is no longer
+            connected.
     """
 
     reports: tuple[PeerReport, ...] = ()
@@ -324,12 +325,11 @@ class PeerUpdate(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PeerUpdates:
-    """Several updates about peers, for a node that reads such messages. Handled by the link.
+    """Several updates about peers in one message; only for nodes with ``batches_peers``.
 
     Attributes:
-        updates: removals, and then peers that joined.
-        known: engine ids of peers that joined, and to which the node has reported that it is
-            connected.
+        updates: removals, followed by peers that joined.
+        known: engine ids of peers that joined and to which the node has reported a connection.
     """
 
     updates: tuple[PeerUpdate, ...] = ()
@@ -352,9 +352,9 @@ class RequestCommand:
         images: images of the prompt in order; a node that does not compute the prompt gets the
             images without their files.
         pins: prefixes to keep in the prefix cache; None: none.
-        fetch_engine_id: node that sends a cached prefix, if this node computes the prompt; empty:
-            no node sends one.
-        fetch_num_tokens: tokens of this prefix, as far as the router knows.
+        fetch_engine_id: the node that sends a cached prefix to this node, which computes the
+            prompt; empty: none.
+        fetch_num_tokens: number of tokens in this prefix, as far as the router knows.
     """
 
     request_id: str
@@ -422,13 +422,14 @@ class EncodeCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareCommand:
-    """Send the cached part of a prefix to another node, which computes the rest of the prompt.
+    """Command to send the cached part of a prefix to the node that computes the prompt.
 
     Attributes:
-        reader_engine_id: the node that gets the prefix.
+        reader_engine_id: the node that receives the prefix.
         prompt_token_ids: the prefix: the first tokens of the prompt.
         cache_salt, adapter: as in the command with the prompt.
-        images: the images that begin in the prefix, without files; the last may end after it.
+        images: the images that begin in the prefix, without files; the last image may end after the
+            prefix.
     """
 
     request_id: str
@@ -443,7 +444,7 @@ class ShareCommand:
 
 @dataclass(frozen=True, slots=True)
 class SessionHint:
-    """Command to keep a session's last prefix for ``keep_s`` seconds, or (0) to end its pins."""
+    """Command to keep a session's last prefix for ``keep_s`` seconds, or, if 0, to end its pins."""
 
     owner: bytes = field(repr=False)
     session: bytes = field(repr=False)

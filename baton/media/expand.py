@@ -34,8 +34,9 @@ def expand_images(
     Args:
         token_ids: tokens of the prompt, with one marker per image.
         images: the images in the order of their markers.
-        layout: the model's rule for the tokens of an image.
-        salt: prompts with different salts share no encodings of images; at most 64 bytes.
+        layout: gives the tokens that stand for an image.
+        salt: key of the images' digests, at most 64 bytes; prompts with different salts share no
+            encodings.
 
     Raises:
         InvalidRequestError: the numbers of markers and images differ, or the model does not accept
@@ -70,10 +71,10 @@ def expand_images(
 
 
 def image_digest(data: bytes, settings: bytes, salt: bytes = b"") -> bytes:
-    """Return the digest of an image file and of the settings that it is processed with.
+    """Return the digest of an image file and of the image processor's settings.
 
     Args:
-        salt: key of the digest; empty: the digest has no key.
+        salt: key of the digest; empty: no key.
     """
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=salt)
     digest.update(settings)

@@ -20,8 +20,8 @@ from baton.processes.worker_template import Work, serve_parent
 
 # Environment variables of all templates, forked or new.
 ENVIRONMENT = {
-    # Thread pools are switched off, because libraries lose their threads in a fork, and would wait
-    # for them for ever.
+    # Switch off thread pools: a fork loses the threads of libraries, which would then wait for them
+    # for ever.
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
     # All threads share one heap, because the address space of workers is limited.

@@ -257,7 +257,7 @@ class WorkerProcesses:
             # The worker hangs and has not ended itself within its time limit.
             pass
         if not answer and time.monotonic() - began_at >= self.limits.wall_s:
-            # A worker that gets CPU time reaches its CPU limit earlier, so this worker got no CPU
+            # With CPU time, the worker would have reached its CPU limit first, so it got no CPU
             # time.
             raise NodeUnavailableError(
                 f"this machine did not read the request in {self.limits.wall_s:g} s; try again"

@@ -41,8 +41,8 @@ DONE, REFUSED, TOO_MUCH = b"d", b"r", b"m"
 # Size of a worker's stack. Libraries recurse in nested texts; a stack overflow ends only the
 # worker.
 _STACK_BYTES = 64 * 2**20
-# A worker whose memory has grown by more than this is replaced, so that memory left over from one
-# piece of work does not count for the next.
+# A worker whose memory has grown by more bytes is replaced, so that left-over memory does not count
+# against the next piece of work.
 _KEPT_BYTES = 8 * 2**20
 _PR_SET_PDEATHSIG = 1
 

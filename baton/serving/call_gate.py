@@ -38,7 +38,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Raw: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _NOBODY: Roles = frozenset()
-_UNKNOWN_METHOD = "of this name"  # logged for unknown methods, whose names may not be UTF-8
+# Logged in place of an unknown method's name, which may not be UTF-8
+_UNKNOWN_METHOD = "of this name"
 # Maximum number of bytes of a message for health checks or reflection, which holds only the name of
 # a service.
 MAX_OPEN_BYTES = 2**16

@@ -1,7 +1,7 @@
 """Listener: accepts TCP connections for a protocol, within limits and with timeouts.
 
-The listener accepts connections itself, so that they count for limits before their TLS handshake.
-The listener knows no HTTP, so the server tells when a connection is at work (has an open request).
+The listener accepts connections itself, so that limits apply before the TLS handshake. It knows no
+HTTP, so the server tells it when a connection is at work (has an open request).
 
     accepted -> waits for a first request -> at work <-> idle
                                              (or cut off, if the peer does not read)
@@ -139,8 +139,8 @@ class Listener:
     ) -> None:
         self.limits = limits or ConnectionLimits()
         self.counts = ConnectionCounts()
-        # asyncio's TLS reads into slices, and slices of a bytearray, unlike those of a memoryview,
-        # are copies.
+        # asyncio's TLS reads into slices; slices of a memoryview, unlike slices of a bytearray, are
+        # no copies.
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self._make_protocol = make_protocol
         self._ssl: ssl.SSLContext | None = None

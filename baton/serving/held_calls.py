@@ -1,4 +1,4 @@
-"""HeldCalls: limits the memory and the streams of a server that one caller's calls may hold.
+"""HeldCalls: limits how much of a server's memory, and how many streams, one caller may hold.
 
     a call whose message has not come      one place, and up to 8 MiB of its message
     a health watch, a reflection stream    one place while the stream lives
@@ -15,8 +15,8 @@ from typing import Any
 
 from baton.api.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 
-# Maximum number of messages, of up to 8 MiB each, that are read from one caller at the same time.
-# The client keeps further messages until one of these messages has arrived.
+# Maximum number of messages, of up to 8 MiB each, that are read from one caller at a time. Further
+# messages stay at the caller until one of these has arrived.
 MAX_COMING = 32
 # Maximum number of a caller's calls that wait for their turn. Each takes 25 KiB, and several times
 # the size of its headers.

@@ -224,6 +224,5 @@ def open_sync_channel(
 
 def _tls_options(server_name: str = "") -> list[tuple[str, Any]]:
     named = [("grpc.ssl_target_name_override", server_name.strip("[]"))] if server_name else []
-    # Connections are not shared, because a channel with new certificates might reuse an old
-    # connection.
+    # Do not share connections: a channel with new certificates might reuse an old connection.
     return [*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1), *named]

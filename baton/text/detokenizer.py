@@ -158,8 +158,8 @@ class _Window:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._ids: list[int] = []
-        # First id to decode. Ids before the new ones are decoded again, because a token's text may
-        # depend on the token before.
+        # First id to decode. Some earlier ids are decoded again, because a token's text may depend
+        # on the token before it.
         self._start = 0
         self._shown = 0
         self._look_at = 0  # decode again once there are this many ids

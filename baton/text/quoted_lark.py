@@ -181,8 +181,7 @@ def _statements(text: str) -> Iterator[list[tuple[str, str]]]:
     is_first = True  # whether the next token is the first of a line
     found: list[tuple[str, str]] = []
     for one in _TOKEN.finditer(text):
-        # A text is not closed. Stop here, because the same search from each later quote would take
-        # long.
+        # The text is not closed. Stop here: a search from each later quote would take long.
         if one[0] in ('"', "/"):
             shown = text[one.start() : one.start() + 80]
             raise _refused(f"{shown!r}: a text or a regex is not closed")

@@ -147,8 +147,8 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Keeps the prefix of a session's last request in the caches of the nodes that computed it, and
-        reads what their caches lack from files. Call it some seconds before the session's next turn.
+        """Keeps the prefix of a session's last request in the caches of the nodes that computed it; reads
+        missing blocks of the prefix from files. Call it some seconds before the session's next turn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -68,7 +68,7 @@ WORKLOADS = {"ShareGPT": Workload(161.31, 337.99), "Alpaca": Workload(19.31, 58.
 
 
 def fitted(prompt: int, output: int, max_model_len: int) -> Sizes:
-    """Return lengths whose sum is at most ``max_model_len``; the prompt is shortened first."""
+    """Shorten the lengths, the prompt's first, until their sum is at most ``max_model_len``."""
     output = min(output, max_model_len - 1)
     return Sizes(min(prompt, max_model_len - output), output)
 

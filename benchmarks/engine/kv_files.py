@@ -1,11 +1,11 @@
-"""Files with KV: the first token of a long prompt after a restart, and the cost without any hit.
+"""KV files: the first token of a long prompt after a restart, and the cost without any hit.
 
     prefix   one prompt of 8,000 tokens: computed; read by a new engine from the page cache; read
              by a new engine from the disk
     nobody   requests with different prompts, with and without `--kv-files`, in turns
     start    the time until 10,000 files with 10 GiB are known
-    troubles the long prompt with a disk of 2 MB/s, with a full disk and with read errors, beside
-             an engine without files
+    troubles the long prompt with a disk of 2 MB/s, a full disk or read errors; compared with an
+             engine without files
 
 SmolLM2-135M-Instruct with 4-bit weights, in this process.
 """
@@ -57,7 +57,7 @@ class _NoBlocks:
 
 
 class _TroubledFiles(FileSystem):
-    """Files of a slow disk, of a full one, or of one with read errors, by ``kind``."""
+    """Files on a slow disk, on a full disk, or on a disk with read errors, by ``kind``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -159,7 +159,7 @@ def measure_nobody(run: Run, model: str, repetitions: int) -> Document:
 
 
 def measure_troubles(run: Run, model: str, tokens: int, repetitions: int) -> Document:
-    """Measure a long prompt with files on troubled disks, and without files, in turns."""
+    """Measure a long prompt without files, and with files on each troubled disk, in turns."""
     names = ("plain", *TROUBLES)
     times: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
@@ -174,7 +174,7 @@ def measure_troubles(run: Run, model: str, tokens: int, repetitions: int) -> Doc
                     store = llm.engine.features.files._store
                     assert isinstance(store, RunStore)
                     store._files = _TroubledFiles(name)
-                    if name == "full disk":  # nothing can be read either
+                    if name == "full disk":  # a read finds nothing
                         store.index = RunIndex()
                 first_token_s(llm, prompt_of(999, 600))
                 seconds, found = first_token_s(llm, prompt)
@@ -209,7 +209,7 @@ def measure_start() -> Document:
 def run(
     run: Run, part: Sequence[str] = PARTS, tokens: int = 8000, repetitions: int = 3
 ) -> Document:
-    """Measure the chosen parts one after another; other parts keep their earlier results.
+    """Measure the chosen parts, one after another; the other parts keep their earlier results.
 
     Args:
         part: some of prefix, nobody, start, troubles.

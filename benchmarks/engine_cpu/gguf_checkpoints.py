@@ -148,7 +148,7 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
-    # for Gemma: llama.cpp itself sets the RoPE of layers with a window
+    # for Gemma; llama.cpp sets the RoPE of layers with a window itself
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if config.get("sliding_window"):

@@ -1,10 +1,10 @@
 """Measure models on several ranks of one machine: sums, decode steps, prompts, hand-offs.
 
-Two processes measure sums over ranks, and hidden states between stages that compute. Engines take
-turns with a model of about 125 million random float32 weights in a Qwen3 shape; each engine has its
-own processes. Hand-offs of the demo model run between real nodes. Ratios compare medians of one
-run, or the engines' best rounds, because other processes can only slow a round down. `--without`
-leaves parts out, which keep their earlier results.
+Two processes measure sums over ranks, and sends of hidden states between two computing stages.
+Engines compute in turns, with a model of about 125 million random float32 weights in a Qwen3 shape;
+each engine has its own processes. Hand-offs of the demo model run between real nodes. Ratios
+compare medians of one run, or the engines' best rounds, because other processes can only slow a
+round down. `--without` leaves parts out, which keep their earlier results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KIBIBYTES = (8, 16, 32, 64)
 # A burst has several sums over one transport without a pause, as in a step, so that neither rank
 # waits long for the other.
 NUM_BURSTS, SUMS_IN_BURST = 50, 10
-NUM_SENT, STAGE_S = 100, 0.004  # times that hidden states are sent, and seconds of a stage's step
+NUM_SENT, STAGE_S = 100, 0.004  # number of sends of hidden states, and seconds of a stage's step
 ONE_THREAD, STAGES = "one process, 1 thread", {"num_threads": 2, "pipeline_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
     ONE_THREAD: {"num_threads": 1},
@@ -108,8 +108,8 @@ def measure_sums() -> dict[str, dict[str, float]]:
 # ---------------------------------------------------------------------- hidden states
 
 
-def time_mail(rank: int, folder: str, descriptor: int | None, to: Any) -> None:
-    """Compute as a stage; the second sends how many microseconds hidden states took to it."""
+def time_hidden_states(rank: int, folder: str, descriptor: int | None, to: Any) -> None:
+    """Compute as a stage; the second stage puts into ``to`` how many microseconds sends took."""
     import torch
 
     from models.parallel.torch_group import connect
@@ -133,11 +133,11 @@ def time_mail(rank: int, folder: str, descriptor: int | None, to: Any) -> None:
     if rank:
         to.put(late[NUM_SENT // 10 :])
     else:
-        time.sleep(0.5)  # gloo still sends
+        time.sleep(0.5)  # gloo's thread still sends
 
 
-def measure_mail() -> dict[str, dict[str, float]]:
-    """Start two stages that compute and send; return how late hidden states came, in turns."""
+def measure_hidden_states() -> dict[str, dict[str, float]]:
+    """Time sends between two computing stages, over gloo and in shared memory, in turns."""
     from baton_kernels.native.library import load_library
     from models.parallel.shared_group import open_shared
 
@@ -150,7 +150,9 @@ def measure_mail() -> dict[str, dict[str, float]]:
             answers = context.Queue()
             with tempfile.TemporaryDirectory() as folder:
                 stages = [
-                    context.Process(target=time_mail, args=(rank, folder, descriptor, answers))
+                    context.Process(
+                        target=time_hidden_states, args=(rank, folder, descriptor, answers)
+                    )
                     for rank in range(2)
                 ]
                 for process in stages:
@@ -239,9 +241,9 @@ def measure_engines(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def measure_handovers() -> dict[str, dict[str, float]]:
-    """Return two medians: a hand-off's ms that computing does not hide, and its descriptors.
+    """Return medians of a hand-off's exposed milliseconds and of its descriptors.
 
-    The descriptors are those of one block and one pair of ranks.
+    Descriptors are counted per block and per pair of ranks.
     """
     from baton import Client, SamplingParams
     from baton.api.outputs import PushReceipt
@@ -339,7 +341,7 @@ def run(
     sums = {} if "sums" in without else measure_sums()
     engines = {} if "engines" in without else measure_engines(rounds)
     handovers = {} if "handovers" in without else measure_handovers()
-    mail = {} if "mail" in without else measure_mail()
+    mail = {} if "mail" in without else measure_hidden_states()
     measured = {"sums_us": sums, "engines": engines, "handovers": handovers, "mail_us": mail}
     run.show("ratios", ratios(sums, engines, handovers, mail))
     for name, rows in measured.items():

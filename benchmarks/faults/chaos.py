@@ -122,14 +122,14 @@ Action = Callable[[Site], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """The faults of one drill under load; ``prepare`` runs before the load starts.
+    """The faults of one drill under load; the drill calls ``prepare`` before the load starts.
 
     Attributes:
-        num_leavers: number of lanes in which every client leaves early (`Load`).
+        num_leavers: number of lanes whose clients all leave early (`Load`).
         of_ranks: whether each node has two ranks.
         with_images: whether there is an encode node, and requests have images.
-        with_fetches: whether nodes fetch prefixes, and requests are conversations.
-        by_decode_nodes: with fetches, whether there are only decode nodes.
+        with_fetches: whether nodes fetch prefixes, and requests form conversations.
+        by_decode_nodes: whether, with fetches, there are only decode nodes.
     """
 
     name: str

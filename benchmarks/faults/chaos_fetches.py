@@ -18,9 +18,9 @@ from benchmarks.faults.chaos_load import VOCABULARY, Asked, certain_answers
 from benchmarks.runner.answers import Answer, Case
 from benchmarks.runner.environment import DEMO_MODEL
 
-# Arrow of a fetch's diagram -> process to kill, and the point in it. Prefill nodes fetch from
-# decode nodes here. In fetches, decode nodes send what prefill nodes send in hand-offs, so each
-# point is reached only by a fetch.
+# Arrow of a fetch's diagram -> process to kill, and the point at which it dies. Here, prefill nodes
+# fetch from decode nodes. So a decode node sends what a prefill node sends in a hand-off, and only
+# a fetch reaches these points.
 FETCH_ARROWS = {
     4: [("d0", "Start:send"), ("p0", "Start:recv")],
     5: [("p0", "Grant:send"), ("d0", "Grant:recv")],
@@ -29,7 +29,8 @@ FETCH_ARROWS = {
     9: [("p0", "Cancel:send"), ("d0", "Cancel:recv")],
     10: [("d0", "Quiet:send"), ("p0", "Quiet:recv")],
 }
-# The same between two decode nodes; there is no prefill node, so all messages are those of fetches.
+# The same table for fetches between decode nodes, without prefill nodes: all messages belong to
+# fetches.
 DECODE_FETCH_ARROWS = {
     4: [("d0", "Start:send"), ("d0", "Start:recv")],
     5: [("d0", "Grant:send"), ("d0", "Grant:recv")],
@@ -70,12 +71,11 @@ def make_conversations(num_conversations: int, seed: int) -> list[Case]:
 def fetch_config(kv_connector: str, *, by_decode_nodes: bool) -> LocalDeploymentConfig:
     """Return a deployment of nodes that fetch prefixes.
 
-    Prefill nodes get prompts in turn, so that a prompt seldom comes to the node that has its
-    beginning.
+    Prefill nodes get prompts in turn, so that a prompt seldom reaches the node with its prefix.
 
     Args:
-        by_decode_nodes: whether there are three decode nodes and no prefill nodes; otherwise there
-            are two nodes of each role.
+        by_decode_nodes: whether to use three decode nodes and no prefill node, instead of two nodes
+            of each role.
     """
     if by_decode_nodes:
         return LocalDeploymentConfig(

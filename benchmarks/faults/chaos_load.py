@@ -44,7 +44,7 @@ class Load:
     Attributes:
         leaving: share of the requests whose client leaves before the answer's end.
         most: number of requests after which the load stops by itself.
-        num_leavers: number of extra lanes in which every client leaves during the hand-off.
+        num_leavers: number of extra lanes whose clients all leave during the hand-off.
         patience_s: seconds after which a request counts as hung.
         pause_s: seconds between a lane's requests.
     """

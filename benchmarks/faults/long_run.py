@@ -27,8 +27,7 @@ from benchmarks.runner.run import Run
 
 SURVIVORS = ("router", "p0", "d0")
 STANDSTILL_S = 3.0
-# The load stops this many times before anything is counted, because processes open some files only
-# once.
+# Number of pauses of the load before counting begins, because processes open some files only once.
 NUM_WARM_UP = 2
 CONCURRENCY = 6
 NUM_LOOKS = 5

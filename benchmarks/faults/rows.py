@@ -212,7 +212,7 @@ def _slowest_recovery(document: Json) -> Found:
 
 
 def _pauses(document: Json) -> Found:
-    """Return the longest pause for each length of faults whose client was not cut off."""
+    """Return the longest pause by length of the fault, if the fault does not cut off the client."""
     longest: dict[float, float] = {}
     for row in at(document, "rows"):
         if "client" not in at(row, "fault") and not at(row, "restarts"):
@@ -231,8 +231,8 @@ PARTITIONS = Source(
             "<= 2 s"),
         Row("longest pause of a request, by the fault's length", _pauses),
     ),
-    "Hosts of their own on one machine: cuts of one direction, stops, clocks, full disks, no"
-    " descriptors, wrong and moved addresses.",
+    "Programs run on hosts of their own on one machine. The faults are cuts of one direction,"
+    " stops, wrong clocks, full disks, no free descriptors, wrong addresses and moved addresses.",
 )  # fmt: skip
 SUBJECT = Subject(
     "Faults and overload",

@@ -16,8 +16,9 @@
     products           4- and 8-bit weights compared with the vendor's bfloat16
 
 The most valuable parts come first. As in `gpu_suite`, each part is a process with a time limit, and
-the results are saved after each part, so an interrupted run keeps what is finished. "before" is
-what results/gpu_suite.json has. `--device cpu` tries all parts on tiny shapes, and saves nothing.
+results are saved after each part, so an interrupted run keeps the finished parts. "before" stands
+for the figures in results/gpu_suite.json. `--device cpu` tries all parts on tiny shapes, and saves
+nothing.
 """
 
 from __future__ import annotations

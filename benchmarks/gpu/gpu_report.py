@@ -1,7 +1,7 @@
 """Report: writes the figures of a part of the GPU suite to a file, one by one.
 
-If the part is stopped, or crashes the device, the file has all figures until then. The module
-imports no packages other than torch and its requirements.
+If the part is stopped or crashes the device, the file has all earlier figures. The module imports
+only torch and its requirements.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from baton_kernels.quantized import QuantizedFormat
 from benchmarks.gpu.gpu_report import Report
 from engine.executors.uniproc import worker_of
 
-# This function is not imported from gpu_timing.py, which needs packages that may be missing.
+# Not imported from gpu_timing.py, because that file needs packages that may be missing.
 Row = dict[str, float | str]
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "demo_model")

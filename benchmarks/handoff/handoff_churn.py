@@ -66,7 +66,7 @@ class _Churn:
             assert p is not None
             assert d is not None
             self.num_allocated += len(p) + len(d)
-            # Sorted in the order in which the sender writes
+            # Sorted by the sender's order of writes
             pairs = sorted(zip(p, d, strict=False))
             transfers.append((num_blocks, count_runs([a for a, _ in pairs], [b for _, b in pairs])))
             num_output = self.draw.expovariate(1 / MEAN_OUTPUT_TOKENS)

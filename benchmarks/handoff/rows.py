@@ -100,9 +100,9 @@ HANDOFF = Source("handoff", (
 
 
 def _hybrids_growth(document: Json) -> Found:
-    """Compare, by family, the exposed transfers of the longest and the shortest prompt.
+    """Compare the exposed transfers of the longest and the shortest prompt, by model family.
 
-    The dense model is not judged here, because it has its own rows in `HANDOFF`.
+    The rows of the dense model are in `HANDOFF`.
     """
     growths = {
         f"{family}, blocks of {size}, {kind} prompts": number(
@@ -154,7 +154,7 @@ def _median_rate(document: Json, name: str) -> float:
 
 
 def _share_without_slow_link(name: str) -> Measure:
-    """Divide the requests per second with a slow link by those without this link's node."""
+    """Divide requests per second with a slow link by requests per second without its node."""
 
     def measure(document: Json) -> Found:
         share = _median_rate(document, name) / _median_rate(document, f"{name}: without d1")
@@ -176,12 +176,12 @@ def _slowest_request(document: Json) -> Found:
 SLOW_LINK = Source("slow_link", (
     Row("one of four links at 1/20 of the rate: requests per second, with / without its node",
         _share_without_slow_link("d1 slow"), ">= 0.9"),
-    Row("the same if the link was slow when its node joined",
+    Row("requests per second, with / without the node, if the link was slow when the node joined",
         _share_without_slow_link("d1 slow from its start"), ">= 0.9"),
     Row("slowest request / slowest over the slow link alone", _slowest_request, "<= 1"),
-), "Two prefill nodes and two decode nodes on hosts of their own; loads with and without the node"
-   " on the slow link in turns, medians.",
-   absent="its last run was ended before it wrote a file; docs/log.md has figures")  # fmt: skip
+), "Two prefill nodes and two decode nodes run on hosts of their own. Loads with and without the"
+   " node on the slow link take turns; figures are medians.",
+   absent="the last run ended before it wrote its file; docs/log.md has figures")  # fmt: skip
 
 
 def _left_home(document: Json) -> Found:
@@ -202,8 +202,8 @@ TWO_SITES = Source("two_sites", (
     Row("home full: requests per second, with / without the far decode node",
         ratio("rows > home is full > requests_per_s",
               "rows > home is full, no trunk > requests_per_s", ".2f")),
-), "A prefill node and a decode node on each end of a trunk with 1/20 of the links' rate, without"
-   " labels; the policy knows measured bandwidths.")  # fmt: skip
+), "A trunk with 1/20 of the links' rate joins two sites, each with a prefill node and a decode"
+   " node. No node has a label; the policy knows the measured bandwidths.")  # fmt: skip
 SUBJECT = Subject(
     "The hand-off",
     (

@@ -8,14 +8,14 @@
     p0 clock ahead, behind    the wall clock jumps by an hour, and back at the end
     p0 disk                   the disk of logs and dumps is full
     p0 descriptors            the process can open no more files or sockets
-    p0 descriptors and cut    the same, while p0 and d0 must connect again
-    router moves              the router's name gets another address, and its old one at the end
-    d0 moves                  d0 dies and comes back on another host, and at the end on its own
-    stranger at d0            d0 dies, and another node comes to its host, address and port
-    loopback                  a node joins that tells its peers its loopback address
+    p0 descriptors and cut    as above, while p0 and d0 must connect again
+    router moves              the router's name gets another address; at the end, its old address
+    d0 moves                  d0 dies and comes back on another host; at the end, on its own host
+    stranger at d0            d0 dies, and another node starts on its host, address and port
+    loopback                  a joining node tells its peers its loopback address
     wrong port                a node tries to join at a port where no router listens
-    dump                      a node joins whose engine soon stands still, and whose dump finds no
-                              room; the node must end
+    dump the engine of a joining node soon stands still, and its dump finds no room; the node must
+                              end
 
 Each fault has a beginning and an end. Refuses to know: load, what requests see.
 """
@@ -49,7 +49,7 @@ NODES = ("p0", "p1", "d0", "d1")
 DECODES = ("d0", "d1")
 MEMBERS = (CLIENT, ROUTER, "p0", "d0")
 PAIRS = tuple(f"{a}>{b}" for a, b in itertools.permutations(MEMBERS, 2))
-# Directions between a client and nodes, which never speak with each other
+# Directions without traffic, because clients and nodes never talk to each other
 IDLE_PAIRS = tuple(pair for pair in PAIRS if CLIENT in pair and ROUTER not in pair)
 LINKS = (f"{ROUTER} link", "p0 link", "d0 link")
 NO_FAULT = "none"
@@ -58,8 +58,8 @@ WRONG_PORT = 50999
 HOUR_S = 3600
 CHUNK_TOKENS = 64
 READY_TIMEOUT_S = 120.0
-# Caches are much smaller than all prompts together, so that most KV travels. Nodes on loopback use
-# no digests by default, and would not be paired with the others.
+# Caches are much smaller than all prompts together, so that most KV is sent. Digests are switched
+# on, because nodes on loopback use none by default and would not be paired with the others.
 NODE_WORDS = (
     *("--dtype", "float32", "--num-blocks", "160", "--max-num-requests", "16", "--kv-digests"),
     *("--long-prefill-token-threshold", str(CHUNK_TOKENS)),
@@ -68,10 +68,10 @@ _CLOCK_SOURCE = Path(__file__).parents[2] / "tests" / "hosts" / "clock_shift.c"
 
 
 class Site:
-    """The programs on their hosts, and the cases that the client asks for.
+    """The programs on their hosts, and the client's requests with their expected outputs.
 
     Args:
-        folder: has the files of the programs' clocks.
+        folder: contains the files that shift the programs' clocks.
         connector: nixl or tls.
     """
 
@@ -93,7 +93,7 @@ class Site:
         )  # fmt: skip
         for name in NODES:
             self.start_node(name)
-        self.network.enter(CLIENT)  # before gRPC has threads: they stay where they begin
+        self.network.enter(CLIENT)  # before gRPC starts threads here
         self.wait_for(lambda: all_are_paired(self.router))
 
     def start_node(
@@ -104,7 +104,7 @@ class Site:
         Args:
             more: additional words of its command.
             host: the node's host; empty: the host with the node's name.
-            port: the router's port, as the node is told.
+            port: the port that the node takes for the router's.
             devices: network devices for KV.
         """
         host = host or name
@@ -126,8 +126,8 @@ class Site:
         self.wait_for(lambda: text in self.programs.log(name)[begin:])
 
     def shift_clock(self, name: str, seconds: int) -> None:
-        """Let the wall clock of a program differ from the machine's by some seconds."""
-        with self._clock(name).open("r+b") as file:  # same inode: it is mapped
+        """Shift the wall clock of a program by some seconds from the machine's clock."""
+        with self._clock(name).open("r+b") as file:  # keep the inode, because the file is mapped
             file.write(struct.pack("q", seconds))
 
     def _variables(self, name: str) -> dict[str, str]:
@@ -157,11 +157,12 @@ def running_site(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault.
+    """A fault with its begin and its end.
 
     Attributes:
-        is_clients: whether the client itself is cut off, so that it may lose requests.
-        restarts: whether a program is started at the end, which takes longer than a link to mend.
+        is_clients: whether the fault cuts off the client, which may then lose requests.
+        restarts: whether the end of the fault starts a program, which takes longer than to mend a
+            link.
     """
 
     begin: Callable[[Site], object]
@@ -171,7 +172,7 @@ class Fault:
 
 
 def find_fault(name: str) -> Fault:
-    """Return the fault with a name; raise ValueError if there is none."""
+    """Return the fault with this name; raise ValueError if there is none."""
     if name in _OTHERS:
         return _OTHERS[name]
     for sign, is_both in ((">", False), ("=", True)):
@@ -283,7 +284,7 @@ def _full_disk(name: str) -> Fault:
 
 
 def _take_descriptors(site: Site, name: str) -> None:
-    """Let a program open no more files than it has now."""
+    """Lower a program's limit of open files to the number that it has open."""
     for pid in site.programs.pids(name):
         _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         with suppress(OSError):
@@ -320,7 +321,7 @@ def _no_descriptors_to_connect(name: str) -> Fault:
 
 
 def _replace(site: Site, old: str, new: str, host: str) -> None:
-    """Kill a node and start a node; wait until all nodes but the old one are paired."""
+    """Kill node ``old``, start node ``new``; wait until all nodes but ``old`` are paired."""
     mark = len(site.programs.log(ROUTER))
     site.programs.kill(old)
     site.start_node(new, host=host)
@@ -353,7 +354,7 @@ def _join_at_wrong_port(site: Site) -> None:
 
 
 def _fail_on_full_disk(site: Site) -> None:
-    """Start a node whose engine stands still; wait until the node has ended by itself."""
+    """Start a node whose engine soon stands still; wait until the node has ended by itself."""
     mark = len(site.programs.log(ROUTER))
     words = ("--inject-faults", "hang_engine=60", "--engine-timeout-s", "2")
     site.start_node(STRANGER, *words, host=SPARE)

@@ -1,8 +1,8 @@
-"""Fills links between hosts with KV: the share of a link's rate, and how long messages wait.
+"""Measures full links between hosts: the share of a link's rate that KV gets, and messages' waits.
 
-A sender and receivers without engines (`kv_end.py`) run on hosts of their own. The sender pushes
-transfers one after another, so that the link is always full, and exchanges a beat with each
-receiver every 10 ms.
+A sender and receivers without engines (`kv_end.py`) run on hosts of their own. The sender always
+has transfers open, so that the link is always full, and exchanges a beat with each receiver every
+10 ms.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.hosts.network import Network
 
 SENDER, RECEIVER, SLOW = "p0", "d0", "d1"
 NUM_BLOCKS, FEW_BLOCKS = 512, 64  # per transfer: 64 MiB, and 8 MiB where a link is very slow
-SLOWNESS = 20.0  # the other link has the rate of the slow receiver's, times this
+SLOWNESS = 20.0  # the fast link's rate divided by the slow link's
 WARM_S, BITS = 2.0, 8
 
 
 class End:
-    """One end on a host: a child process that gets orders and gives answers."""
+    """A child process on a host with one end of the connector; it gets orders and sends answers."""
 
     def __init__(self, network: Network, host: str, connector: str) -> None:
         role = "send" if host == SENDER else "receive"
@@ -38,15 +38,15 @@ class End:
         )  # fmt: skip
         self.info = self._answer()["info"]
 
-    def tell(self, **order: Any) -> None:
+    def send_order(self, **order: Any) -> None:
         """Send an order."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def ask(self, **order: Any) -> dict[str, Any]:
-        """Send an order; return its answer."""
-        self.tell(**order)
+    def carry_out(self, **order: Any) -> dict[str, Any]:
+        """Let the child carry out an order; return its answer."""
+        self.send_order(**order)
         return self._answer()
 
     def close(self) -> None:
@@ -78,8 +78,8 @@ def connected(
         sender, ids = start(SENDER), {}
         for host in receivers:
             receiver = start(host)
-            receiver.tell(peer=sender.info)
-            ids[host] = sender.ask(peer=receiver.info)["engine_id"]
+            receiver.send_order(peer=sender.info)
+            ids[host] = sender.carry_out(peer=receiver.info)["engine_id"]
         yield sender, ids
 
 
@@ -87,13 +87,14 @@ def fill(
     sender: End, ids: Sequence[str], seconds: float, num_blocks: int = NUM_BLOCKS
 ) -> dict[str, Any]:
     """Fill the links to some receivers; return the ends' figures by engine id."""
-    # The first load shows the sender the bandwidth, because the rate has just been changed.
-    sender.ask(num_blocks=num_blocks, seconds=WARM_S, engine_ids=list(ids))
-    return sender.ask(num_blocks=num_blocks, seconds=seconds, engine_ids=list(ids))
+    # Warm up: in the first load, the sender measures the bandwidth, because the rate was just
+    # changed.
+    sender.carry_out(num_blocks=num_blocks, seconds=WARM_S, engine_ids=list(ids))
+    return sender.carry_out(num_blocks=num_blocks, seconds=seconds, engine_ids=list(ids))
 
 
 def figures(found: Mapping[str, Any], rate: float) -> dict[str, float]:
-    """Return a load's rate in Gbit/s, its share of the link, and milliseconds of messages."""
+    """Return a load's Gbit/s, share of the link, and round trips of messages in milliseconds."""
     gbit_per_s = found["num_bytes"] * BITS / found["seconds"] / 1e9
     trips_ms = sorted(1e3 * trip for trip in found["round_trips_s"])
     row = {
@@ -128,7 +129,7 @@ def measure_full_links(
 def measure_slow_neighbour(
     network: Network, connector: str, rate: float, seconds: float
 ) -> dict[str, dict[str, float]]:
-    """Fill the links to two receivers, one of which is slow: it must not delay the other."""
+    """Fill the links to two receivers; a slow link must not delay the other link."""
     rates = {RECEIVER: rate, SLOW: rate / SLOWNESS}
     with connected(network, connector, list(rates)) as (sender, ids):
         for host, own in rates.items():

@@ -2,10 +2,10 @@
 
 A client, a router, a prefill node and a decode node run on hosts of their own, which are network
 namespaces of this machine (Linux, root, iproute2). The links of both nodes have 1 Gbit/s, 10 Gbit/s
-or no limit. KV travels by NIXL over TCP or by TLS sockets, while the prefill runs (layers) or after
-it. One request at a time; the checkpoint is random and computes long prompts fast. `link_model.py`
-predicts each exposed transfer. On a slow link, KV in fp8 and digests are compared, too. Ends
-without engines then fill the links (`full_link.py`), which shows how long messages wait.
+or no limit. KV is sent by NIXL over TCP or by TLS sockets, while the prefill runs (layers) or after
+it. One request runs at a time; the checkpoint is random and computes long prompts fast.
+`link_model.py` predicts each exposed transfer. On a slow link, KV in fp8 and digests are compared,
+too. Then ends without engines fill the links (`full_link.py`) to show how long messages wait.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PARTS: tuple[Part, ...] = ("links", "table", "variants")
 UNLIMITED = 0.0
 RATES = (1.0, 10.0, UNLIMITED)  # Gbit/s
 WARM_TOKENS, NUM_WARM = 4096, 3  # requests after each change of the rate
-SLOW_RATE = 0.1  # Gbit/s: slower than a prefill makes KV
-# Ways to send fewer bytes, or to check them, over the slow link
+SLOW_RATE = 0.1  # Gbit/s; slower than a prefill makes KV
+# Ways to send fewer bytes, or to check the bytes, over the slow link
 VARIANTS = {
     "no digests": ("--no-kv-digests",),
     "digests": ("--kv-digests",),
@@ -69,7 +69,7 @@ def running(
             time.sleep(0.2)
         yield programs
     for name in ("p0", "d0"):
-        network.limit(name, None)  # the next pair meets at full rate
+        network.limit(name, None)  # so that the next pair connects at the full rate
 
 
 def _is_paired(router: str) -> bool:
@@ -98,7 +98,7 @@ def measure(
 
 
 def figures(receipts: list[Receipt], rate: float, push: str) -> dict[str, Any]:
-    """Return medians of requests of one length, and the share of the link's rate."""
+    """Return medians over requests of one length, and the share of the link's rate."""
     found: dict[str, Any] = dict(push_figures(receipts))
     prefill, decode = receipts[0].prefill, receipts[0].decode
     assert prefill is not None
@@ -121,8 +121,9 @@ def figures(receipts: list[Receipt], rate: float, push: str) -> dict[str, Any]:
 def predict(rows: Mapping[str, dict[str, Any]]) -> None:
     """Add the model's predictions to the rows of one connector, in milliseconds and Gbit/s.
 
-    The model gets the times of the prefills, and the exposed transfer of the shortest prompt over
-    the unlimited link, sent by layers, which is the time that a hand-off takes besides the link's.
+    The model gets the times of the prefills. It also gets the exposed transfer of the shortest
+    prompt, sent by layers over the unlimited link: the time that a hand-off takes without the
+    link's time.
     """
     prefills = Prefills.fit(
         {
@@ -159,7 +160,7 @@ def measure_table(
     for push in pushes:
         with running(network, folder, connector, push) as programs:
             for rate in rates:
-                # The sender learns the new bandwidth.
+                # The sender measures the new bandwidth.
                 measure(network, programs.router, rate, min(WARM_TOKENS, max(lengths)), NUM_WARM)
                 for length in lengths:
                     number = max(1, round(requests * min(1.0, 2048 / length)))
@@ -180,7 +181,7 @@ def measure_variants(
     for name, options in VARIANTS.items():
         for push in PUSHES:
             with running(network, folder, "nixl", push, options) as programs:
-                measure(network, programs.router, UNLIMITED, length, 1)  # warms up
+                measure(network, programs.router, UNLIMITED, length, 1)  # warm-up
                 found = measure(network, programs.router, SLOW_RATE, length, requests)
                 rows[f"{name}, {push}"] = figures(found, SLOW_RATE, push)
                 print_row(f"{name}, {push}, {length} tokens", rows[f"{name}, {push}"])
@@ -200,11 +201,11 @@ def run(
     """Measure each connector, push mode, rate and prompt length.
 
     Args:
-        requests: number per length of up to 2,048 tokens; fewer for longer prompts.
+        requests: number of requests for each length up to 2,048 tokens; longer prompts get fewer.
         rates: Gbit/s of the nodes' links; 0: unlimited.
         connectors: nixl, tls.
         pushes: layers, after-prefill.
-        seconds: how long each link is filled.
+        seconds: time for which each link is filled.
         parts: links: full links; table: requests; variants: fp8 and digests on a slow link.
     """
     if reason := why_no_hosts():
@@ -213,7 +214,7 @@ def run(
     document: dict[str, dict[str, Any]] = dict(run.saved()) if set(parts) != set(PARTS) else {}
     with Network(HOSTS, ["ipv4"]) as network, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
-        # Called before gRPC has threads, because threads stay in the network where they begin
+        # Before gRPC starts threads, because threads stay in the network where they start
         network.enter("client")
         for connector in connectors:
             if "links" in parts:

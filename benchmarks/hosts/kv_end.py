@@ -3,8 +3,9 @@
     python -m benchmarks.hosts.kv_end ROLE NAME CONNECTOR LISTEN NUM_BLOCKS
 
 Reads orders from standard input and writes answers to standard output, one JSON object per line.
-The first answer is the end's peer info. A sender (ROLE "send") then gets a `Meeting` per receiver
-and any number of `Load` orders; a receiver grants each transfer, until its input ends.
+The first answer is the end's peer info. A sender (ROLE "send") then gets one `Meeting` per receiver
+and any number of `Load` orders. A receiver gets one `Meeting`, and grants each transfer until its
+input ends.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from kvconnector.transports.base import KVTransport, TransportOptions
 
 BLOCK_SHAPE = (8, 2, 4, 16, 32)  # layers, k and v, heads, tokens, head_dim
 BLOCK_BYTES, BLOCK_TOKENS = 2**17, 16
-NUM_OPEN = 2  # transfers that are open at once to each receiver, so that the link has no pauses
-BEAT_INTERVAL_S = 0.01  # short, to get many round trips of control messages
+NUM_OPEN = 2  # number of transfers open to each receiver at a time, so that the link has no pauses
+BEAT_INTERVAL_S = 0.01  # short, to measure many round trips of control messages
 TIMEOUT_S = 60.0
 
 
 def open_transport(
     connector: str, name: str, listen: str, num_blocks: int
 ) -> tuple[KVTransport, torch.Tensor]:
-    """Open a transport over new KV memory whose pages exist; return both."""
+    """Open a transport over new, populated KV memory; return both."""
     memory = huge_pages(num_blocks * BLOCK_BYTES).fill_(1).view(torch.float32)
     tensor = memory.view(num_blocks, *BLOCK_SHAPE)
     options = TransportOptions(listen=listen)
@@ -55,11 +56,11 @@ def open_transport(
     return NixlTransport(name, memory_of(tensor), options), tensor
 
 
-round_trips: dict[str, list[float]] = defaultdict(list)  # seconds, by engine id
+round_trips: dict[str, list[float]] = defaultdict(list)  # seconds by engine id
 
 
 class TimedPeers(Peers):
-    """A table of peers that records the round trips of control messages."""
+    """A table of peers that also records the round trips of control messages."""
 
     def renew(self, engine_id: str, sent_at_s: float) -> None:
         round_trips[engine_id].append(self._turn.now - sent_at_s)
@@ -68,11 +69,11 @@ class TimedPeers(Peers):
 
 @dataclass(slots=True)
 class Stream:
-    """The transfers to one receiver in one load.
+    """The transfers of one load to one receiver.
 
     Attributes:
         began_at: when the first transfer began; ended_at: when the last was complete.
-        pushed: blocks' push times of open transfers, by request id.
+        pushed: for each open transfer, by request id, the time of its push.
         times_s: seconds from each push until the sender's COMMITTED event.
     """
 
@@ -85,7 +86,7 @@ class Stream:
 
 
 class SendingEnd:
-    """A sender that pushes transfers as fast as the link takes them."""
+    """A sender that pushes transfers as fast as the link carries them."""
 
     def __init__(self, connector: str, name: str, listen: str, num_blocks: int) -> None:
         peers_module.BEAT_INTERVAL_S = BEAT_INTERVAL_S
@@ -96,7 +97,7 @@ class SendingEnd:
         self._number = 0
 
     def meet(self, info: bytes) -> dict[str, Any]:
-        """Connect to a receiver; return its engine id, and the bandwidth of the self-test."""
+        """Connect to a receiver; return its engine id and the self-test's bandwidth."""
         peer = PeerInfo.decode(info)
         self.sender.connect(peer)
         for event in self._events():
@@ -106,7 +107,7 @@ class SendingEnd:
         raise TimeoutError("the ends did not meet")
 
     def load(self, num_blocks: int, seconds: float, engine_ids: list[str]) -> dict[str, Any]:
-        """Push transfers of ``num_blocks`` to each receiver for some seconds; return figures."""
+        """Push transfers of ``num_blocks`` to the receivers for some seconds; return figures."""
         round_trips.clear()
         streams = {engine_id: Stream() for engine_id in engine_ids}
         by_request: dict[str, str] = {}
@@ -179,7 +180,7 @@ def receive(connector: str, name: str, listen: str, num_blocks: int) -> None:
         if select.select([sys.stdin], [], [], 0)[0]:
             line = sys.stdin.readline()
             if not line:
-                os._exit(0)  # UCX's threads need not end
+                os._exit(0)  # do not wait for UCX's threads
             receiver.connect(PeerInfo.decode(base64.b64decode(json.loads(line)["peer"])))
         for event in receiver.poll():
             if event.kind is TransferEventKind.STARTED:

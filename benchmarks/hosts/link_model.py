@@ -1,13 +1,13 @@
-"""Predicts the exposed transfer of a hand-off over a link, from the times of prefills alone.
+"""Predicts the exposed transfer of a hand-off over a link from the times of prefills.
 
     chunk 1 | chunk 2 | ... | last chunk     computed, one after the other
              ->        ->     -> -> -> ->    pushed: chunks, then the last chunk's groups of layers
                 ======   ======  == == ==|   carried by the link, in the same order
                                       exposed: from the last push to the end of the last bytes
 
-The time of a prefill of n chunks is fitted as ``a n + b n^2``. The link carries `PAYLOAD_SHARE` of
-its rate as KV, and nothing else. "The link is faster than the prefill makes KV" then means that at
-the last push, only the last group of layers is still to be carried.
+The time of a prefill of n chunks is fitted as ``a n + b n^2``. Of the link's rate, the share
+`PAYLOAD_SHARE` carries KV. "The link is faster than the prefill makes KV" means that at the last
+push, the link must still carry only the last group of layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from baton.limits import NUM_LAYER_GROUPS
 
-# bytes of KV in an Ethernet frame of 1,514 bytes: without headers of Ethernet, IP and TCP
+# bytes of KV in an Ethernet frame of 1,514 bytes; the others are headers of Ethernet, IP and TCP
 PAYLOAD_SHARE = 1448 / 1514
 BITS = 8
 
@@ -41,14 +41,14 @@ class Prefills:
         return cls(float(found[0]), float(found[1]))
 
     def ends_at(self, num_chunks: float) -> float:
-        """Return when the first chunks are computed, in seconds from the beginning."""
+        """Return after how many seconds the first ``num_chunks`` chunks are computed."""
         return self.a * num_chunks + self.b * num_chunks**2
 
 
 def push_queue(
     prefills: Prefills, num_chunks: int, num_bytes: float, mode: str
 ) -> list[tuple[float, float]]:
-    """Return time and bytes of each push of a prompt, in order."""
+    """Return the time and the bytes of each push of a prompt, in order."""
     end_s, chunk_bytes = prefills.ends_at(num_chunks), num_bytes / num_chunks
     if mode == "after-prefill":
         return [(end_s, num_bytes)]
@@ -63,7 +63,7 @@ def push_queue(
 
 
 def exposed_s(queue: list[tuple[float, float]], rate: float) -> float:
-    """Return the seconds from the last push until a link of ``rate`` Gbit/s has carried all."""
+    """Return the seconds from the last push until a link of ``rate`` Gbit/s has carried all KV."""
     bytes_per_s = PAYLOAD_SHARE * rate * 1e9 / BITS
     free_at = 0.0
     for pushed_at, num_bytes in queue:
@@ -72,7 +72,7 @@ def exposed_s(queue: list[tuple[float, float]], rate: float) -> float:
 
 
 def least_rate(queue: list[tuple[float, float]]) -> float:
-    """Return the rate from which on a link is faster than the prefill makes KV, in Gbit/s."""
+    """Return the lowest rate, in Gbit/s, of a link that is faster than the prefill makes KV."""
     slow, fast = 1e-6, 1e6
     while fast / slow > 1.001:
         rate = (slow * fast) ** 0.5

@@ -4,10 +4,10 @@ A client, a router, two prefill nodes and two decode nodes run on hosts of their
 network namespaces of this machine (Linux, root, iproute2, a C compiler). KV travels over TCP.
 `faults.py` lists the faults: one direction or both between two hosts, a link, a stopped process, a
 clock that jumps, a full disk, no descriptors, a name or a node that moves, a node with a wrong
-address. After each fault every request must have ended with the tokens of one process, all pairs of
-nodes must be connected, and every block of every node must be free. A client that is itself cut off
-may lose requests. Rows during which other work stopped this machine's programs are repeated. Seeds
-run at one time, each on hosts of its own.
+address. After each fault, every request must have ended with the tokens that one process gives, all
+pairs of nodes must be connected, and every block of every node must be free. A client that a fault
+cuts off may lose requests. A row is repeated if other work stopped this machine's programs during
+the row. All seeds run at the same time, each on its own hosts.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from tests.hosts.network import Family, why_no_hosts
 
 NUM_CASES = 24
 RECOVERY_TIMEOUT_S, FREE_TIMEOUT_S = 30.0, 10.0
-MOST_RECOVERY_S = 2.0  # promise: seconds from a link's mending until all pairs are connected
-SHORT_S = 5.0  # longest fault that is not of the network
-PAUSE_S = 0.3  # pause of a client's lane between requests, so that the machine is not always busy
-# A thread of this process that is late by more than this time was stopped by other work.
+MOST_RECOVERY_S = 2.0  # promise: seconds from the mending of a link until all pairs are connected
+SHORT_S = 5.0  # longest fault other than a fault of the network, in seconds
+PAUSE_S = 0.3  # a lane's pause between requests, so that the machine is not always busy
+# If a thread of this process is late by more than this time, other work has stopped the process.
 TICK_S, MOST_LATE_S, MOST_REPEATS = 0.1, 1.0, 4
 GROUPS = {
     "directions": PAIRS, "links": LINKS, "states": STATES, "newcomers": NEWCOMERS,
@@ -71,16 +71,16 @@ class Row:
 
     Attributes:
         fault: name of the fault.
-        times: number of times; the site is whole between them for as long.
-        restarts: whether a program is started at the end.
+        times: number of times that the fault occurs; between them, the site is whole for as long.
+        restarts: whether the end of the fault starts a program.
         counts: number of requests by outcome.
         longest_pause_s: longest time without a token in any request.
-        recovered_after_s: seconds from the fault's end until all pairs are connected; None: not in
-            time.
-        free_after_s: seconds from the last answer until all blocks are free; None: not in time.
+        recovered_after_s: seconds from the fault's end until all pairs are connected; None: too
+            late.
+        free_after_s: seconds from the last answer until all blocks are free; None: too late.
         late_s: longest time for which other work stopped this process.
-        noticed: what the router's log says about nodes.
-        broken: promises that did not hold.
+        noticed: the router's log lines about nodes.
+        broken: promises that were broken.
     """
 
     fault: str
@@ -99,7 +99,7 @@ class Row:
 
 
 class Lateness(threading.Thread):
-    """Finds the longest time for which this process was stopped, or got no processor."""
+    """Measures the longest time for which this process was stopped or got no processor."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -121,7 +121,7 @@ class Lateness(threading.Thread):
 
 @contextmanager
 def measuring_lateness(row: Row) -> Iterator[None]:
-    """Note in a row for how long other work stops this process during the ``with`` block."""
+    """Note in a row how long other work stops this process during the ``with`` block."""
     lateness = Lateness()
     lateness.start()
     try:
@@ -143,7 +143,7 @@ def unowned_blocks(router: str) -> list[str]:
 
 
 async def run_row(site: Site, row: Row, concurrency: int) -> None:
-    """Run the load, cause the fault and end it meanwhile, and fill the row."""
+    """Run the load, cause and end the fault meanwhile, and fill the row."""
     fault = find_fault(row.fault)
     draw = random.Random(f"{row.fault} {row.seconds:g} {row.seed}")
     mark = len(site.programs.log(ROUTER))
@@ -177,7 +177,7 @@ async def run_row(site: Site, row: Row, concurrency: int) -> None:
 
 
 async def cause(site: Site, fault: Fault, seconds: float) -> None:
-    """Cause a fault for a while."""
+    """Cause a fault, and end it after its time."""
     try:
         await asyncio.to_thread(fault.begin, site)
         await asyncio.sleep(seconds)
@@ -203,7 +203,7 @@ def _broken(row: Row, fault: Fault, site: Site) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Work of one process: faults and lengths on one site.
+    """The work of one process: faults with their lengths, on one site.
 
     Attributes:
         faults: names and seconds, in order.
@@ -222,7 +222,7 @@ class Plan:
 
 
 def carry_out(plan: Plan, cases: list[Case]) -> tuple[list[Row], list[str]]:
-    """Cause the faults of a plan; return the rows, and the changes of the network."""
+    """Cause the faults of a plan; return the rows and the changes of the network."""
     rows: list[Row] = []
     with running_site(cases, plan.connector, plan.family) as site:
         begin = time.monotonic()
@@ -255,13 +255,13 @@ def run(
     """Cause each fault for each time.
 
     Args:
-        seconds: lengths of the faults; more than 5 s only for the network. A fault that starts a
-            program has only the longest length of at most 5 s.
+        seconds: lengths of the faults; only faults of the network take more than 5 s. A fault that
+            starts a program has one length, the longest of at most 5 s.
         faults: names of faults such as p0>d0, or of groups: directions, links, states, newcomers.
-        times: number of times in each row; the site is whole between them for as long.
-        seeds: each has its own requests and moments, and runs beside the others.
+        times: number of times that each fault occurs; between them, the site is whole for as long.
+        seeds: each seed has its own requests and moments of faults; all seeds run at the same time.
         concurrency: number of open requests.
-        family: ipv4 or ipv6, the only addresses of all hosts.
+        family: kind of the hosts' addresses, ipv4 or ipv6.
         connector: nixl or tls.
         limit: seconds after which no further fault begins; 0: no limit.
         logs: print the logs of a broken row's programs.
@@ -290,7 +290,7 @@ def run(
 
 
 def lengths(name: str, seconds: Sequence[float]) -> list[float]:
-    """Return the lengths of a fault that are worth their time; raise ValueError for its name."""
+    """Return the lengths to test of a fault; raise ValueError for an unknown name."""
     find_fault(name)
     if name in LINKS or (name in PAIRS and name not in IDLE_PAIRS):
         return list(seconds)
@@ -299,7 +299,7 @@ def lengths(name: str, seconds: Sequence[float]) -> list[float]:
 
 
 def undisturbed_row(site: Site, blank: Row, concurrency: int) -> Row:
-    """Fill a row, again if other work stopped this process meanwhile; return the last one."""
+    """Fill a row; repeat this if other work stopped this process meanwhile; return the last row."""
     for _ in range(MOST_REPEATS):
         row = replace(blank, counts={}, noticed=[], broken=[])
         asyncio.run(run_row(site, row, concurrency))

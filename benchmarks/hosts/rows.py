@@ -10,15 +10,15 @@ SPEEDS = ("1 Gbit/s", "10 Gbit/s", "unlimited")
 LENGTHS = (1024, 4096, 16384)
 SLOW = "0.1 Gbit/s"
 _CORES = "both hosts share two cores, which this link fills."
-# Why a share of a full link, or the time of its messages, is missed
+# Reasons why a goal for a full link's share, or for its messages, is missed
 WHY = {
     ("nixl", "10 Gbit/s"): _CORES,
     ("nixl", "unlimited"): _CORES,
     ("tls", "1 Gbit/s"): "a round of the TLS transport takes up to 1 ms on each host.",
-    ("tls", "10 Gbit/s"): f"TLS has this rate without a limit, too: {_CORES}",
+    ("tls", "10 Gbit/s"): f"without a limit, TLS is no faster: {_CORES}",
     ("tls", "unlimited"): _CORES,
 }
-FLAT = 2.0  # largest growth of the exposed time while the bytes grow 16 times
+FLAT = 2.0  # maximum growth of the exposed time while the bytes grow 16 times
 _LENGTHS = " / ".join(f"{length:,}" for length in LENGTHS)
 
 
@@ -27,7 +27,7 @@ def _row(document: Json, connector: str, push: str, speed: str, length: int) -> 
 
 
 def _exposed(connector: str, speed: str) -> Measure:
-    """Return a measure of the exposed time by length, judged where the link is the faster one."""
+    """Return a measure of the exposed time by length; judge links faster than the prefill."""
 
     def measure(document: Json) -> Found:
         texts, flat = [], []
@@ -94,7 +94,7 @@ def _least_rates(connector: str) -> Measure:
 
 
 def _model(connector: str) -> Measure:
-    """Return a measure of the model's error where the link is slower than the prefill makes KV."""
+    """Return a measure of the model's error on links slower than the prefill makes KV."""
 
     def measure(document: Json) -> Found:
         texts, errors = [], []
@@ -153,7 +153,8 @@ HOSTS = Source("hosts_handoff", (
     ),
     Row(f"UCX, {SLOW}, 1,024 tokens, by layers: without digests / with digests / fp8, digests",
         _variants("layers")),
-    Row("the same KV pushed after the prefill", _variants("after-prefill")),
-), "Hosts of their own on one machine, joined by links with a rate (`tc tbf`). The growth of the"
-   " exposed transfer is judged where the link is faster than the prefill makes KV; the model"
-   " (`benchmarks/hosts/link_model.py`) says from which rate on this holds.")  # fmt: skip
+    Row(f"UCX, {SLOW}, 1,024 tokens, after the prefill: without digests / with digests / fp8,"
+        " digests", _variants("after-prefill")),
+), "Programs run on hosts of their own on one machine; links with a rate (`tc tbf`) join the hosts."
+   " The growth of the exposed transfer is judged only for links that are faster than the prefill"
+   " makes KV; the model (`benchmarks/hosts/link_model.py`) computes the least rate.")  # fmt: skip

@@ -47,15 +47,14 @@ class Row:
     """Outcome of one load.
 
     Attributes:
-        requests_per_s: number of open requests, divided by the median time of a request. Other
-            work on this machine, which may stop all programs for a while, changes the median
-            little.
+        requests_per_s: number of open requests, divided by the median time of a request. The median
+            changes little if other work stops all programs for a while.
         by_pair: number of requests by the nodes of the last attempt, such as p0>d0.
         num_retried: number of requests with several attempts.
-        parts_ms: medians of the times until token 1, and from token 1 to the last token.
+        parts_ms: medians of the milliseconds until token 1, and from token 1 to the last token.
         p50_ms, max_ms: milliseconds from a request's arrival to its last token.
-        cpu_ms: CPU milliseconds of all programs per request. Other work on this machine changes
-            them less than the times of requests.
+        cpu_ms: CPU milliseconds of all programs per request; other work on this machine changes
+            this figure less than the times of requests.
     """
 
     requests_per_s: float
@@ -148,7 +147,7 @@ async def measure(
 def running(
     network: Network, connector: str, nodes: Sequence[str] = FAST, num_blocks: int = NUM_BLOCKS
 ) -> Iterator[HostPrograms]:
-    """Run a router and some nodes, and yield when they have met."""
+    """Run a router and some nodes; yield when all pairs are connected."""
     with HostPrograms(network) as programs:
         programs.start_router("--no-local-prefill")
         for name in nodes:

@@ -69,7 +69,7 @@ def look(programs: HostPrograms, begun_at: float) -> Sample:
             # the program is a child of the process that enters its host
             child = psutil.Process(process.pid).children()[0]
             usage[name] = Usage.of(child.pid)
-        except (psutil.Error, IndexError):  # the process has just been killed
+        except (psutil.Error, IndexError):  # the process was just killed
             continue
     return Sample(round(time.monotonic() - begun_at, 2), usage)
 
@@ -193,7 +193,7 @@ def run(
         every: seconds between two faults.
         connector: nixl or tls.
         plot: file of the plot, an SVG.
-        skip: where no hosts can be made, only say why.
+        skip: if hosts cannot be made here, only print why.
     """
     if reason := why_no_hosts():
         if skip:

@@ -1,13 +1,14 @@
-"""Let KV of two sites stay at home: nodes on both ends of a slow trunk, and a router at one.
+"""Measure whether KV stays at its site: nodes at both ends of a slow trunk, a router at one end.
 
-Hosts are network namespaces of this machine (Linux, root, iproute2). p0, d0, client and router are
-near, p1 and d1 are far, and the trunk between them has a fraction of the rate of the hosts' links.
-No node has a label. The policy `cost` knows the measured bandwidth of each pair of nodes. No KV may
-cross the trunk while home has room. If home is full, KV must cross it rather than wait for long.
+Hosts are network namespaces of this machine (Linux, root, iproute2). Client, router, p0 and d0 are
+at home; p1 and d1 are far. The trunk between the sites has a fraction of the rate of the hosts'
+links. No node has a label: the policy `cost` knows the measured bandwidth of each pair of nodes.
+While home has room, no KV may cross the trunk. If home is full, KV must cross the trunk rather than
+wait for long.
 
     home has room           four open requests, two prefill nodes and two decode nodes
     home is full            without p1, and more open requests than d0 has room for
-    home is full, no trunk  the same with d1 stopped
+    home is full, no trunk  as above, with d1 stopped
     trunk alone             without d0
 """
 
@@ -39,7 +40,7 @@ OPEN_REQUESTS, MORE_OPEN_REQUESTS = 4, 10
 
 
 def num_crossing(row: Row) -> int:
-    """Return how many requests had their KV sent over the trunk."""
+    """Return the number of requests whose KV was sent over the trunk."""
     return sum(number for pair, number in row.by_pair.items() if pair not in ("p0>d0", "p1>d1"))
 
 

@@ -177,7 +177,7 @@ def stream(sizes: Sizes) -> Iterator[Row]:
 
 
 def launch(sizes: Sizes) -> Iterator[Row]:
-    """Measure the us of each op of a step in a CUDA graph, as torch ops and as one kernel."""
+    """Measure the microseconds of a step's ops in a CUDA graph: as torch ops and as one kernel."""
     for num_tokens in sizes.step_tokens:
         step = Step.of(sizes, num_tokens)
         chains = torch_chains_of(step, sizes)

@@ -197,9 +197,9 @@ SHARED_PREFIXES = Source(
         ),
         Row("the slowest of 16 cases of attention", _least_shared, ">= 0.99"),
     ),
-    "Decodes that begin with the same blocks: time without shared spans, divided by the time with"
-    " them. Processor time of one thread, heads of the 125M shape.",
-    absent="not measured yet",
+    "Decodes whose first blocks are equal: processor time of one thread without shared spans,"
+    " divided by its time with shared spans. The heads are those of the 125M shape.",
+    absent="no run was saved yet",
 )  # fmt: skip
 SUBJECT = Subject(
     "Kernels",

@@ -1,8 +1,8 @@
 """Measure decodes that begin with the same blocks: one layer's attention, and whole steps.
 
-Each case is computed with and without shared spans (ADR 0106), in turns, and gives equal bits. A
-sliding window larger than every text switches sharing off without another effect. Times are
-processor times of one thread, because other processes on the machine make wall times longer.
+Each case is computed with and without shared spans (ADR 0106), in turns; both give equal bits. A
+sliding window that is larger than every text switches sharing off, and has no other effect. Times
+are processor times of one thread, because other processes on the machine lengthen wall times.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
 from benchmarks.runner.environment import ROOT
 from benchmarks.runner.run import Document, Run
 
-HUGE_WINDOW = 10**6  # tokens, more than any text here has
+HUGE_WINDOW = 10**6  # tokens; more than any text here has
 WAYS = {"shared": None, "apart": HUGE_WINDOW}
-BLOCK_SIZE, KV_HEADS, GROUP, HEAD_DIM = 16, 4, 3, 64  # the shape of the 125M checkpoint
+BLOCK_SIZE, KV_HEADS, GROUP, HEAD_DIM = 16, 4, 3, 64  # shape of the 125M checkpoint
 PREFIX, DECODES = 4096, 32
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Decodes of one step: how many, and how many tokens they have in common and of their own."""
+    """The decodes of one step: their number, their common tokens, and the own tokens of each."""
 
     decodes: int
     common: int
@@ -58,8 +58,8 @@ def run(
     """Measure attention and steps in both ways.
 
     Args:
-        repetitions: times that attention is computed in each way; the fastest one counts.
-        steps: decode steps of an engine in each way; the median counts.
+        repetitions: number of times that attention is computed in each way; the fastest counts.
+        steps: number of decode steps of an engine in each way; the median counts.
         parts: parts to measure; other parts keep their earlier results.
     """
     import torch
@@ -70,7 +70,7 @@ def run(
     }
     for dtype in DTYPES:
         for case in CASES if "attention" in parts else ():
-            times = repetitions * (1 if case.common else 8)  # small ratios need more
+            times = repetitions * (1 if case.common else 8)  # small ratios need more repetitions
             row = _attention(case, getattr(torch, dtype), times)
             found["attention"][f"{dtype}: {case.name}"] = row
         if "steps" in parts:
@@ -137,7 +137,7 @@ def _steps(dtype: str, num_steps: int, run: Run) -> dict[str, float]:
 
 
 def _engine(way: str, dtype: str) -> tuple[Any, list[float]]:
-    """Return an engine, and a list that gets the seconds of each step with all decodes."""
+    """Return an engine, and a list to which it adds the seconds of each step with all decodes."""
     from engine import LLM
 
     folder = make_checkpoint(WORKS["125M"])
@@ -159,7 +159,7 @@ def _engine(way: str, dtype: str) -> tuple[Any, list[float]]:
 
 
 def _with_window(folder: Path) -> Path:
-    """Return a folder of the same checkpoint, whose layers all have a huge sliding window."""
+    """Return a folder with a copy of the checkpoint whose layers have a huge sliding window."""
     copy = ROOT / "build" / "shared_prefixes" / f"{folder.name}-window"
     copy.mkdir(parents=True, exist_ok=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

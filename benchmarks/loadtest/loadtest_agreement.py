@@ -250,7 +250,7 @@ def play(generator: Generator, job: Job) -> str:
             cwd=job.folder,
             env=generator.environment(),
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-            # Use a new session, so that child processes can be ended with it.
+            # Use a new session, so that its child processes can be ended, too.
             start_new_session=True,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -161,12 +161,12 @@ IMAGES = Source(
     ),
     "Text requests, while some of the other requests have images: a random model with"
     " SmolVLM-256M's widths, a prefill node, a decode node and, in one case, an encode node.",
-    absent="not measured yet",
+    absent="no run was saved yet",
 )
 
 
 def _tuned(load: str) -> Row:
-    """Return a row that passes if a search ended and its written file starts a deployment."""
+    """Return a row that passes if a search has ended and its file starts a deployment."""
 
     def measure(document: Json) -> Found:
         found = at(document, "loads", load)
@@ -191,7 +191,7 @@ TUNING = Source(
     tuple(map(_tuned, ("chats", "long prompts", "long answers"))),
     "`baton loadtest tune` with SmolLM2-135M-Instruct, each load at one rate; differences have 95 %"
     " intervals.",
-    absent="not measured yet",
+    absent="no run was saved yet",
 )
 SUBJECT = Subject(
     "Load tests and other programs",

@@ -1,8 +1,9 @@
-"""Search settings that beat the defaults with `baton loadtest tune`, for three loads.
+"""Search for settings that beat the defaults, with `baton loadtest tune`, for three loads.
 
-SmolLM2-135M-Instruct serves each load on this machine, at a rate at which the defaults should miss
-the SLO, or nothing can be gained. A search goes on where an earlier run stopped (`build/tuning`).
-If a search finds settings, the written file then starts a deployment with `baton up --config`.
+SmolLM2-135M-Instruct serves each load on this machine. The defaults should miss the SLO at the
+load's rate, because otherwise nothing can be gained. A search continues where an earlier run
+stopped (`build/tuning`). If a search finds settings, its file then starts a deployment with `baton
+up --config`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ LoadName = Literal["chats", "long prompts", "long answers"]
 COMMON: dict[str, Any] = {
     "duration_s": 7.0,
     "warmup_s": 2.0,
-    "arrivals": "constant",  # fewer chances, so fewer repeats show a gain
+    "arrivals": "constant",  # fewer settings to compare, so fewer repeats suffice
     "repeats": 2,
     "seed": 1,
-    "max_lag_ms": 50.0,  # the generator shares the cores with what it measures
+    "max_lag_ms": 50.0,  # the load generator shares the cores with the deployment
 }
 LOADS: dict[LoadName, dict[str, Any]] = {
     "chats": {
@@ -70,11 +71,11 @@ def run(
     loads: Sequence[LoadName] = ("chats", "long prompts", "long answers"),
     budget_s: float = 60.0,
 ) -> None:
-    """Search for each load, one after another; other loads keep their earlier results.
+    """Search for one load after another; other loads keep their earlier results.
 
     Args:
         loads: loads to search settings for.
-        budget_s: seconds after which a search tries no more values.
+        budget_s: seconds after which a search tries no further values.
     """
     found = run.saved().get("loads", {})
     for name in loads:
@@ -85,7 +86,7 @@ def run(
 
 
 def _measure(name: LoadName, budget_s: float) -> dict[str, Any]:
-    """Search settings for one load, and start the deployment of the written file."""
+    """Search for one load, and start a deployment from the written file."""
     BUILD.mkdir(parents=True, exist_ok=True)
     place = BUILD / name.replace(" ", "_")
     files = {"state": f"{place}.jsonl", "write": f"{place}.toml", "budget_s": budget_s}
@@ -108,7 +109,7 @@ def _measure(name: LoadName, budget_s: float) -> dict[str, Any]:
 
 
 def _trials(found: Tuning) -> list[dict[str, Any]]:
-    """Return all trials, each with the part of the search that it belongs to."""
+    """Return all trials, each with the part of the search to which it belongs."""
     parts: dict[str, Sequence[Trial]] = {
         "defaults": found.defaults,
         "tried": [one.trial for one in found.tried],

@@ -1,9 +1,9 @@
 """Measure chats beside a full load of embeddings: ITL, TTFT, and embedded tokens per second.
 
 A router, a prefill node and a decode node serve the same chats with and without clients that always
-have embeddings under way. The prefill node computes the embeddings, so the decode steps of the
-chats share only the machine with them. Each node keeps a core of its own. The model is that of
-`pooling`.
+have requests for embeddings open. The prefill node computes the embeddings, so the decode steps of
+the chats share only the machine with them. Each node has its own core. The model is the model of
+the benchmark `pooling`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from loadtest.session import Session
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions
 
-NUM_EMBEDDERS = 4  # clients, each with one request under way
-TEXTS, TEXT_TOKENS = 8, 64  # of a request for embeddings
+NUM_EMBEDDERS = 4  # clients, each with one open request
+TEXTS, TEXT_TOKENS = 8, 64  # tokens of a request for embeddings
 CASES = ("alone", "beside embeddings")
 PERCENTILES = ("p50", "p99")
 
@@ -35,11 +35,11 @@ PERCENTILES = ("p50", "p99")
 def run(
     run: Run, rounds: int = 3, duration_s: float = 25.0, rate: float = 0.5, dtype: str = "bfloat16"
 ) -> Document:
-    """Serve the chats in both cases in turns.
+    """Serve the chats in both cases, in turns.
 
     Args:
         rounds: rounds of both cases; each round has other prompts.
-        duration_s: seconds of each load, of which the first fifth is not measured.
+        duration_s: seconds of each load; the first fifth is not measured.
         rate: conversations per second, of two turns each.
         dtype: type of the computation.
     """
@@ -114,7 +114,7 @@ async def _play(folder: Path, plan: LoadPlan, dtype: str, case: str) -> dict[str
 
 
 async def _embed(client: AsyncClient, counts: list[int], number: int) -> None:
-    """Keep one request for embeddings under way; note each request's number of tokens."""
+    """Keep one request for embeddings open; note each request's number of tokens."""
     draw = random.Random(number)
     while True:
         texts = [draw.choices(range(300, 20_000), k=TEXT_TOKENS) for _ in range(TEXTS)]

@@ -32,20 +32,22 @@ POOLING = Source(
     "A Qwen3 shape of 125 million random weights in float32, two threads. Baton in one process"
     " beside sentence-transformers; a router with one prefill node beside llama.cpp's server.",
     options="--peers sentence_transformers llamacpp",
-    absent="not measured yet.",
+    absent="no run was saved yet",
 )
 BESIDE = Source(
     "chats_beside",
     (
         Row(
-            "chats' ITL p99 beside a full load of embeddings, divided by that of chats alone",
+            "chats' ITL p99 beside a full load of embeddings / ITL p99 of chats alone",
             value("ratios > itl_p99_ms", "{:.3f}"),
             "<= 1.05",
             "router and clients share the two cores with both nodes, and the prefill node leaves"
             " them less of its core while it embeds.",
         ),
-        Row("the same for ITL p50", value("ratios > itl_p50_ms", "{:.3f}")),
-        Row("the same for TTFT p50", value("ratios > ttft_p50_ms", "{:.2f}")),
+        Row("ITL p50 of chats, beside embeddings / alone", value("ratios > itl_p50_ms", "{:.3f}")),
+        Row(
+            "TTFT p50 of chats, beside embeddings / alone", value("ratios > ttft_p50_ms", "{:.2f}")
+        ),
         Row(
             "tokens embedded per second beside the chats",
             value("rounds > beside embeddings > 0 > embedded_tokens_per_s", "{:,.0f}"),
@@ -53,7 +55,7 @@ BESIDE = Source(
     ),
     "A router, a prefill node and a decode node, each node on one core; the model of the comparison"
     " above in bfloat16.",
-    absent="not measured yet.",
+    absent="no run was saved yet",
 )
 SUBJECT = Subject(
     "Embeddings",

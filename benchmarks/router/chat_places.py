@@ -70,13 +70,13 @@ class Turn:
     Attributes:
         place: nodes that the policy chose.
         num_cached: prompt tokens that the node that computed the prompt had in its cache.
-        num_fetched: those of these tokens that another node sent.
+        num_fetched: number of these tokens that another node sent.
         num_computed: prompt tokens that the nodes computed.
-        num_reusable: prompt tokens that a decode node with the whole chat so far would have.
+        num_reusable: prompt tokens that a decode node with the whole earlier chat would have.
         expected_ms: the forecast of the time to the first token, without the transfer.
         places: terms of the cost of each place that the policy considered.
         fetch: the chosen source's expected times to fetch and to compute, and the measured wait;
-            empty: nothing was to be fetched.
+            empty: no source was chosen.
     """
 
     session: int

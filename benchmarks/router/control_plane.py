@@ -1,4 +1,4 @@
-"""Measure a router with many nodes: joining at once, beats, and a restart with many cached blocks.
+"""Measure a router with many nodes: joins at once, beats, and a restart with many cached blocks.
 
 Simulated nodes, half of them prefill nodes and half decode nodes, run in one process, each with a
 connection of its own to a real router process. All nodes join at once. When the router restarts,
@@ -36,14 +36,14 @@ LIMIT_S = 60.0
 
 
 async def serve_nodes(address: str, num_nodes: int, num_blocks: int) -> None:
-    """Make all nodes, print a line, and join; fill the caches on a line of standard input."""
+    """Make all nodes, print a line, and join; fill the caches when standard input has a line."""
     half = num_nodes // 2
     cluster = SimCluster(
         address, str(DEMO_MODEL), num_prefill=half, num_decode=half, join_timeout_s=LIMIT_S,
         options=SimOptions(num_blocks=num_blocks + 1), max_joining=num_nodes,
     )  # fmt: skip
     starting = asyncio.create_task(cluster.start())
-    for _ in range(3):  # in these rounds of the event loop, all nodes are made
+    for _ in range(3):  # rounds of the event loop in which all nodes are made
         await asyncio.sleep(0)
     print("made", flush=True)
     try:
@@ -97,7 +97,7 @@ class Fleet:
         return round(self.router.memory_info().rss / 2**20, 1)
 
     def count(self) -> dict[str, int]:
-        """Return the numbers of connected pairs and of known blocks; 0 while nothing answers."""
+        """Return the numbers of connected pairs and of known blocks; 0 while no router answers."""
         try:
             with urllib.request.urlopen(f"http://{self.http_address}/metrics", timeout=60) as page:
                 text = page.read().decode()
@@ -118,7 +118,7 @@ class Fleet:
             return False
 
     def wait_until_known(self, *names: str) -> dict[str, float]:
-        """Wait until all pairs or blocks are known; return after how many seconds each was."""
+        """Wait until all pairs and blocks are known; return how many seconds each took."""
         begin, after = time.monotonic(), dict[str, float]()
         every = {"pairs": (self.num_nodes // 2) ** 2, "blocks": self.num_nodes * self.num_blocks}
         while len(after) < len(names):
@@ -137,7 +137,7 @@ def cpu_s_of(process: psutil.Process) -> float:
 
 
 def cpu_shares(*processes: psutil.Process) -> list[float]:
-    """Return the CPU seconds per second that idle processes use."""
+    """Return the CPU seconds per second that the idle processes use."""
     before, begin = [cpu_s_of(one) for one in processes], time.monotonic()
     time.sleep(STEADY_S)
     wall_s = time.monotonic() - begin

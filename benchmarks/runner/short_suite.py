@@ -67,7 +67,7 @@ def run(part: Part, limit_s: float, folder: Path | None = None) -> str:
         [sys.executable, *program, *options_of(part)],
         env=own_environment(),
         cwd=ROOT,
-        # Use a new session, so that the child processes can be ended with it.
+        # Use a new session, so that its child processes can be ended, too.
         start_new_session=True,
     )
     try:

@@ -304,7 +304,7 @@ class Scene:
             return
         try:
             message = peek(payload)
-        except Exception:  # the attacker sent this message, so it may not be decodable
+        except Exception:  # an attacker's message may be undecodable
             return
         if isinstance(message, messages.Digests | messages.Commit) and message.engine_id == P:
             self._spoil(message)

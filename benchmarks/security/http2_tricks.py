@@ -32,7 +32,7 @@ from benchmarks.security.http2_attack import NUM_CONNECTIONS
 from tests.fakes.network.http2_tricks import TRICKS
 
 ATTACK = ("-m", "benchmarks", "--call", "benchmarks.security.http2_attack:attack_port")
-# Seconds for which a row still counts events after the attackers have left.
+# Seconds after the attackers' end for which a row still counts events.
 SETTLE_S = 0.3
 _LOST = (" lost", "went away", "quarantine")
 
@@ -81,7 +81,7 @@ def cpu_waits(deployment: LocalDeployment) -> dict[str, float]:
     waits = {"": 0.0}
     for child in deployment.children:
         pid = child.process.pid
-        with contextlib.suppress(OSError):  # this is no Linux, or the program has ended
+        with contextlib.suppress(OSError):  # not Linux, or the program has ended
             stat = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text("ascii")
             waits[child.name] = int(stat.split()[1]) / 1e9
     return waits

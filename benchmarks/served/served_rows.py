@@ -233,7 +233,7 @@ class Options:
     check_with: Literal["", "guidellm"] = ""
 
     def complete(self) -> Options:
-        """Return the options with defaults for missing values, which differ for a quick run."""
+        """Fill missing options with defaults; a quick run has other defaults than a usual run."""
         usual = (QUICK, QUICK_SERVERS, 1, 8.0) if self.quick else (USUAL, list(SERVERS), 3, 30.0)
         rows, servers, rounds, seconds = usual
         given = list(LOADS) if list(self.rows) == ["all"] else self.rows

@@ -177,7 +177,7 @@ class BlockPool:
     def release(self, block_ids: Iterable[int], *, is_use: bool = True) -> None:
         """Drop one reference on each block; a block without references becomes free.
 
-        Without ``is_use``, `residency` does not take the block for one that was used until now.
+        Without ``is_use``, `residency` does not count this release as a use of the block.
 
         Callers pass a request's last blocks first: cached blocks are allocated again in the order
         of their release, blank ones in reverse order.

@@ -199,7 +199,7 @@ class KVCacheManager:
         """Allocate blocks until the request has room for ``num_tokens`` tokens.
 
         Returns:
-            The ids of the added blocks, if any. None: too few blocks are free, so nothing changed.
+            The ids of the added blocks; None if too few blocks are free, and nothing was changed.
         """
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
@@ -279,8 +279,8 @@ class KVCacheManager:
     def handoff_places(self, num_prompt_tokens: int) -> list[int]:
         """Return the places in ``block_ids`` of the blocks that a hand-off transfers.
 
-        Blocks outside the attention window at the prompt's end are not transferred. All nodes with
-        this model and block size compute equal places, so nodes do not send them.
+        Blocks outside the attention window at the prompt's end are not transferred. Nodes need not
+        send each other the places: equal models and block sizes give equal places.
         """
         num_blocks = -(-num_prompt_tokens // self.block_size)
         return self.coordinator.kept_places(num_prompt_tokens, num_blocks)

@@ -94,10 +94,9 @@ def make_retentions(windows: Sequence[int | None], block_size: int) -> list[KVRe
 def longest_common_hit(
     retentions: Sequence[KVRetention], hashes: Sequence[BlockHash], finds: Sequence[Find]
 ) -> list[list[int]]:
-    """Return the blocks, by group, of the longest prefix that all groups find.
+    """Return the blocks, by group, of the longest prefix that is cached in all groups.
 
-    Each group in turn shortens the prefix to its own longest hit, until no group shortens the
-    prefix further.
+    Shorten the prefix to one group's longest hit after another, until no group shortens it further.
     """
     hits: list[list[int]] = [[] for _ in retentions]
     num_blocks, num_agreed, group = len(hashes), 0, 0

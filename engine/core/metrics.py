@@ -22,15 +22,15 @@ PRIORITY_SIGNS = {-1: "negative", 0: "zero", 1: "positive"}
 # larger steps.
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-# Causes for which a look-up or a read gives fewer blocks than a prompt needs. absent: no file has
-# the next block. gone: another node removed the file. foreign: the file has other content than its
-# name says. late: the read took longer than its deadline. no_blocks: this node has too few free
-# blocks. off: the tier has turned itself off for a while.
+# Reasons why a look-up or a read gives fewer blocks than a prompt needs. absent: no file has
+# the next block. gone: another node removed the file. foreign: the file's content does not belong
+# to its name. late: the read took longer than its deadline. no_blocks: this node has too few free
+# blocks. off: the tier is turned off for a while.
 MISS_CAUSES = (
     *("absent", "gone", "short", "damaged", "foreign", "error", "late", "no_blocks", "off"),
 )
-# Outcomes of runs of blocks that were queued for writing. skipped: the blocks of a run were evicted
-# first, or too many runs were waiting.
+# Outcomes of runs of blocks that were queued for writing. skipped: the blocks were evicted before
+# they were written, or too many runs were waiting.
 WRITE_ENDS = ("written", "skipped", "failed")
 
 
@@ -59,7 +59,7 @@ class PinCounts:
 
 @dataclass(slots=True)
 class KVFileCounts:
-    """Counts of the prefix cache's file tier since the start, and the bytes in the folder.
+    """Counts of the prefix cache's file tier since the start, and the size of its folder.
 
     Each field has one writing thread.
 
@@ -220,9 +220,9 @@ class EngineCounters:
     Attributes:
         started, preempted: numbers of requests by the sign of their priority.
         experts_read: sum over steps of the fraction of all experts whose weights the step read.
-        attention: (window, FLOPs, bytes) summed over the layers of each window; window None: full
-            attention. FLOPs are per pair of a token and a token that it attends to, and bytes per
-            token whose KV is read.
+        attention: (window, FLOPs, bytes) of each window, summed over its layers; window None: full
+            attention. FLOPs are counted per pair of tokens of which one attends to the other; bytes
+            are counted per token whose KV is read.
         attention_flops: FLOPs of attention to other tokens.
         kv_read_bytes: bytes of KV that were read; a prompt chunk reads the KV of earlier tokens
             once.

@@ -83,10 +83,10 @@ class Request:
         adapter: digest of the adapter that computes the request; empty: the base model.
         extra_keys: values besides the tokens that the KV depends on, such as the adapter's digest.
         block_hashes: hashes of the leading full blocks of ``token_ids``, as far as computed.
-        num_cached_blocks: number of leading blocks that are entered in the prefix cache.
+        num_cached_blocks: number of leading blocks that are in the prefix cache.
         cache_class: highest class of cached blocks that the request may use; set by `Drafts`.
-        awaits_prefix: whether another node sends a part of the prompt's KV to this node's prefix
-            cache, before this engine computes the rest.
+        awaits_prefix: whether the request waits until another node has sent a part of the prompt's
+            KV to this node's prefix cache.
 
         images: images of the prompt, shared with sibling requests; None: the prompt is only text.
 
@@ -101,7 +101,7 @@ class Request:
         siblings: requests with the same prompt, which share the prompt's computed blocks.
         prompt_logprobs: logprobs of the prompt tokens from the second on, as far as computed.
 
-        num_hit_tokens: tokens found in the prefix cache at admission or grant.
+        num_hit_tokens: tokens found in the prefix cache at admission or at the grant.
         num_pinned_tokens: prompt tokens that the request pinned; set by `PrefixPins`.
         num_preemptions: times that the request lost its blocks to another request.
         num_prompt_tokens_computed: prompt tokens that this engine computed, counted again after a

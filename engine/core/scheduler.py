@@ -545,7 +545,7 @@ class Scheduler:
             if request.request_id in self.drafts.kept:  # the step in flight replaces its drafts
                 return 0
         if missing == 1:
-            if self.in_flight.num_decodes_left <= 0:  # the decode is left for a later micro-batch
+            if self.in_flight.num_decodes_left <= 0:  # a later micro-batch runs the decode
                 return 0
             return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left

@@ -97,7 +97,7 @@ class MultiprocExecutor(RanksExecutor):
         with on_cores(self._cores):
             super().__init__(model_folder, config, others, device, meeting, shared)
         if shared is not None:
-            # The workers have mapped the memory, so this descriptor is not needed any more
+            # The workers have mapped the memory, so this process closes its descriptor
             os.close(shared)
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 _ABORT_GRACE_S = 0.5
 _LOOK_EVERY_S = 0.2
-# Number of checks in a row that must find the engine stopped. One check is not enough: if someone
-# stops all processes and continues them, this process may continue before the engine does.
+# Number of consecutive checks that must find the engine stopped. One check is not enough: after a
+# stop of all processes, this process may continue before the engine does.
 _MOST_LOOKS = 3
 
 

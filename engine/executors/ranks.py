@@ -246,7 +246,7 @@ class RanksExecutor:
             if isinstance(problem, TimeoutError):
                 raise problem
             values = self._others.answers(deadline)
-        except TimeoutError as error:  # otherwise, a late answer would be taken for the next call's
+        except TimeoutError as error:  # so that a late answer is not taken for the next call's
             self._others.fail(str(error))
             raise
         if problem is not None:

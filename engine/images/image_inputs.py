@@ -19,12 +19,11 @@ class ImageInputs:
     """The intake of images of one engine.
 
     Args:
-        layout: the rule by which the model maps an image to tokens; None: the model takes no
-            images.
+        layout: maps an image to the model's tokens; None: the model takes no images.
         pixels: makes pixel values; None: the model takes no images.
         most_tokens: maximum number of tokens that one image may have.
-        most_in_a_step: maximum number of tokens of one image if one step must compute the whole
-            image; None: several steps may compute an image.
+        most_in_a_step: maximum number of tokens of one image, if one step must compute the whole
+            image; None if several steps may compute it.
         has_three_axes: whether the model computes positions from the grids of images.
 
     Attributes:
@@ -129,7 +128,7 @@ class ImageInputs:
 
 
 def _check_grids(spans: Sequence[ImageSpan]) -> None:
-    """Raise InvalidRequestError if an image's grid has not one cell for each of its tokens."""
+    """Raise InvalidRequestError if an image's grid has more or fewer cells than tokens."""
     for index, span in enumerate(spans):
         if min(span.grid) < 1 or math.prod(span.grid) != span.num_tokens:
             cells = " x ".join(map(str, span.grid))

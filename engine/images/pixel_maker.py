@@ -217,7 +217,7 @@ class PixelMaker:
             outcome = error
         except (OSError, RuntimeError) as error:
             outcome = OverloadedError(f"images: {error}")
-        except Exception:  # otherwise, prompts with this image would wait forever
+        except Exception:  # so that no prompt with this image waits forever
             logger.exception("the pixel values of an image cannot be made")
             outcome = OverloadedError("images: a file could not be decoded here; try again")
         self._results.append((digest, outcome))

@@ -36,8 +36,8 @@ class BlockBytes:
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         if self._memory is not None:
             return [self._own(block_id) for block_id in block_ids]
-        # Copy block by block, so that the copies need no further GPU memory, and a sleep can begin
-        # between two copies.
+        # Copy one block at a time, so that the copies need no other GPU memory, and a sleep can
+        # begin between two copies.
         return [self._copied(block_id) for block_id in block_ids]
 
     def _copied(self, block_id: int) -> memoryview:

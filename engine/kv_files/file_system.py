@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_MOST_PARTS = 1024  # maximum number of parts of one call (IOV_MAX)
+_MOST_PARTS = 1024  # maximum number of buffers in one system call (IOV_MAX)
 
 
 class FoundFile(NamedTuple):
@@ -30,7 +30,7 @@ class FileSystem:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def list_folders(self, path: Path) -> dict[str, float]:
-        """Return when each folder in a folder was changed, in seconds since 1970, by name.
+        """Return the time of change of each subfolder, in seconds since 1970, by name.
 
         Leaves out folders that another process removes meanwhile. The result is empty if the folder
         is missing.
@@ -62,9 +62,9 @@ class FileSystem:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def is_private(self, descriptor: int) -> bool:
-        """Return whether this user or root owns a file, and no strangers may read or write it.
+        """Return whether this user or root owns a file, and only owner and group may use it.
 
-        The file's group may have access, because shared volumes give their files to a group.
+        The group may have access, because shared volumes give their files to a group.
         """
         stat = os.fstat(descriptor)
         return stat.st_uid in (os.geteuid(), 0) and not stat.st_mode & 0o007

@@ -40,15 +40,16 @@ from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Largest part of the free blocks for one read, while no other transfer has blocks.
+# Largest part of the free blocks that one read may take while no other transfer has blocks.
 FREE_SHARE = 0.75
 MAX_WAITING_WRITES = 64
-# Share of the time of computing for which a prompt waits before its read must be faster.
+# For this share of the time that computing the tokens would take, a prompt always waits for its
+# read; afterwards only if the read is faster than computing.
 PATIENCE = 0.05
 # Reads that took fewer seconds do not tell how fast the disk is.
 _LONG_READ_S = 0.5
-# Minimum number of prompt tokens of a step whose time is measured, and the weight of this time in
-# the mean time per token.
+# Steps with fewer prompt tokens are not measured. The second number is the weight of a new
+# measurement in the mean time per token.
 _LONG_STEP_TOKENS, _STEP_WEIGHT = 64, 0.2
 # Seconds for which an ending process waits until its last files are written.
 _CLOSE_S = 10.0
@@ -60,15 +61,15 @@ class _Read:
     """A read and the requests that wait for it.
 
     Attributes:
-        jobs: the missing blocks of each group, with the number of the group.
+        jobs: (group, job) pairs; each job reads the blocks that a group lacks.
         chain: hashes of the prefix's blocks.
         first: number of leading blocks that were cached in all groups when the read began.
         held_ids: blocks of the prefix that were cached when the read began; the read holds them.
         request_id: id of the first request, for the ledger.
-        is_ahead: whether no request has waited for this read; it then gives way to other reads.
-        num_cached: leading blocks of each job that have entered the cache.
-        num_counted: blocks of the prefix that were counted as read.
-        is_void: whether the blocks must not enter the cache, because the cache was emptied.
+        is_ahead: whether no request has waited for this read; other reads then come first.
+        num_cached: for each job, number of leading blocks that are in the cache.
+        num_counted: number of the prefix's blocks that were counted as read.
+        is_void: whether the cache was emptied, so that the blocks must not be added to it.
     """
 
     jobs: tuple[tuple[int, ReadJob], ...]
@@ -94,7 +95,7 @@ class _Read:
         return [block_id for _, job in self.jobs for block_id in job.block_ids]
 
     def num_done(self, *, is_plain: bool) -> int:
-        """Return how many blocks of the prefix requests can use because of this read."""
+        """Return how many of the prefix's blocks this read has made usable for requests."""
         if is_plain:
             return self.jobs[0][1].num_done
         is_whole = all(job.num_done == len(job.block_ids) for _, job in self.jobs)
@@ -106,13 +107,13 @@ class KVFileTier:
 
     Args:
         manager: owner of the blocks and of the prefix cache.
-        side_blocks: bounds the blocks of several reads and other transfers.
+        side_blocks: limits the blocks of all reads and other transfers together.
         store: the files.
         resume: queues a request that waited for a part of its prompt.
         timeout_s: longest time that a request waits for files.
         clock: returns seconds, never going back.
         windows: window of each KV cache group, in tokens; None: full attention.
-        facts: what the KV depends on besides `cache_namespace`, such as the number of ranks.
+        facts: values besides `cache_namespace` that the KV depends on, such as the number of ranks.
 
     Attributes:
         on_ready: called, on any thread, when a read has ended.
@@ -135,7 +136,7 @@ class KVFileTier:
         self._timeout_s, self._clock = timeout_s, clock
         side_blocks.add_holder(self._num_held)
         self.on_ready: Callable[[], None] = lambda: None
-        self._tracked: set[Request] = set()  # requests to write when they end
+        self._tracked: set[Request] = set()  # requests whose KV is written when they end
         self._ended: list[Request] = []
         self._reads: list[_Read] = []
         self._coming: dict[BlockHash, _Read] = {}  # blocks that open reads bring
@@ -192,19 +193,19 @@ class KVFileTier:
         return True
 
     def read_ahead(self, chain: Sequence[BlockHash], most: int) -> int:
-        """Start to read what the cache lacks of a prefix that no request waits for.
+        """Start to read a prefix's missing blocks although no request waits for them.
 
         Args:
             most: maximum number of blocks to take.
 
-        Returns the number of blocks that the read takes. The read gives way to reads of requests.
+        Returns the number of blocks that the read takes. Reads for requests come first.
         """
         size = self._manager.block_size
         first = len(self._manager.coordinator.longest_hit(chain)) // self._manager.num_groups
         is_coming = any(block_hash in self._coming for block_hash in chain[first:])
         if (len(chain) - first) * size < MIN_TOKENS or is_coming or not self._may_read:
             return 0
-        end = self._groups.reach(chain, self._find_runs(chain), first)
+        end = self._groups.count_reachable(chain, self._find_runs(chain), first)
         if (end - first) * size < MIN_TOKENS:
             return 0
         read = self._start_read("prefetch", chain[:end], first, most)
@@ -214,15 +215,15 @@ class KVFileTier:
         return len(read.block_ids)
 
     def _find_runs(self, chain: Sequence[BlockHash]) -> list[Found]:
-        """Return the runs, by group, that begin with a block of a chain."""
+        """Return, by group, the runs that begin with a block of a chain."""
         return [self._store.index.runs_of(identity, chain) for identity in self.identities]
 
     def _find_open(self, found: Found, chain: Sequence[BlockHash], first: int) -> _Read | None:
-        """Return the open read that brings most of those missing blocks that files have.
+        """Return the open read that brings most of the chain's missing blocks that files have.
 
-        Returns None if every open read brings less than half of these blocks: a read of the
-        prompt's own then saves more. A file whose header is unread counts only if all its blocks
-        come after the blocks that open reads bring, because it may have few blocks of the chain.
+        Returns None if every open read brings less than half of these blocks; a new read then saves
+        more. A file whose header is unread may have few blocks of the chain, so it counts only if
+        all its blocks come after the blocks that open reads bring.
 
         Args:
             found: runs of the first group.
@@ -243,9 +244,9 @@ class KVFileTier:
         return None
 
     def _joinable(self, chain: Sequence[BlockHash], block_hash: BlockHash) -> _Read | None:
-        """Return the open read that brings a block, if the read is of use for this chain.
+        """Return the open read that brings a block, if this chain can use the read.
 
-        A window or a state is read for the end of the read's prefix, which the chain must have.
+        A read of windows or states serves only chains that contain the read's whole prefix.
         """
         read = self._coming.get(block_hash)
         if read is None or self._groups.is_plain:
@@ -261,9 +262,9 @@ class KVFileTier:
     def _start_awaited(
         self, request: Request, found: Sequence[Found], chain: Sequence[BlockHash], first: int
     ) -> _Read | None:
-        """Start to read a prompt's blocks; return None if files have too few, or are unreadable."""
+        """Start to read a prompt's blocks; return None if files have too few or reads are off."""
         misses, size = self._counts.misses, self._manager.block_size
-        end = self._groups.reach(chain, found, first)
+        end = self._groups.count_reachable(chain, found, first)
         if (end - first) * size < MIN_TOKENS:
             misses["absent"] += 1
             return None
@@ -278,8 +279,8 @@ class KVFileTier:
     def _start_read(
         self, request_id: str, chain: Sequence[BlockHash], first: int, most: int | None = None
     ) -> _Read | None:
-        """Start to read what the groups lack of a prefix, in at most ``most`` blocks."""
-        lacks = self._groups.lacking(chain, len(chain))
+        """Start to read the blocks that the groups lack for a prefix, at most ``most`` blocks."""
+        lacks = self._groups.list_lacks(chain, len(chain))
         num_blocks = sum(len(chain) - lack.first for lack in lacks)
         held = [block_id for lack in lacks for block_id in lack.held_ids]
         self._pool.touch(held)
@@ -302,7 +303,7 @@ class KVFileTier:
     def _jobs(
         self, lacks: Sequence[Lack], chain: Sequence[BlockHash], block_ids: Sequence[int]
     ) -> Iterator[tuple[int, ReadJob]]:
-        """Yield the jobs that fill blocks with what each group lacks, group by group."""
+        """Yield each group's number and the job that reads the blocks that the group lacks."""
         begin = 0
         for lack in lacks:
             end = begin + len(chain) - lack.first
@@ -314,7 +315,7 @@ class KVFileTier:
     def _allocate(self, num_blocks: int, *, ahead: bool) -> list[int]:
         """Allocate up to ``num_blocks`` blocks, and leave some for running requests.
 
-        Extents may include pinned blocks, so reading ahead takes none.
+        An extent may contain pinned blocks, so reading ahead takes no extents.
         """
         pool = self._pool
         room = int(pool.num_free * FREE_SHARE)
@@ -328,7 +329,7 @@ class KVFileTier:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """Return, by group, the name of everything besides block hashes that the KV depends on."""
+        """Return each group's folder name: a digest of all but hashes that the KV depends on."""
         hasher = self._manager.hasher
         assert hasher is not None, "files need a prefix cache"
         if hasher is not self._hasher:
@@ -367,7 +368,7 @@ class KVFileTier:
         return seconds > self._timeout_s or self._is_hopeless(read, seconds)
 
     def _is_hopeless(self, read: _Read, seconds: float) -> bool:
-        """Return whether a read is so slow that computing all its blocks would take less time."""
+        """Return whether a read is so slow that computing all its blocks would be faster."""
         num_blocks = len(read.chain) - read.first
         computed_s = num_blocks * self._manager.block_size * self._token_s
         if seconds <= max(PATIENCE * computed_s, _LONG_READ_S) or not computed_s:
@@ -380,7 +381,7 @@ class KVFileTier:
         if read.waiters:
             self._judge(read, self._clock() - read.began_at)
         self._cache_done(read)
-        # Release the last blocks first, so that the cache keeps the beginning of the prefix
+        # Release the last block first, so that the cache keeps the first blocks of the prefix
         # longest.
         self._pool.release(reversed(read.block_ids))
         self._pool.release(reversed(read.held_ids))
@@ -393,7 +394,7 @@ class KVFileTier:
         """Turn reading off for a while if computing the blocks would have been faster."""
         num_done = read.num_done(is_plain=self._groups.is_plain)
         tokens = num_done * self._manager.block_size
-        # A damaged file brings no blocks either, but its time does not tell how fast the disk is.
+        # A read of a damaged file brings no blocks, too, but does not show how fast the disk is.
         is_stuck = not tokens and not read.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
@@ -414,7 +415,7 @@ class KVFileTier:
             return
         chain = read.chain
         for number, (group, job) in enumerate(read.jobs):
-            begin, end = read.num_cached[number], job.num_done  # the thread may fill more meanwhile
+            begin, end = read.num_cached[number], job.num_done  # the thread may fill more blocks
             if end <= begin:
                 continue
             place, suffix = job.first + begin, group_suffix(group)
@@ -452,7 +453,7 @@ class KVFileTier:
         missing = self._store.first_missing(self.identities[0], chain, first)
         if len(chain) - missing < min(-(-MIN_TOKENS // size), len(chain) - first):
             return
-        # A longer run may write earlier blocks again, although files have these blocks.
+        # To get a longer run, blocks that files already have may be written again.
         block_ids = self._manager.coordinator.longest_hit(chain)
         chain = chain[: len(block_ids) // num_groups]
         if not chain:
@@ -466,7 +467,7 @@ class KVFileTier:
     def _write_job(
         self, group: int, chain: Sequence[BlockHash], block_ids: Sequence[int]
     ) -> WriteJob:
-        """Make the job that writes the blocks of one group that a hit of the chain needs."""
+        """Make the job that writes the blocks of one group that a hit of the whole chain needs."""
         pool, suffix = self._pool, group_suffix(group)
         first = self._groups.num_expired(group, len(chain))
         kept = [(block_ids[i], chain[i] + suffix) for i in range(first, len(chain))]
@@ -480,7 +481,7 @@ class KVFileTier:
         return WriteJob(of_group, chain, first, block_ids[first:], are_same, has_window)
 
     def forget_request(self, request_id: str) -> None:
-        """Write nothing of an ended request whose results were damaged."""
+        """Do not write the KV of an ended request, because its results were damaged."""
         self._ended = [one for one in self._ended if one.request_id != request_id]
 
     def drop_memory(self) -> None:
@@ -547,7 +548,7 @@ class KVFileTier:
         for job in jobs:
             try:
                 self._store.read(job)
-            except Exception as error:  # besides OSError: a GPU's memory is gone during a sleep
+            except Exception as error:  # besides OSError: a GPU's memory is released during a sleep
                 job.causes += ("error",)
                 self._reading.fail(repr(error))
         for job in jobs:

@@ -1,11 +1,12 @@
-"""FileGroups: which blocks of each group of layers a prefix needs, and which of them files have.
+"""FileGroups: which blocks of each KV cache group a prefix needs, and which of these files have.
 
     a prefix of 8 blocks       full attention   b0 b1 b2 b3 b4 b5 b6 b7
                                a window         -- -- -- -- -- b5 b6 b7
                                a state          -- -- -- -- -- -- -- b7
 
-Each group has runs of its own, in folders of its own. A window's run and a state's run end where a
-request ended, so a prefix can be read only up to such a place. Refuses to know: files, threads.
+Each group has its own runs in its own folder. The run of a window or of a state ends where a
+request ended, so a prefix that needs it can only be read up to such a place. Refuses to know:
+files, threads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Lack:
     Attributes:
         group: number of the group.
         first: place in the chain of the first block that the cache lacks.
-        held_ids: cached blocks that the prefix needs before this place.
+        held_ids: ids of the cached blocks that the prefix needs before this place.
     """
 
     group: int
@@ -38,7 +39,7 @@ class Lack:
 
 
 class FileGroups:
-    """The groups of layers of one KV cache.
+    """The KV cache groups of one engine, as the file tier sees them.
 
     Args:
         pool: owner of the blocks.
@@ -47,7 +48,7 @@ class FileGroups:
 
     Attributes:
         is_plain: whether there is only one group, with full attention. Then each part of a prefix
-            is of use; otherwise only a whole prefix is.
+            can be used; otherwise only a whole prefix can.
     """
 
     def __init__(self, pool: BlockPool, windows: Sequence[int | None], block_size: int) -> None:
@@ -64,11 +65,13 @@ class FileGroups:
         return self._windows[group] is not None
 
     def num_expired(self, group: int, num_blocks: int) -> int:
-        """Return how many leading blocks a prefix of ``num_blocks`` blocks does not need."""
+        """Return how many leading blocks of a prefix of ``num_blocks`` the group does not need."""
         return self._retentions[group].num_expired_blocks(num_blocks * self._block_size)
 
-    def reach(self, chain: Sequence[BlockHash], found: Sequence[Found], first: int) -> int:
-        """Return how many leading blocks of a chain the cache and files have together.
+    def count_reachable(
+        self, chain: Sequence[BlockHash], found: Sequence[Found], first: int
+    ) -> int:
+        """Return how many leading blocks of a chain are in the cache or in files.
 
         Args:
             found: each group's runs that begin with a block of the chain, see `RunIndex.runs_of`.
@@ -80,33 +83,33 @@ class FileGroups:
         finds = [self._find_in(group, chain, runs) for group, runs in enumerate(found)]
         return len(longest_common_hit(self._retentions, chain, finds)[0])
 
-    def _find_in(self, group: int, chain: Sequence[BlockHash], runs: Found) -> _Find:
+    def _find_in(self, group: int, chain: Sequence[BlockHash], runs: Found) -> _Lookup:
         in_files: set[BlockHash] = set()
         for at, run in runs:
             num_equal = run.num_equal(chain, at)
             size = run.name.num_blocks if num_equal is None else num_equal
             in_files.update(chain[at : at + size])
-        return _Find(self._pool, group_suffix(group), in_files)
+        return _Lookup(self._pool, group_suffix(group), in_files)
 
-    def lacking(self, chain: Sequence[BlockHash], end: int) -> list[Lack]:
-        """Return what each group lacks for a prefix of ``end`` blocks."""
+    def list_lacks(self, chain: Sequence[BlockHash], end: int) -> list[Lack]:
+        """Return for each group which of a prefix's ``end`` blocks it lacks."""
         found = []
         for group in range(len(self)):
             held_ids, place = [], self.num_expired(group, end)
-            while place < end and (block_id := self.find(group, chain[place])) is not None:
+            while place < end and (block_id := self.find_block(group, chain[place])) is not None:
                 held_ids.append(block_id)
                 place += 1
             found.append(Lack(group, place, held_ids))
         return found
 
-    def find(self, group: int, block_hash: BlockHash) -> int | None:
-        """Return a cached block of a group, or None."""
+    def find_block(self, group: int, block_hash: BlockHash) -> int | None:
+        """Return the cached block of a group with this content, or None."""
         return self._pool.find(block_hash + group_suffix(group))
 
 
 @dataclass(frozen=True, slots=True)
-class _Find:
-    """A look-up of blocks in one group: the cache's, or -1 for blocks that only files have."""
+class _Lookup:
+    """Looks up a block of one group: returns -1 if a file has it, else the cached block or None."""
 
     pool: BlockPool
     suffix: bytes

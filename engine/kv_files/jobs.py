@@ -42,11 +42,11 @@ class ReadJob:
         identity: name of the folder with files of this node's KV.
         chain: hashes of a prompt's blocks.
         first: place in the chain of the first block to read.
-        block_ids: blocks to fill, which nobody else uses until `has_ended`.
-        num_done: leading blocks that are filled and whose digests are right.
+        block_ids: blocks to fill; nobody else uses them until `has_ended`.
+        num_done: number of leading blocks that are filled and whose digests are right.
         causes: why not all blocks could be read (`MISS_CAUSES`).
-        stop: set if no further file should be read.
-        has_ended: whether the thread has let go of all blocks.
+        stop: set to end the read early.
+        has_ended: whether the thread uses none of the blocks any more.
     """
 
     identity: str
@@ -60,7 +60,7 @@ class ReadJob:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether no further file should be read."""
+        """Return whether the read must end early."""
         return self.stop.is_set()
 
 
@@ -73,10 +73,10 @@ class WriteJob:
         chain: hashes of an ended request's blocks.
         first: place in the chain of the first of ``block_ids``.
         block_ids: blocks with the chain's contents, from ``first`` on.
-        are_same: returns whether the blocks from one place in ``block_ids`` on still have the
-            contents that they had when this job was made, without a change meanwhile.
-        has_window: whether the blocks are the last ones that a window or a state needs. Then short
-            runs are written, too, and a run is as valuable as the whole chain.
+        are_same: returns whether the blocks from a place in ``block_ids`` on were never changed
+            since this job was made.
+        has_window: whether the group keeps only the last blocks, for a window or a state. Then
+            short runs are written, too, and a run is as valuable as the whole chain.
     """
 
     identity: str

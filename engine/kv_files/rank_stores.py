@@ -1,10 +1,10 @@
-"""RankStores: the files of a node with several ranks. Each rank has files with its part of the KV.
+"""RankStores: the files of a node with several ranks; each rank has files of its part of the KV.
 
     leader   a job -> its own store, and an order to each other rank -> the outcome of all
     rank     an order -> its own store; before a file gets its name, asks the leader whether the
              blocks still have the contents that are written
 
-A read brings as many blocks as the rank with fewest. Refuses to know: requests, steps.
+A read brings only the leading blocks that every rank could read. Refuses to know: requests, steps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SCAN_S = 1.0
 _ENTRY = f"{__name__}:serve_rank"
 
 
-class Open(msgspec.Struct, frozen=True):
-    """A message with what a rank needs to open its store; ``address``: the leader's socket."""
+class OpenStore(msgspec.Struct, frozen=True):
+    """A message: open your store, and connect to the leader's socket ``address``."""
 
     folder: str
     limit_bytes: int
@@ -43,8 +43,8 @@ class Open(msgspec.Struct, frozen=True):
     address: str
 
 
-class Order(msgspec.Struct, tag=True, frozen=True):
-    """Blocks that a rank is to read or write; the fields are those of `ReadJob` and `WriteJob`."""
+class FileOrder(msgspec.Struct, tag=True, frozen=True):
+    """A message: read or write blocks; the fields are those of `ReadJob` and `WriteJob`."""
 
     identity: str
     chain: list[BlockHash]
@@ -53,18 +53,18 @@ class Order(msgspec.Struct, tag=True, frozen=True):
     has_window: bool = False
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Tells a rank to end its read after the chunk that it reads now."""
+class StopRead(msgspec.Struct, tag=True, frozen=True):
+    """A message: end your read after the present chunk."""
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A rank's question whether blocks, from a place on, are unchanged; answered by one byte."""
+class AskUnchanged(msgspec.Struct, tag=True, frozen=True):
+    """A rank's question: are the blocks from ``place`` on unchanged? The answer is one byte."""
 
     place: int
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """The outcome of an order. ``num_bytes``: bytes read or written; ``error``: an exception."""
+class OrderDone(msgspec.Struct, tag=True, frozen=True):
+    """The outcome of an order; ``num_bytes`` were read or written, or ``error`` was raised."""
 
     num_done: int = 0
     causes: tuple[str, ...] = ()
@@ -73,13 +73,13 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 _encode = msgspec.msgpack.encode
-_OPEN = msgspec.msgpack.Decoder(Open)
-_TO_RANK = msgspec.msgpack.Decoder(Order | Stop)
-_FROM_RANK = msgspec.msgpack.Decoder(Ask | Done)
+_OPEN = msgspec.msgpack.Decoder(OpenStore)
+_TO_RANK = msgspec.msgpack.Decoder(FileOrder | StopRead)
+_FROM_RANK = msgspec.msgpack.Decoder(AskUnchanged | OrderDone)
 
 
 class RankStores:
-    """The stores of all ranks, on the leader; used as a `RunStore`.
+    """The stores of all ranks. The leader uses this object as it would use a `RunStore`.
 
     Args:
         own: the leader's store.
@@ -96,23 +96,23 @@ class RankStores:
     ) -> None:
         self._own, self._rank = own, rank
         self._readers, self._writers = readers, writers
-        # Held while ranks read or write; a sleep waits for both.
+        # One lock is held while ranks read, one while they write; a sleep waits for both.
         self._reads, self._writes = threading.Lock(), threading.Lock()
 
     @property
     def index(self) -> RunIndex:
-        """The known files; the tier looks for those of the leader."""
+        """The known files of the leader; the tier assumes that the other ranks have the same."""
         return self._own.index
 
     @property
     def counts(self) -> KVFileCounts:
-        """Counts of all ranks' bytes, and of the leader's runs."""
+        """Counts of bytes over all ranks, and of runs on the leader."""
         return self._own.counts
 
     @property
     def memory_in_use(self) -> AbstractContextManager[object]:
         """Return a context in which no rank copies from or to a GPU."""
-        return _both(self._reads, self._writes)
+        return _hold_both(self._reads, self._writes)
 
     def identity(self, digest: str, group: int) -> str:
         """Return the name of the folder with the leader's files of one KV group."""
@@ -123,21 +123,21 @@ class RankStores:
         self._own.scan()
 
     def first_missing(self, identity: str, chain: Sequence[BlockHash], first: int = 0) -> int:
-        """Return the first block that no file of the leader has; see `RunStore.first_missing`."""
+        """Return the first place that no file of the leader has; see `RunStore.first_missing`."""
         return self._own.first_missing(identity, chain, first)
 
     def read(self, job: ReadJob) -> None:
-        """Let all ranks read; see `RunStore.read`. ``num_done`` changes only at the end."""
+        """Let all ranks read; see `RunStore.read`. Sets ``num_done`` only at the end."""
         with self._reads:
-            order = Order(job.identity, list(job.chain), job.first, list(job.block_ids))
+            order = FileOrder(job.identity, list(job.chain), job.first, list(job.block_ids))
             _send(self._readers, order)
             own = ReadJob(job.identity, job.chain, job.first, job.block_ids, stop=job.stop)
             try:
                 self._own.read(own)
-            finally:  # the ranks use the blocks until they have answered
+            finally:  # the ranks use the blocks until they answer
                 if job.is_stopped or own.num_done < len(job.block_ids):
-                    _send(self._readers, Stop())
-                found = [_done(link) for link in self._readers]
+                    _send(self._readers, StopRead())
+                found = [_receive_done(link) for link in self._readers]
             self._own.counts.bytes_read += sum(one.num_bytes for one in found)
             job.causes += tuple({*own.causes, *(cause for one in found for cause in one.causes)})
             _raise_first(found)
@@ -147,9 +147,9 @@ class RankStores:
         """Let all ranks write; see `RunStore.write`."""
         with self._writes:
             block_ids = list(job.block_ids)
-            order = Order(job.identity, list(job.chain), job.first, block_ids, job.has_window)
+            order = FileOrder(job.identity, list(job.chain), job.first, block_ids, job.has_window)
             _send(self._writers, order)
-            found: list[Done] = []
+            found: list[OrderDone] = []
             others = threading.Thread(target=self._answer_ranks, args=(job, found), daemon=True)
             others.start()
             try:
@@ -159,7 +159,7 @@ class RankStores:
             self._own.counts.bytes_written += sum(one.num_bytes for one in found)
             _raise_first(found)
 
-    def _answer_ranks(self, job: WriteJob, found: list[Done]) -> None:
+    def _answer_ranks(self, job: WriteJob, found: list[OrderDone]) -> None:
         """Answer the ranks' questions until all have written."""
         links = list(self._writers)
         while links:
@@ -167,37 +167,37 @@ class RankStores:
                 assert isinstance(link, Connection)
                 try:
                     message = _FROM_RANK.decode(link.recv_bytes())
-                    if isinstance(message, Ask):
+                    if isinstance(message, AskUnchanged):
                         link.send_bytes(b"\1" if job.are_same(message.place) else b"\0")
                         continue
                 except (EOFError, OSError) as error:
-                    message = Done(error=f"a rank is gone: {error}")
+                    message = OrderDone(error=f"a rank is gone: {error}")
                 found.append(message)
                 links.remove(link)
 
 
 @contextlib.contextmanager
-def _both(first: threading.Lock, second: threading.Lock) -> Iterator[None]:
+def _hold_both(first: threading.Lock, second: threading.Lock) -> Iterator[None]:
     with first, second:
         yield
 
 
-def _send(links: Sequence[Connection], message: Order | Stop) -> None:
+def _send(links: Sequence[Connection], message: FileOrder | StopRead) -> None:
     content = _encode(message)
     for link in links:
         link.send_bytes(content)
 
 
-def _done(link: Connection) -> Done:
+def _receive_done(link: Connection) -> OrderDone:
     try:
         message = _FROM_RANK.decode(link.recv_bytes())
     except (EOFError, OSError) as error:
-        return Done(error=f"a rank is gone: {error}")
-    assert isinstance(message, Done)
+        return OrderDone(error=f"a rank is gone: {error}")
+    assert isinstance(message, OrderDone)
     return message
 
 
-def _raise_first(found: Sequence[Done]) -> None:
+def _raise_first(found: Sequence[OrderDone]) -> None:
     problem = next((one.error for one in found if one.error), "")
     if problem:
         raise OSError(problem)
@@ -215,18 +215,19 @@ def open_rank_stores(
         own: the leader's store.
         rank: number of the leader.
         options: folder, limit in bytes, and block size.
-        attach: starts a function beside the steps of each other rank, see `Executor.attach`.
+        attach: starts a function in each other rank's process, beside its steps; see
+            `Executor.attach`.
 
     Raises ConfigError if a rank does not connect in time.
     """
-    # Only this user can enter the folder, hence connect to the socket.
+    # Only this user can enter the folder, so only this user can connect to the socket.
     with tempfile.TemporaryDirectory(prefix="baton-files-") as folder:
         address = str(Path(folder) / "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             server.bind(address)
             server.listen()
             server.settimeout(START_TIMEOUT_S)
-            num_others = len(attach(_ENTRY, _encode(Open(*options, address))))
+            num_others = len(attach(_ENTRY, _encode(OpenStore(*options, address))))
             links: dict[bytes, list[Connection]] = {b"read": [], b"write": []}
             for _ in range(2 * num_others):
                 link = _accept(server)
@@ -238,7 +239,9 @@ def _accept(server: socket.socket) -> Connection:
     try:
         accepted, _ = server.accept()
     except TimeoutError:
-        raise ConfigError("kv_files: a rank's process opens no files") from None
+        raise ConfigError(
+            f"kv_files: a rank's process did not open its files within {START_TIMEOUT_S:g} s"
+        ) from None
     accepted.setblocking(True)
     return Connection(accepted.detach())
 
@@ -257,8 +260,8 @@ class RankMemory(Protocol):
         """Return the bytes of the rank's blocks."""
 
 
-class _StopOf(threading.Event):
-    """An event that is set when the leader has sent `Stop`."""
+class _StopSent(threading.Event):
+    """An event that counts as set once the leader has sent `StopRead`."""
 
     def __init__(self, link: Connection) -> None:
         super().__init__()
@@ -269,7 +272,7 @@ class _StopOf(threading.Event):
 
 
 def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
-    """Read and write this rank's files as the leader orders, until the leader ends."""
+    """Carry out the leader's orders to read and write this rank's files, until the leader ends."""
     given = _OPEN.decode(argument)
     store = RunStore(
         Path(given.folder),
@@ -285,7 +288,7 @@ def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
     serve.start()
 
     def scan() -> None:
-        with contextlib.suppress(OSError):  # the next order then finds fewer files
+        with contextlib.suppress(OSError):  # then the next order finds fewer files
             store.scan()
 
     _serve(writer, store, memory.rank, _write, scan)
@@ -303,7 +306,7 @@ def _serve(
     link: Connection,
     store: RunStore,
     rank: int,
-    work: Callable[[Connection, RunStore, Order], Done],
+    work: Callable[[Connection, RunStore, FileOrder], OrderDone],
     scan: Callable[[], None] = lambda: None,
 ) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the leader has ended
@@ -312,29 +315,29 @@ def _serve(
             if not link.poll(_SCAN_S):
                 continue
             message = _TO_RANK.decode(link.recv_bytes())
-            if isinstance(message, Stop):
-                continue  # the stopped read had ended
+            if isinstance(message, StopRead):
+                continue  # the read had already ended
             base, _, _ = message.identity.rpartition("-")
             order = msgspec.structs.replace(message, identity=f"{base}-{rank}")
             try:
                 done = work(link, store, order)
             except (EOFError, ConnectionError):
                 raise
-            except Exception as error:  # a full disk, or a GPU's memory that is gone in a sleep
-                done = Done(error=repr(error))
+            except Exception as error:  # a full disk, or GPU memory that a sleep has released
+                done = OrderDone(error=repr(error))
             link.send_bytes(_encode(done))
 
 
-def _read(link: Connection, store: RunStore, order: Order) -> Done:
+def _read(link: Connection, store: RunStore, order: FileOrder) -> OrderDone:
     before = store.counts.bytes_read
-    job = ReadJob(order.identity, order.chain, order.first, order.block_ids, stop=_StopOf(link))
+    job = ReadJob(order.identity, order.chain, order.first, order.block_ids, stop=_StopSent(link))
     store.read(job)
-    return Done(job.num_done, job.causes, store.counts.bytes_read - before)
+    return OrderDone(job.num_done, job.causes, store.counts.bytes_read - before)
 
 
-def _write(link: Connection, store: RunStore, order: Order) -> Done:
+def _write(link: Connection, store: RunStore, order: FileOrder) -> OrderDone:
     def are_same(place: int) -> bool:
-        link.send_bytes(_encode(Ask(place)))
+        link.send_bytes(_encode(AskUnchanged(place)))
         return link.recv_bytes() == b"\1"
 
     before = store.counts.bytes_written
@@ -343,4 +346,4 @@ def _write(link: Connection, store: RunStore, order: Order) -> Done:
             order.identity, order.chain, order.first, order.block_ids, are_same, order.has_window
         )
     )
-    return Done(num_bytes=store.counts.bytes_written - before)
+    return OrderDone(num_bytes=store.counts.bytes_written - before)

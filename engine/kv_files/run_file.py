@@ -52,8 +52,8 @@ class RunName:
         first: hash of the first block.
         last: leading bytes of the last block's hash.
         start: number of blocks before the first one, in its chain.
-        num_tokens: tokens that need not be computed if the run is there: those of its blocks, or of
-            the whole chain if its blocks are a window or a state at the chain's end.
+        num_tokens: tokens that need not be computed if the run exists: the tokens of its blocks,
+            or, if the blocks are a window or a state at the chain's end, of the whole chain.
     """
 
     first: BlockHash

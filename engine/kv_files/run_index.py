@@ -148,7 +148,7 @@ class RunIndex:
 def plan_pieces(
     found: Sequence[tuple[int, Run]], chain: Sequence[BlockHash], first: int
 ) -> list[Piece]:
-    """Choose files with as many of a chain's blocks from ``first`` on as possible.
+    """Choose the files that have most of a chain's blocks from ``first`` on.
 
     If the hashes of a run are unknown, the function assumes that all of the run's blocks are in the
     chain.

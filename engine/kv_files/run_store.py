@@ -42,11 +42,11 @@ _ABANDONED_S = 600.0
 # Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
 # is read again.
 _SETTLED_S = 1.0
-# Seconds between two looks at all folders. Nobody reports the changes that other machines make.
+# Seconds between two listings of all folders, because changes by other machines are not reported.
 _SCAN_ALL_S = 30.0
-_CHUNK_BYTES = 2**21  # bytes that are read between two checks whether the reader should stop
-# Maximum number of headers that one read learns, because thousands of conversations may have the
-# same first blocks.
+_CHUNK_BYTES = 2**21  # bytes that are read between two checks of `ReadJob.stop`
+# Maximum number of headers that one look-up reads: thousands of conversations may have the same
+# first blocks.
 _MOST_HEADERS = 32
 # Maximum number of bytes of a run's blocks, because a run of a GPU's blocks is copied to the host
 # before it is written.
@@ -104,7 +104,7 @@ class RunStore:
         """Return the folder's secret; make it if there is none."""
         path = self._folder / SECRET
         try:
-            return self._read_secret(path)  # the disk may be full, so nothing is written
+            return self._read_secret(path)  # reading still works if the disk is full
         except FileNotFoundError:
             self._make_secret(path)
         return self._read_secret(path)
@@ -166,17 +166,17 @@ class RunStore:
             self._note_stored()
 
     def _scan_all(self) -> None:
-        """Look at the time of change of all folders, and watch them from now on."""
+        """List all folders that were changed, and watch all folders from now on."""
         seen = set()
-        self._watch.add(self._folder, "")
+        self._watch.watch_folder(self._folder, "")
         for identity in self._files.list_folders(self._folder):
-            self._watch.add(self._folder / identity, identity)
+            self._watch.watch_folder(self._folder / identity, identity)
             found = self._files.list_folders(self._folder / identity)
             for name, changed_at in found.items():
                 folder = f"{identity}/{name}"
                 seen.add(folder)
                 if self._read_at.get(folder) != changed_at:
-                    self._watch.add(self._folder / folder, folder)
+                    self._watch.watch_folder(self._folder / folder, folder)
                     is_settled = time.time() - changed_at > _SETTLED_S
                     self._scan_folder(identity, folder)
                     self._read_at[folder] = changed_at if is_settled else -1.0
@@ -307,7 +307,7 @@ class RunStore:
     # ------------------------------------------------------------------ writing
 
     def first_missing(self, identity: str, chain: Sequence[BlockHash], first: int = 0) -> int:
-        """Return the place, from ``first`` on, of a chain's first block that no known file has.
+        """Return the first place, from ``first`` on, whose block no known file has.
 
         A run whose hashes are unknown counts only if its last block belongs to the chain.
         """
@@ -340,7 +340,7 @@ class RunStore:
         num_before, replaced = first, []
         while (before := self._run_before(job, chain, first)) is not None:
             if len(chain) - before.name.start > most:
-                break  # both runs' blocks do not fit into one run
+                break  # the blocks of both runs do not fit into one run
             replaced.append(before)
             first = before.name.start
         hashes = chain[first : first + most]
@@ -406,7 +406,7 @@ class RunStore:
         self._note_stored()
 
     def _note_use_elsewhere(self, run: Run) -> bool:
-        """Note when any node last read a file; return whether that was later than noted so far."""
+        """Note when any node last read a file; return whether the noted time has changed."""
         used_at = self._files.used_at(self._folder / run.path)
         if used_at is None or used_at <= run.used_at + _SETTLED_S:
             return False

@@ -407,13 +407,13 @@ class LLM:
                 self._step()
                 for answer in answers:
                     yield from answer.take_unread()
-            for answer in answers:  # answers that were completed while another stream was read
+            for answer in answers:  # answers that were complete while another stream was read
                 yield from answer.take_unread()
         finally:
             for request in requests:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
-                self._step()  # otherwise, no later call might end this step
+                self._step()  # because maybe no later call ends this step
 
     @property
     def weights(self) -> str:

@@ -95,7 +95,7 @@ class NamedAdapters:
     def _let_adapter_leave(self, digest: AdapterDigest) -> None:
         """Unload the adapter with this digest, unless another name still refers to it."""
         is_named = any(one.digest == digest for one in self._adapters.values())
-        # Otherwise, the adapter is already unloaded
+        # False: the adapter is already unloaded
         if not is_named and digest in self._table.digests:
             self._table.unload(digest)
 

@@ -256,7 +256,7 @@ class GrammarCompiler:
 
     async def _on_thread(self, make: Callable[[], Made]) -> Made:
         """Run a function on a compiling thread; the grammar library releases the GIL meanwhile."""
-        before = threading.stack_size(_STACK_BYTES)  # applies to threads started after this line
+        before = threading.stack_size(_STACK_BYTES)  # for threads that are started later
         try:
             future = self._threads.submit(make)
         finally:

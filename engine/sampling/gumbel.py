@@ -53,8 +53,7 @@ def noise_hashes(keys: Words, token_ids: npt.NDArray[np.integer]) -> Words:
 
 def gumbel(hashes: Words) -> Floats:
     """Turn 32-bit hashes into Gumbel-distributed noise, from -3.2 to 22.9."""
-    # The largest noise must be the most precise. It comes from the smallest shares, and floats are
-    # finest near 0.
+    # Large noise must be precise. It comes from shares near 0, where floats are finest.
     shares = (hashes + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log1p(-shares))
     return noise

@@ -15,7 +15,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)  # [2, 1]
 _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # [2, 1]
-# Each round adds these numbers to the two halves of the key.
+# Added to the two halves of the key in each round.
 _KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL  # [rounds, 2, 1]
 
 
@@ -72,8 +72,8 @@ class WordTable:
         """
         ahead = positions - self._first[rows]
         if ((ahead < 0) | (ahead >= POSITIONS_AHEAD)).any():
-            # Refill all rows at once, because otherwise some row would run out in nearly every
-            # step. `first` is the index at which each row first occurs.
+            # Refill all rows at once; one by one, some row would run out in nearly every step.
+            # `first` has the index at which each row first occurs.
             first = np.flatnonzero(rows != np.concatenate(([-1], rows[:-1])))
             wanted = positions[first, None] + np.arange(POSITIONS_AHEAD)  # [.., POSITIONS_AHEAD]
             words = counter_words(seeds[first].repeat(POSITIONS_AHEAD), wanted.reshape(-1))

@@ -51,7 +51,7 @@ def sample(
             (`StepHooks.allowed_bits`).
     """
     parameters, keys = sampling.parameters, sampling.keys
-    if not (logits.is_cuda and _HAS_TRITON):  # only the kernel reads every dtype
+    if not (logits.is_cuda and _HAS_TRITON):  # only the Triton kernel reads logits of every dtype
         if sampling.is_greedy:
             return _as_list(_most_probable(logits, parameters, keys))
         logits = logits.float()
@@ -149,10 +149,9 @@ def _temperatures(parameters: npt.NDArray[np.void]) -> Floats:
 
 
 def _draw_filtered(logits: Tensor, parameters: npt.NDArray[np.void], keys: Words) -> TokenIds:
-    """Draw among the kept tokens, with the noise that a draw from all tokens would have.
+    """Draw one of the kept tokens, with the same noise as a draw from all tokens.
 
-    If no filter drops the token that a draw from all tokens would give, this draw gives the same
-    token.
+    Both draws give the same token unless a filter drops the token of the draw from all tokens.
     """
     temperatures = _temperatures(parameters)
     least = least_kept(logits, parameters)[:, None]

@@ -21,7 +21,7 @@ from engine.sampling.rejection import sample_with_rejection
 from engine.sampling.sampler import rows_without_numbers, sample
 from engine.sampling.sampling_input import SamplingInput
 
-Proposed = Mapping[int, Floats]  # the distribution of each row's draft
+Proposed = Mapping[int, Floats]  # distribution from which each row's draft was drawn
 
 
 @dataclass(frozen=True, slots=True)

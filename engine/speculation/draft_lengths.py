@@ -19,8 +19,9 @@ YES: Callable[[], bool] = lambda: True  # noqa: E731
 # Otherwise, their minimum is, because the first steps of a size may compile kernels.
 _ENOUGH = 5
 TRIED = 3  # number of samples after which the cost of a size is known
-# The measured time of a size is fresh for `_FRESH` steps. If another size seems faster by a factor
-# below `_MUCH`, which may be chance, the time is fresh only for `_FRESH_IF_LITTLE` steps.
+# A size's measured time stays valid for `_FRESH` steps. If another size seems faster by a factor
+# below `_MUCH`, the difference may be chance, so the time stays valid only for `_FRESH_IF_LITTLE`
+# steps.
 _FRESH, _FRESH_IF_LITTLE, _MUCH = 256, 48, 1.3
 _SAMPLES = 5  # latest samples kept per size; their median ignores slow moments
 _FORGET_AFTER = 2000  # steps after which the samples of an unused size are dropped
@@ -116,7 +117,7 @@ class DraftingCosts:
     """Measured seconds of making drafts, by number of drafts and of requests."""
 
     def __init__(self) -> None:
-        # Costs by number of drafts, then by number of requests
+        # Measured costs, by number of drafts and then by number of requests
         self._costs: dict[int, StepCosts] = {}
         self._num_noted = 0
 
@@ -187,7 +188,7 @@ def choose_lengths(
     requests = np.repeat(np.arange(len(num_drafts)), num_drafts)
     places = np.concatenate([np.arange(1, num + 1) for num in num_drafts])
     chances = np.asarray(rates)[requests] ** places
-    # This order keeps a request's earlier drafts before its later ones.
+    # In this order, a request's earlier drafts come before its later drafts.
     order = np.argsort(-chances, kind="stable")
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
     seconds = costs.seconds(num_rows + np.arange(len(tokens)))

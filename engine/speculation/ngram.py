@@ -1,7 +1,7 @@
 """NgramProposer: finds an earlier copy of the output's last tokens, and drafts the tokens after it.
 
 The method is "Prompt lookup decoding" (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding),
-but searches outputs, too. The method works well if an output repeats its prompt: editing,
+extended to search the output, too. It works well if outputs repeat their prompts: editing,
 summaries, questions about a text.
 """
 

@@ -84,10 +84,9 @@ class MemoryProfile:
 
 
 def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
-    """Return the size of the KV cache in bytes; log the sizes that it follows from.
+    """Return the size of the KV cache in bytes; log the sizes that it is computed from.
 
-    Computes a dummy of the largest step, except on a CPU with plenty of memory, where the step is
-    not needed.
+    Computes a dummy of the largest step, unless a CPU has plenty of memory.
 
     Raises ConfigError if the memory is too small for two blocks or, on a GPU, for the largest step.
     """
@@ -126,8 +125,8 @@ def measure_kv_cache_bytes(loaded: LoadedModel) -> int:
             graphs = _measure_graphs(loaded, longest)
         except torch.OutOfMemoryError as error:
             raise too_large(longest, f"{device} ({profile})") from error
-        # On a GPU, measure the used memory again, because libraries keep memory from the first step
-        # on. On a CPU, this would count memory twice that the allocator keeps after the step.
+        # On a GPU, measure the used memory again, because libraries keep memory after their first
+        # step. On a CPU, memory that the allocator keeps after the step would be counted twice.
         used = used if device.type == "cpu" else _total_and_used(device)[1]
         profile = replace(profile, activations=activations, graphs=graphs, used=used)
     if profile.kv_cache_bytes < 2 * spec.block_bytes:

@@ -106,7 +106,7 @@ class ModelRunner:
             return self.extras.draft(launched, hidden, hooks)
         # Compute all logits again: this is rare, and keeping them would take memory in every step.
         logits = self._model.compute_logits(hidden)
-        if not self._exchange.leads:  # only the leader has grammars' masks
+        if not self._exchange.leads:  # only the leader has the masks of grammars
             drawn = self._exchange.receive_instead(token_ids, prepared.num_requests)
             if drawn is not None:
                 graphs.correct(prepared, drawn)

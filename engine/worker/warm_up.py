@@ -98,11 +98,11 @@ def largest_step(config: EngineConfig, max_seq_len: int, spec: KVCacheSpec) -> S
 
 
 def small_steps(config: EngineConfig, spec: KVCacheSpec) -> Iterator[StepPlan]:
-    """Yield steps of prompts and of decodes, for each number of requests with kernels of its own.
+    """Yield a prompt step and a decode step for each number of requests that has its own kernels.
 
-    Unlike the largest step, these steps sample on the device. There are steps of 1 request, for
-    which Triton compiles separately; of each power of two, for which attention plans decodes
-    differently; and of the maximum number of requests.
+    Unlike the largest step, these steps sample on the device. The numbers of requests are 1, for
+    which Triton compiles separate kernels; each power of two, for which attention plans decodes
+    differently; and the maximum number of requests.
     """
     most = config.max_num_requests
     counts = {1, 2, most} | {2**power for power in range(4, most.bit_length())}

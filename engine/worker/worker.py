@@ -112,9 +112,9 @@ class Worker:
         self.device = device
         self.config = config = config.for_device(device.type)
         runs_ahead = config.async_scheduling
-        # By default, a GPU runs ahead, and so do pipeline stages, each of which computes a step
-        # while the stage before it computes the next step. A CPU does not run ahead, because
-        # scheduling would slow the forward.
+        # By default, a GPU runs ahead, and so do pipeline stages: each stage computes a step while
+        # the stage before it computes the next step. A CPU does not run ahead, because the
+        # scheduler would slow the forward pass.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
         ranks = replace(

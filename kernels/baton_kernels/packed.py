@@ -597,11 +597,12 @@ class PackedWeight:
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Round inputs to 8 bits, as `packed_linear` does before it multiplies them by codes.
+    """Round inputs to 8 bits, as `packed_linear` does before it multiplies inputs by codes.
 
-    The inputs of a group of weights, or of `INPUT_BLOCK` of them if the group is larger, share a
-    scale, by which the largest input becomes 127. If the weight has fine inputs, the error of this
-    rounding is also rounded to 8 bits, and added. Returns float32 ``[..., in_features]``.
+    The inputs of a group of weights share a scale, with which the largest input becomes 127; in
+    groups of more than `INPUT_BLOCK` weights, each `INPUT_BLOCK` inputs share a scale. If the
+    weight has fine inputs, the error of this rounding is also rounded to 8 bits, and added. Returns
+    float32 ``[..., in_features]``.
     """
     size, each = x.shape[-1], min(weight.group_size, INPUT_BLOCK)
     filled = functional.pad(x.float(), (0, -size % each))
@@ -704,9 +705,9 @@ def _four_bits(rows: Tensor) -> GroupedIntegers:
 def _searched_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Find the scale and minimum with the least squared error for each group: ``[n, groups]``.
 
-    The function rounds each group with twelve trial scales. With the codes that a trial gives,
-    least squares finds the best scale and minimum, as in GGML's K-quants. Sums are float32 and in a
-    fixed order, so that kernels compute equal bits.
+    The function rounds each group with twelve trial scales. For the codes of each trial, least
+    squares gives the best scale and minimum, as in GGML's K-quants. Sums are float32 and in a fixed
+    order, so that kernels compute equal bits.
     """
     size = groups.shape[2]
     values = groups.unbind(2)

@@ -258,10 +258,10 @@ def rounded_rows(rows: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Ten
 
 
 def four_bits(rows: Tensor) -> GroupedIntegers:
-    """Round rows, ``[n, in_features]``, to 4 bits, with the scales of the least squared error.
+    """Round rows, ``[n, in_features]``, to 4 bits; choose scales with the least squared error.
 
-    The function rounds each group with several trial scales. With the codes that a trial gives,
-    least squares finds the best scale.
+    The function rounds each group with several trial scales. For the codes of each trial, least
+    squares gives the best scale.
     """
     size = rows.shape[1]
     filled = functional.pad(rows.float(), (0, -size % _FOUR_BITS_GROUP))

@@ -1,4 +1,5 @@
-/* Ranks on one machine through shared memory: all-reduce and all-gather of a group, and mail between two ranks.
+/* Ranks that exchange tensors in the shared memory of one machine: all-reduce and all-gather in a group, and
+ * point-to-point sends from one rank to another.
  *
  *     aborted | flags ... | slots[rank][num_slots] ...      each flag in its own cache line, then data
  *
@@ -6,10 +7,11 @@
  * reads all other parts. A rank one step ahead writes its other slot; no rank can be two steps ahead. Each rank adds
  * the parts in the order of ranks, so all ranks have the same bits.
  *
- * Mail: each rank sends to one other rank at most. A rank's slots are a ring of pieces; its first flag counts pieces
- * sent, and its second flag pieces received, which the receiver raises. A sender waits only while the ring is full.
+ * Point-to-point: each rank sends to at most one other rank. A rank's slots are a ring of pieces. The rank's first
+ * flag counts the pieces that it has sent; its second flag, which the receiver raises, counts the pieces received.
+ * A sender waits only while the ring is full.
  *
- * Refuses to know: the numbers' meaning, how ranks are started.
+ * Refuses to know: the meaning of the numbers, how ranks are started.
  */
 #define _GNU_SOURCE
 #include <sched.h>
@@ -53,7 +55,7 @@ typedef struct {
     int64_t num_bytes, sender;
     rank_group *group;
     void *data;
-} mail_call;
+} point_to_point_call;
 
 static flag *flag_of(const rank_group *g, int64_t index) {
     return (flag *)(g->shared + (1 + index) * LINE);
@@ -177,7 +179,7 @@ int baton_collective(const collective_call *c) {
 }
 
 /* Return 0, or GONE. */
-int baton_send(const mail_call *c) {
+int baton_send(const point_to_point_call *c) {
     rank_group *g = c->group;
     for (int64_t first = 0; first < c->num_bytes; first += g->slot_bytes) {
         uint32_t piece = (uint32_t)++g->step;
@@ -189,7 +191,7 @@ int baton_send(const mail_call *c) {
 }
 
 /* Return 0, or GONE. */
-int baton_receive(const mail_call *c) {
+int baton_receive(const point_to_point_call *c) {
     rank_group *g = c->group;
     for (int64_t first = 0; first < c->num_bytes; first += g->slot_bytes) {
         uint32_t piece = (uint32_t)++g->received;

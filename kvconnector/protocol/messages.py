@@ -121,9 +121,9 @@ class Watermark(_RequestMessage, frozen=True, kw_only=True):
 
 
 class Commit(_RequestMessage, frozen=True, kw_only=True):
-    """All blocks are in the decode node's memory, and the node continues from ``record``.
+    """A message: all blocks are in the decode node's memory; the node continues from ``record``.
 
-    The other fields measure what the transfer cost, for the request's receipt.
+    The other fields measure the transfer, for the request's receipt.
     """
 
     record: HandoffRecord

@@ -37,14 +37,14 @@ LEASE_S = 4 * BEAT_INTERVAL_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a peer
-# KV in flight to a peer fills the link for two round trips and this time, so that the link always
-# has bytes to carry. A message waits behind this KV, so the time is short.
+# The KV in flight to a peer keeps the link busy for `ROUND_TRIPS` round trips plus this many
+# seconds. The number is small, because a message waits behind this KV.
 QUEUE_S = 0.0015
-ROUND_TRIPS = 2  # more than one, because the measured bandwidth may be too low by a third
+ROUND_TRIPS = 2  # two, because the measured bandwidth may be a third too low
 MAX_ROUND_TRIP_S = 0.1
-TRIPS_S = 30.0  # seconds after which an older round trip no longer counts
-NUM_PIECES = 4  # bytes in flight are cut into as many pieces, so that the link has no pauses
-MIN_POSTED_BYTES = 2**16  # lower bound of a link's limit, however slow the link
+TRIPS_S = 30.0  # seconds after which a measured round trip is forgotten
+NUM_PIECES = 4  # number of pieces that bytes in flight are cut into, so that the link has no pauses
+MIN_POSTED_BYTES = 2**16  # lower bound of `limit_bytes` for a slow link
 # After this many read rounds and seconds, no more bytes of a dead peer can arrive (`DeadPeers`).
 DRAIN_READS, DRAIN_S = 10, 0.5
 
@@ -72,8 +72,9 @@ class Peer:
         is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe, or the last writes of KV, measured.
-        round_trip_s: shortest time between a message and its answer in the last `TRIPS_S` or twice
-            this time, while no write to the peer was in flight; both ends' loops may sleep in it.
+        round_trip_s: shortest time between a message and its answer, while no write to the peer was
+            in flight, over the last one to two times `TRIPS_S`; includes sleeps of both ends'
+            loops.
         recent_trip_s: the shortest round trip since the time ``tripped_at``.
         problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.
@@ -308,7 +309,7 @@ class Peers:
     def limit_bytes(self, engine_id: str, most_bytes: int) -> int:
         """Return how many bytes may be in flight to a peer at once, at most ``most_bytes``.
 
-        The limit keeps the link full, and makes messages wait little longer than `QUEUE_S`.
+        With this limit, the link is always busy, and a message waits little longer than `QUEUE_S`.
         """
         peer = self._peers.get(engine_id)
         if peer is None or not peer.bandwidth_bytes_per_s or peer.path == CMA_PATH:
@@ -388,7 +389,7 @@ class Peers:
             wants_result: whether `SendEnded` follows also if the message was sent; after a failure,
                 it always follows.
 
-        A Beat follows a Start, because both ends' loops are awake then: the round trip is short.
+        A Beat is sent after each Start, to measure the round trip while both ends' loops are awake.
         """
         peer = self._peers.get(engine_id)
         if peer is None:
@@ -422,8 +423,7 @@ class Peers:
     def _send_anew(self, peer: Peer, action: Send) -> bool:
         """Reconnect and send, unless the back-off pause is not over or writes are in flight.
 
-        Writes in flight need the old connection. These writes end soon, because the peer's
-        transfers fail.
+        Writes in flight need the old connection; they end soon, because the peer's transfers fail.
         """
         now = self._turn.now
         if now < peer.reconnect_at or self._is_busy(peer.engine_id):

@@ -42,14 +42,14 @@ REPEAT_S = 0.05  # seconds between repeats of an unanswered SelfTest
 MAX_TIMED_WRITES = 32
 TIMED_S = 0.02
 MAX_POSTED = 16
-# On a slow link, fewer writes are in flight, so that the probe does not fill the link for longer
-# than this time.
+# On a slow link, fewer writes are in flight, so that the probe keeps other messages waiting for at
+# most this many seconds.
 FILLED_S = 0.75
-# If the first write takes longer, no second write would end while the slot is this end's, and the
-# first write's own time gives the bandwidth.
+# If the first write takes longer than this many seconds, a second write would not end before this
+# end must give back the peer's slot. The bandwidth is then measured by the first write.
 MAX_FIRST_S = 2.6
 MARGIN_S = 0.5  # seconds before `OFFER_S` after which a probe is abandoned
-ROUND_S = 0.001  # maximum seconds per round for posting, which may copy; other peers wait meanwhile
+ROUND_S = 0.001  # maximum seconds of posting per round; posting may copy bytes; other peers wait
 
 
 @dataclass(slots=True)
@@ -58,9 +58,9 @@ class _Probe:
 
     Attributes:
         num_in_flight: number of posted writes that are not complete.
-        timed_from: when the first write was complete. The first write sets up the connection, and
-            either process may be busy meanwhile, so the bandwidth is measured from then on, except
-            on very slow links.
+        timed_from: when the first write was complete. The bandwidth is measured from then on,
+            because the first write also sets up the connection, and either process may be busy
+            meanwhile. On very slow links, the first write itself is measured.
         max_in_flight: number of writes that may be in flight at once.
         num_posted: number of posted writes, including the first.
         bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
@@ -81,7 +81,7 @@ class _Probe:
 
     @property
     def give_up_at(self) -> float:
-        """Return when the probe is abandoned: later if the first write has shown a slow link."""
+        """Return when the probe is abandoned; after a slow first write, this is later."""
         is_slow = self.timed_from is not None and self.timed_from > self.began_at + FILLED_S
         return self.began_at + (OFFER_S - MARGIN_S if is_slow else TIMEOUT_S)
 
@@ -327,7 +327,7 @@ class ProbeSlots:
     def forget(self, engine_id: str) -> None:
         """Forget a peer and its slot.
 
-        The peer's late writes can spoil another's probe, but no KV.
+        Late writes of this peer can disturb another peer's probe, but cannot damage KV.
         """
         self._offers.pop(engine_id, None)
 

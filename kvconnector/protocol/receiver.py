@@ -196,8 +196,8 @@ class ReceiveMachine:
                 key = (message.request_id, message.epoch)
                 self._end(key, peer_id)
                 self._report(TransferEventKind.FAILED, peer_id, key, reason=message.reason)
-            # Digests only show here that the peer is alive; the filter (`digests.py`) compares them
-            # with this node's memory.
+            # Here, digests only prove that the peer is alive; `digests.py` compares digests with
+            # this node's memory.
             case Digests():
                 pass
 

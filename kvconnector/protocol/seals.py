@@ -37,11 +37,11 @@ class Refusal(Enum):
     """The reasons for which messages are refused."""
 
     STRANGER = "stranger"  # no known peer has this name
-    LEFT = "left"  # the router has lost the sender
+    LEFT = "left"  # the router has removed the sender
     TOO_LONG = "too long"
     FORGED = "forged"  # altered, or not from this peer to this node
     REPLAYED = "replayed"  # accepted before, or so late that this is unknown
-    MALFORMED = "malformed"  # this peer sent it, but it cannot be decoded
+    MALFORMED = "malformed"  # the message is this peer's, but cannot be decoded
     FLOOD = "flood"  # too many messages of this peer wait to be read
 
 

@@ -52,17 +52,16 @@ class Transfer:
     """One attempt to hand over one request's KV: a request with one epoch.
 
     Attributes:
-        groups: KV group of each transferred block; empty: there is only one group.
-        granted: the decode node's grant; None: not granted yet.
+        groups: KV group of each transferred block; empty if there is only one group.
+        granted: the decode node's grant; None before it comes.
         pieces: pieces that must still be posted, in order.
         writes: posted pieces that are not complete, in order.
-        record: the hand-off record of the last push; None: the last push has not been queued.
+        record: the hand-off record of the last push; None before the last push is queued.
         last_push_at: when the last push was queued.
-        failure: why the transfer fails; None: it has not failed. A failed transfer posts nothing
-            more.
+        failure: why the transfer failed; None if it did not. A failed transfer posts nothing more.
         block_ids: this node's ids of posted blocks, by index among the transferred blocks.
-        attempts: how often the decode node has requested layers of a block again, by the block's
-            index and layers.
+        attempts: number of times that the decode node has requested layers of a block again, by the
+            block's index and layers.
         commit_is_sent: whether the Commit was sent. If the decode node verifies blocks, the
             transfer stays open after the Commit.
     """

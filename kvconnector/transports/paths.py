@@ -5,7 +5,7 @@ Refuses to know: peers, how bandwidth is measured.
 
 from __future__ import annotations
 
-CMA_PATH = "nixl/ucx cma"  # a write is complete once posted: the sending process copies its bytes
+CMA_PATH = "nixl/ucx cma"  # a posted write is complete: the sending process copies the bytes
 UNKNOWN_GPU_PATH = "nixl/ucx unknown"  # name of a GPU's path until its bandwidth is known
 CUDA_IPC_PATH = "nixl/ucx cuda_ipc"
 # One-way bandwidth of PCIe 5.0 x16. Copies through host memory or through network cards are slower.

@@ -21,8 +21,8 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 _TIMEOUT_S = 15.0
 _POLL_S = 0.1
-# Owners that keep blocks without a request, which is no leak. The owner "cache" is an encode node's
-# cache.
+# These owners keep blocks without a request; their blocks are no leak. The owner "cache" is an
+# encode node's cache.
 _NO_REQUEST = frozenset({"null block", "cache"})
 _MOST_REQUESTS = 2**31 - 1  # maximum length of a list; more than can be open
 

@@ -61,7 +61,7 @@ class Schedule:
             # request.
             new = (last.held if look is last else look.stale & last.held) - seen
             seen |= new
-            # An audit without leaks is certain only if all nodes answered
+            # An audit proves that nothing leaks only if all nodes answered
             if new or not self.audit.problems:
                 leaks[place - 1] = len(new)
         return leaks

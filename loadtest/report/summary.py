@@ -90,7 +90,7 @@ class TokenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptReport:
-    """Figures of Baton's receipts other than times, over the requests that have a receipt."""
+    """Figures other than times from Baton's receipts, over all requests with a receipt."""
 
     num_receipts: int
     num_retried: int
@@ -226,9 +226,9 @@ def summarize(plan: LoadPlan, records: Sequence[RequestRecord], loop_lag: LoopLa
 
 
 def _window(plan: LoadPlan, records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """Return the begin and end of the measured window.
+    """Return when the measured window begins and ends.
 
-    The window ends with the last answer, or earlier, at the end of the plan's duration.
+    The window ends at the last answer, but no later than the plan's duration.
     """
     last_s = max((max(r.scheduled_s, r.ended_s) for r in records), default=plan.warmup_s)
     end_s = last_s if plan.duration_s is None else min(last_s, plan.duration_s)

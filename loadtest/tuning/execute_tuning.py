@@ -63,7 +63,7 @@ class TuningJob:
 
 
 def job_of(options: TuneOptions) -> TuningJob:
-    """Return what a command's options ask for; raises ConfigError."""
+    """Return the tuning job that a command's options describe; raises ConfigError."""
     cores = chosen_cores(options.cores)
     return TuningJob(
         plan=options.trial_plan(),
@@ -99,7 +99,7 @@ async def search(job: TuningJob, stop: asyncio.Event) -> Tuning:
     """Run or resume the search; print what each value did, and write the found file.
 
     Args:
-        stop: set from outside to end the search.
+        stop: the caller sets this event to end the search.
 
     Raises BatonError.
     """

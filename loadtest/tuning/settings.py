@@ -18,7 +18,7 @@ Value = str | int | bool
 Choice = Mapping[str, Value]
 SHAPE = "shape"
 THREADS = "num_threads"
-_OF_UP = (SHAPE, THREADS)  # `baton up` itself decides these settings, so tables of nodes cannot
+_OF_UP = (SHAPE, THREADS)  # `baton up` decides these settings, so tables of nodes cannot have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def chosen_settings(text: str, num_cores: int) -> tuple[Setting, ...]:
 
 
 def deployment_of(choice: Choice) -> Deployment | None:
-    """Return the numbers of nodes of a choice; None: the defaults of `baton up`."""
+    """Return the numbers of nodes in a choice; None stands for the defaults of `baton up`."""
     return Deployment.parse(str(choice[SHAPE])) if SHAPE in choice else None
 
 

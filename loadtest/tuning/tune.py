@@ -177,10 +177,10 @@ async def _confirm(measure: Measure, found: Tuning, repeats: int) -> None:
 
 
 def round_of(repeat: int, repeats: int) -> int:
-    """Return the number of the requests that a repeat sends.
+    """Return the round number, which decides the requests that a repeat sends.
 
-    All trials of the search send equal requests, so that their goodput differs by noise and
-    settings only. Each repeat at the end sends new requests.
+    All trials of the search send the same requests, so that only settings and noise change their
+    goodput. Each repeat at the end sends new requests.
     """
     return max(repeat - repeats + 1, 0)
 

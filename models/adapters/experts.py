@@ -238,7 +238,7 @@ class AdaptedExperts:
         return self._moe.inner_size if name == FIRST else self._moe.width
 
     def _padded(self, name: str) -> int:
-        """Return the number of rows of a half of layer FIRST, or of layer SECOND, with padding."""
+        """Return the number of rows, with padding, of a half of layer FIRST or of layer SECOND."""
         every, size = self._moe.get_submodule(name), self._size(name)
         return every.packed.in_whole_panels(size) if isinstance(every, PackedLinear) else size
 

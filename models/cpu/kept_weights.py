@@ -37,7 +37,7 @@ Kept = Mapping[str, PackedWeight | Tensor]
 
 @functools.cache
 def machine_key() -> str:
-    """Return a digest of what packed weights depend on besides the checkpoint.
+    """Return a digest of all that packed weights depend on besides the checkpoint.
 
     The digest covers the CPU's features, Baton's code and the version of torch.
     """

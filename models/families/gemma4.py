@@ -262,16 +262,16 @@ Gemma4ForConditionalGeneration = TextPart("Gemma4ForCausalLM", is_tied=True, vis
 # ---------------------------------------------------------------------------- GGUF files
 
 
-# A file divides the frequencies of pairs that are not rotated by this factor or a larger one.
-_STILL = 1e20
+# For pairs that RoPE does not rotate, a file divides the frequency by at least this factor.
+_UNROTATED = 1e20
 _PER_LAYER_TABLE = "per_layer_token_embd.weight"
 
 
-def _gguf(keys: Keys) -> Mapping[str, Any]:
-    """Return the fields that only Gemma 4 has.
+def _gguf_fields(keys: Keys) -> Mapping[str, Any]:
+    """Return the config.json fields that only Gemma 4 has.
 
-    A file says nothing about images (`use_bidirectional_attention`), because the encoder is in
-    another file, which Baton does not read.
+    A file lacks the field for images (`use_bidirectional_attention`): the encoder is in another
+    file, which Baton does not read.
     """
     types = [*layer_types(keys, _PATTERN)[:-1], FULL]
     shared = keys.integer("attention.shared_kv_layers", 0, minimum=0)
@@ -298,7 +298,7 @@ def _gguf(keys: Keys) -> Mapping[str, Any]:
 def _gguf_heads(keys: Keys, types: Sequence[str], shared: int) -> Mapping[str, Any]:
     """Return the fields of heads and RoPE, which differ between the two types of layers."""
     full_size, size = (_gguf_head_dim(keys, suffix) for suffix in ("", "_swa"))
-    kv_heads = keys.per_layer("attention.head_count_kv")
+    kv_heads = keys.layer_integers("attention.head_count_kv")
     by_type: dict[str, int] = dict(zip(types, kv_heads, strict=True))
     if any(by_type[kind] != number for kind, number in zip(types, kv_heads, strict=True)):
         raise keys.wrong("attention.head_count_kv", f"layers of one type differ: {kv_heads}")
@@ -312,7 +312,7 @@ def _gguf_heads(keys: Keys, types: Sequence[str], shared: int) -> Mapping[str, A
         "rope_parameters": {
             FULL: {
                 "rope_type": "proportional",
-                "partial_rotary_factor": _gguf_turning(keys, full_size // 2),
+                "partial_rotary_factor": _gguf_rotated_share(keys, full_size // 2),
                 "rope_theta": keys.decimal("rope.freq_base", DEFAULT_THETA),
             },
             SLIDING: {
@@ -324,7 +324,7 @@ def _gguf_heads(keys: Keys, types: Sequence[str], shared: int) -> Mapping[str, A
 
 
 def _gguf_head_dim(keys: Keys, suffix: str) -> int:
-    """Return the head size of one type of layers, after a check of the sizes that must equal it.
+    """Return the head size of one type of layer; raises ModelLoadError for unequal sizes.
 
     Args:
         keys: metadata of the GGUF file.
@@ -337,7 +337,7 @@ def _gguf_head_dim(keys: Keys, suffix: str) -> int:
     return size
 
 
-def _gguf_turning(keys: Keys, num_pairs: int) -> float:
+def _gguf_rotated_share(keys: Keys, num_pairs: int) -> float:
     """Return the share of a head's pairs that RoPE rotates in layers with full attention.
 
     Raises:
@@ -349,17 +349,21 @@ def _gguf_turning(keys: Keys, num_pairs: int) -> float:
     if ROPE_FACTORS not in keys.file.tensors:
         return 1.0
     factors = keys.file.floats(ROPE_FACTORS)
-    turning = sum(factor < _STILL for factor in factors)
-    if len(factors) != num_pairs or factors[:turning] != (1.0,) * turning or not turning:
-        problem = f"must be 1 for the first of {num_pairs} pairs, and at least {_STILL:g} after"
+    num_rotated = sum(factor < _UNROTATED for factor in factors)
+    if (
+        len(factors) != num_pairs
+        or factors[:num_rotated] != (1.0,) * num_rotated
+        or not num_rotated
+    ):
+        problem = f"must be 1 for the first of {num_pairs} pairs, and at least {_UNROTATED:g} after"
         raise ModelLoadError(f"{keys.file.path}: {ROPE_FACTORS}: {problem}")
-    return turning / num_pairs
+    return num_rotated / num_pairs
 
 
 def _gguf_mlp(keys: Keys, shared: int) -> Mapping[str, Any]:
     """Return the fields of the MLPs, which may be twice as wide in the last ``shared`` layers."""
     name = "feed_forward_length"
-    sizes = keys.per_layer(name)
+    sizes = keys.layer_integers(name)
     is_double = shared > 0 and sizes[-1] == 2 * sizes[0]
     own, last = len(sizes) - shared, sizes[0] * (2 if is_double else 1)
     if sizes != [sizes[0]] * own + [last] * shared:
@@ -385,7 +389,7 @@ def _gguf_per_layer(keys: Keys) -> Mapping[str, Any]:
 GGUF = {
     "gemma4": Architecture(
         "Gemma4ForCausalLM",
-        _gguf,
+        _gguf_fields,
         heads=no_fields,
         outer={
             "per_layer_token_embd": "model.embed_tokens_per_layer",

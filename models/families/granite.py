@@ -154,7 +154,7 @@ def _gguf_experts(keys: Keys) -> Mapping[str, Any]:
 def _gguf_of_moe(keys: Keys) -> Mapping[str, Any]:
     """Return the config.json fields of Granite 3 with experts.
 
-    The fields are those of a Granite 4 in which all layers have attention.
+    These are the fields of a Granite 4 whose layers all have attention.
     """
     return {
         **_gguf_scales(keys),

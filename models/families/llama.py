@@ -38,10 +38,10 @@ Idefics3ForConditionalGeneration = SmolVLMForConditionalGeneration = TextPart(
 
 
 def _gguf_variant(keys: Keys) -> Architecture | None:
-    """Return the row of Mistral or Mixtral if the file is theirs, else None.
+    """Return the table row of Mistral or Mixtral if the file is one of these, else None.
 
-    The GGUF files of both also name their architecture llama, but have a sliding window (Mistral)
-    or experts (Mixtral).
+    GGUF files of both also have the architecture llama, but have a sliding window (Mistral) or
+    experts (Mixtral).
     """
     if keys.get("expert_count"):
         return mistral.GGUF_MIXTRAL

@@ -196,7 +196,7 @@ def _gguf_of_3_moe(keys: Keys) -> Mapping[str, Any]:
     return gguf_experts(keys, normalized=True)
 
 
-# Files of vision-language models have the text network alone: the encoder is in another file.
+# A file of a vision-language model has only the text network; the encoder is in another file.
 GGUF = {
     **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("Qwen2ForCausalLM", _gguf_of_2)),
     "qwen2moe": Architecture(

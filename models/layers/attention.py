@@ -55,8 +55,8 @@ class Attention(Computing):
         self._rotation = spec.rotation
         self._sliding_window = spec.window
         self._num_kv_heads, self._has_own_kv = spec.num_kv_heads, spec.kv_distance is None
-        # The layer whose keys and values this layer reads, if it has none of its own. The layer is
-        # in a tuple, because torch would register a module in an attribute.
+        # If this layer has no keys and values of its own: the layer whose keys and values it reads.
+        # The layer is in a tuple, because torch would register a module in an attribute.
         self._source: tuple[Attention, ...] = ()
         query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._has_gate = spec.output_gate

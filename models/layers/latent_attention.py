@@ -73,7 +73,7 @@ class PackedLatentProjection(Computing):
     def __init__(self, keys: ops.PackedWeight, values: ops.PackedWeight) -> None:
         super().__init__()
         self._keys, self._values = keys, values
-        # the panels are parameters, so that code that counts a model's memory finds them
+        # parameters, so that counts of a model's memory include the panels
         self.keys = nn.Parameter(keys.panels, requires_grad=False)
         self.values = nn.Parameter(values.panels, requires_grad=False)
 

@@ -15,7 +15,7 @@ from baton.checkpoint.gguf.architecture import Change
 from models.config import ModelConfig
 from models.recipe import DeltaNetSpec
 
-# Function that takes a tensor, whose first axis is the rows, and the model's configuration.
+# A function of a tensor, whose first axis is the rows, and of the model's configuration.
 _Changer = Callable[[Tensor, ModelConfig], Tensor]
 
 

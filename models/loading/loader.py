@@ -454,7 +454,7 @@ def open_weights(folder: Path, config: ModelConfig, files: ExitStack) -> dict[st
         return {stored.name: stored for stored in read_gguf(gguf, config)}
     tensors = open_safetensors(_weight_files(folder), files)
     if config.quantization is not None:
-        # Quantized tensors are found by the file's own names, so read them before renaming.
+        # Read quantized tensors before renaming, because the file's names find them.
         tensors = {one.name: one for one in read_quantized(tensors, config.quantization)}
     if config.is_text_part:
         return text_tensors(tensors, images=config.vision is not None)

@@ -12,8 +12,8 @@ from baton.api.errors import ConfigError
 from baton_kernels import ExpertShare
 from models.parallel.shards import Rank
 
-# If the largest part of an expert exceeds the mean part by this factor, whole experts were measured
-# to be faster.
+# Measured: if the largest part of an expert exceeds the mean part by this factor, whole experts per
+# rank are faster.
 _UNEQUAL = 1.3
 
 

@@ -49,7 +49,7 @@ class Collective(Protocol):
         ...
 
 
-class Mail(Protocol):
+class PointToPoint(Protocol):
     """The part of a `Collective` that carries tensors from one rank to another."""
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -104,7 +104,7 @@ SINGLE_RANK = SingleRank()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of a model, from the view of one; a group of ranks computes each pipeline stage.
+    """All ranks of a model, as one rank sees them; each pipeline stage has a group of ranks.
 
         stage 0: ranks 0 1  ──  stage 1: ranks 2 3      the first rank of the last stage is the
                                                         leader: it samples, in the engine's process
@@ -114,14 +114,14 @@ class Ranks:
         group: the ranks of this rank's stage.
         stage_layers: number of layers of each stage; empty: all stages have equal numbers.
         expert_parallel: whether a stage's ranks have whole experts: ``auto``, ``on`` or ``off``.
-        mail: carries hidden states from each stage to the next; None: ``everyone`` does.
+        point_to_point: sends hidden states from each stage to the next; None: ``everyone`` does.
     """
 
     everyone: Collective = SINGLE_RANK
     group: Collective = SINGLE_RANK
     stage_layers: tuple[int, ...] = ()
     expert_parallel: str = "auto"
-    mail: Mail | None = None
+    point_to_point: PointToPoint | None = None
 
     @property
     def num_stages(self) -> int:
@@ -155,17 +155,19 @@ class Ranks:
 
     def abort(self) -> None:
         """Make all calls of all ranks fail from now on; safe from any thread."""
-        ways = (self.group, self.everyone, self.mail)
+        ways = (self.group, self.everyone, self.point_to_point)
         for one in {id(one): one for one in ways if one is not None}.values():
             one.abort()
 
     def pass_on(self, hidden: Tensor) -> None:
         """Send this stage's hidden states to the next stage."""
-        (self.mail or self.everyone).send(hidden, self.everyone.rank + self.group.size)
+        (self.point_to_point or self.everyone).send(hidden, self.everyone.rank + self.group.size)
 
     def take_over(self, hidden: Tensor) -> Tensor:
         """Receive the previous stage's hidden states into ``hidden``."""
-        return (self.mail or self.everyone).receive(hidden, self.everyone.rank - self.group.size)
+        return (self.point_to_point or self.everyone).receive(
+            hidden, self.everyone.rank - self.group.size
+        )
 
 
 ALONE = Ranks()

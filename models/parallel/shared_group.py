@@ -1,9 +1,9 @@
-"""SharedGroup and SharedMail: ranks on one machine that exchange tensors in shared memory.
+"""SharedGroup and SharedPointToPoint: ranks on one machine that exchange tensors in shared memory.
 
-A stage's ranks sum and gather tensors (SharedGroup), and a stage sends its hidden states to the
-next stage (SharedMail), both in `kernels/csrc/ranks.c`. The memory is a file without a name that
-each rank's process inherits, so no file is left behind. All other operations go through another
-``Collective``. Refuses to know: how ranks start.
+A stage's ranks sum and gather tensors (SharedGroup), and a stage sends hidden states to the next
+stage (SharedPointToPoint). Both are implemented in `kernels/csrc/ranks.c`. The memory is a file
+without a name that each rank's process inherits, so no file is left behind. All other operations go
+through another ``Collective``. Refuses to know: how ranks start.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from baton_kernels.dispatch import native_ops
 from baton_kernels.native.library import RankGroup
-from models.parallel.group import Collective, CollectiveError, Mail
+from models.parallel.group import Collective, CollectiveError, PointToPoint
 
 Shared = TypeVar("Shared")
 
-# Bytes of a slot in shared memory. Each rank has some slots, and writes its tensor into them piece
-# by piece; a piece has at most this size.
+# Bytes of a slot in shared memory. Each rank has several slots, and writes a tensor into them in
+# pieces of at most this size.
 SLOT_BYTES = 2**20
-_SLOTS, MAIL_SLOTS = 2, 8  # of a rank: for collectives, and for mail
-# Larger tensors do not go through the ring, because a sender would wait for the receiver.
-LARGEST_MAIL = SLOT_BYTES * MAIL_SLOTS // 2
+_SLOTS, RING_SLOTS = 2, 8  # slots of a rank for collectives, and in its ring
+# A larger tensor does not go through the ring, because its sender would wait for the receiver.
+LARGEST_IN_RING = SLOT_BYTES * RING_SLOTS // 2
 _LINE_BYTES = 64
 _TIMEOUT_S = 60
 # Number of times that a rank checks another rank's flag before it yields its core: about 20 us.
@@ -37,7 +37,7 @@ _SPINS = 1000
 
 
 def _num_bytes(size: int, num_flags: int, num_slots: int) -> int:
-    """Return how many bytes ``size`` ranks share; unused pages take no memory."""
+    """Return the size of the memory that ``size`` ranks share; unused pages take no memory."""
     needed = (1 + num_flags) * _LINE_BYTES + num_slots * size * SLOT_BYTES
     return -(-needed // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
@@ -47,28 +47,28 @@ def group_bytes(size: int) -> int:
     return _num_bytes(size, size, _SLOTS)
 
 
-def mail_bytes(size: int) -> int:
-    """Return how many bytes ``size`` ranks of all stages share for mail."""
-    return _num_bytes(size, 2 * size, MAIL_SLOTS)
+def point_to_point_bytes(size: int) -> int:
+    """Return how many bytes the rings of ``size`` ranks, over all stages, take."""
+    return _num_bytes(size, 2 * size, RING_SLOTS)
 
 
 def open_shared(num_groups: int, size: int) -> int | None:
     """Make shared memory for several groups of ``size`` ranks; return its file descriptor.
 
-    With several groups, which are the stages of a model, the groups' memory is followed by memory
-    for mail. Returns None if the system cannot make such memory, or there is only one rank.
+    With several groups (the stages of a model), the memory of the rings follows the memory of the
+    groups. Returns None if the system cannot make such memory, or there is only one rank.
     """
     num_ranks = num_groups * size
     if not hasattr(os, "memfd_create") or num_ranks == 1:
         return None
     descriptor = os.memfd_create("baton-ranks")
-    mail = mail_bytes(num_ranks) if num_groups > 1 else 0
-    os.ftruncate(descriptor, num_groups * group_bytes(size) + mail)
+    point_to_point = point_to_point_bytes(num_ranks) if num_groups > 1 else 0
+    os.ftruncate(descriptor, num_groups * group_bytes(size) + point_to_point)
     return descriptor
 
 
 class _Memory:
-    """A part of the shared memory, as the C functions see it."""
+    """A part of the shared memory, with the C struct that describes it."""
 
     def __init__(
         self, ranks: Collective, descriptor: int, offset: int, num_flags: int, num_slots: int
@@ -121,7 +121,7 @@ class SharedGroup:
         self._others.send(tensor, to)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
+        """Wait for a tensor of rank ``source``; write it into ``tensor``, and return ``tensor``."""
         return self._others.receive(tensor, source)
 
     def abort(self) -> None:
@@ -137,13 +137,13 @@ class SharedGroup:
             return ops.collect(self._memory.group, tensor, gathered)
 
 
-class SharedMail:
-    """A ``Mail`` in shared memory, between the stages of a model on one machine.
+class SharedPointToPoint:
+    """Sends hidden states between the stages of a model on one machine, in shared memory.
 
-    Each rank sends to one other rank at most, and receives from one other rank at most.
+    Each rank sends to at most one other rank, and receives from at most one other rank.
 
     Args:
-        others: all ranks; large tensors go through this group.
+        others: group of all ranks; sends tensors that are too large for a ring.
         descriptor: file descriptor from `open_shared`.
         num_stages: number of stages that share these ranks.
     """
@@ -151,21 +151,21 @@ class SharedMail:
     def __init__(self, others: Collective, descriptor: int, num_stages: int) -> None:
         self._others = others
         offset = num_stages * group_bytes(others.size // num_stages)
-        self._memory = _Memory(others, descriptor, offset, 2 * others.size, MAIL_SLOTS)
+        self._memory = _Memory(others, descriptor, offset, 2 * others.size, RING_SLOTS)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Copy ``tensor`` to where rank ``to`` finds it."""
+        """Copy ``tensor`` into this rank's ring for rank ``to``."""
         ops = native_ops()
-        if ops is None or tensor.nbytes > LARGEST_MAIL:
+        if ops is None or tensor.nbytes > LARGEST_IN_RING:
             self._others.send(tensor, to)
             return
         with _as_collective_error():
             ops.send(self._memory.group, tensor.contiguous())
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of rank ``source``, write it into ``tensor``; return ``tensor``."""
+        """Wait for a tensor of rank ``source``; write it into ``tensor``, and return ``tensor``."""
         ops = native_ops()
-        if ops is None or tensor.nbytes > LARGEST_MAIL:
+        if ops is None or tensor.nbytes > LARGEST_IN_RING:
             return self._others.receive(tensor, source)
         assert tensor.is_contiguous(), "a tensor is received into one range of memory"
         with _as_collective_error():
@@ -193,15 +193,17 @@ def share_memory(group: Collective, descriptor: int | None, index: int) -> Colle
     return _if_all_can(group, lambda: SharedGroup(group, descriptor, index)) or group
 
 
-def share_mail(everyone: Collective, descriptor: int | None, num_stages: int) -> Mail | None:
-    """Return mail in shared memory if all ranks can map it, else None."""
+def share_point_to_point(
+    everyone: Collective, descriptor: int | None, num_stages: int
+) -> PointToPoint | None:
+    """Return a `SharedPointToPoint` if all ranks can map the shared memory, else None."""
     if descriptor is None or num_stages == 1:
         return None
-    return _if_all_can(everyone, lambda: SharedMail(everyone, descriptor, num_stages))
+    return _if_all_can(everyone, lambda: SharedPointToPoint(everyone, descriptor, num_stages))
 
 
 def _if_all_can(group: Collective, make: Callable[[], Shared]) -> Shared | None:
-    """Return what ``make`` returns if no rank fails to make it; otherwise None."""
+    """Return the result of ``make`` if ``make`` succeeds on all ranks, else None."""
     shared: Shared | None = None
     with contextlib.suppress(OSError, ValueError):
         shared = make()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.api.errors import ConfigError
 from models.parallel.group import SINGLE_RANK, CollectiveError, Ranks
-from models.parallel.shared_group import share_mail, share_memory
+from models.parallel.shared_group import share_memory, share_point_to_point
 
 # The type is Any, because these functions of torch are documented, but lack type annotations.
 dist: Any = torch.distributed
@@ -166,12 +166,12 @@ def connect(
     if stage_size == num_ranks:
         group = share_memory(everyone, shared, 0)
         return Ranks(group, group)
-    mail = share_mail(everyone, shared, num_ranks // stage_size)
+    point_to_point = share_point_to_point(everyone, shared, num_ranks // stage_size)
     if stage_size == 1:
-        return Ranks(everyone, SINGLE_RANK, mail=mail)
+        return Ranks(everyone, SINGLE_RANK, point_to_point=point_to_point)
     stage, place = divmod(rank, stage_size)
     of_stage = TorchGroup(place, stage_size, meeting, f"stage-{stage}", device)
-    return Ranks(everyone, share_memory(of_stage, shared, stage), mail=mail)
+    return Ranks(everyone, share_memory(of_stage, shared, stage), point_to_point=point_to_point)
 
 
 def _check_devices(rank: int, num_ranks: int, meeting: str, device: torch.device) -> None:

@@ -30,7 +30,7 @@ class VisionEncoder(nn.Module):
     Attributes:
         width: size of an embedding. Without DeepStack, this is the text network's ``hidden_size``.
             With DeepStack, an embedding also has vectors to add after layers of the text network.
-        ignored: prefixes of those tensors of the encoder in checkpoints that are not used.
+        ignored: prefixes of the encoder's tensors in checkpoints that are not used.
     """
 
     width: int

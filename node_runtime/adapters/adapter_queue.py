@@ -251,7 +251,7 @@ class AdapterQueue:
             problem = f"{shorten_digest(digest)}: all slots of this node have pinned adapters"
             raise AdapterMissingError(f"adapter: {problem}")
         if load.reading is None and not self._table.has_read(digest):
-            # Adapters are read one after another, because each reading takes memory
+            # Read one adapter at a time, because each takes memory.
             if not self._is_reading():
                 load.reading = self._begin_reading(digest, load.commands[0][1].adapter_source)
             return False

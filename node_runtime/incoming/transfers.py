@@ -145,7 +145,7 @@ class IncomingTransfers(Generic[Sent]):
             self._start(key, transfer, early[1])
 
     def refuse(self, key: TransferKey, engine_id: str) -> None:
-        """Refuse a transfer: cancel it if its `Start` has come, and if its `Start` comes later."""
+        """Refuse a transfer: cancel it as soon as its `Start` has come."""
         self._ended[key] = self._clock()
         if self._early.pop((key, engine_id), None) is not None:
             self._receiver.cancel(*key, engine_id)
@@ -188,7 +188,8 @@ class IncomingTransfers(Generic[Sent]):
             if blocks:
                 self.quarantine.hold_blocks(key, transfer.engine_id, blocks, transfer.received_at)
             self._receiver.cancel(*key, transfer.engine_id)
-        # Release the last blocks first, so that a cache keeps the beginning of a prefix longest.
+        # Release the last block first, so that the cache keeps the first blocks of a prefix
+        # longest.
         self._blocks.release(reversed(blocks))
         self._blocks.release(reversed(transfer.held_ids))
 

@@ -223,7 +223,7 @@ class Fetches:
         self.incoming.grant(key, fetch, blocks, first, groups_of(manager, places))
 
     def _num_held(self) -> int:
-        """Return how many blocks other nodes write for fetches, or may still write."""
+        """Return how many blocks other nodes may write now, for open and lost fetches."""
         granted = sum(len(fetch.block_ids) for fetch in self.incoming.open.values())
         return granted + self.incoming.quarantine.num_blocks
 

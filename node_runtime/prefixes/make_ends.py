@@ -16,7 +16,7 @@ from node_runtime.prefixes.shares import Shares
 def make_prefixes(
     options: NodeOptions, parts: NodeParts
 ) -> tuple[Prefixes, Receiver | None, Sender | None]:
-    """Open both ends for prefixes if the options ask for them; see `open_prefixes_transport`."""
+    """Open the node's ends that send and receive prefixes, if the options ask for them."""
     if not options.fetch_prefixes:
         return Prefixes(), None, None
     fetches, receiver = _make_fetches(options, parts)

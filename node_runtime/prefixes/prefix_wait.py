@@ -1,4 +1,4 @@
-"""PrefixWait: how long one prompt waited for a cached prefix, and what came; for receipts."""
+"""PrefixWait: how long a prompt waited for a cached prefix, and how many tokens it received."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class PrefixWait:
-    """The wait of one prompt.
+    """The wait of one prompt for a cached prefix; the request's receipt reports it.
 
     Attributes:
-        num_tokens: tokens that the prompt's own fetch brought.
-        is_lost: whether the prompt's own fetch was lost.
-        waited_s: seconds from the start of the wait until the prompt went on; 0 before.
+        num_tokens: number of tokens of the prefix that was received for this prompt.
+        is_lost: whether the prefix that was requested for this prompt was lost.
+        waited_s: seconds from the start of the wait to its end; 0 before the end.
     """
 
     num_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Prefixes: the cached prefixes that one node gets from other nodes, and those that it sends.
+"""Prefixes: the cached prefixes that one node receives from other nodes or sends to them.
 
     command -> the prompt waits -> received or lost -> this node computes what is missing
 
@@ -22,10 +22,10 @@ from node_runtime.prefixes.shares import Shares
 
 
 class Prefixes(SideWork):
-    """The two directions of one node's cached prefixes. Used on the node's thread.
+    """The cached prefixes that one node receives and sends. Used on the node's thread.
 
     Args:
-        fetches: receives prefixes; None: this node computes what it has not cached.
+        fetches: receives prefixes; None: this node receives none.
         shares: sends prefixes; None: this node sends none.
     """
 
@@ -37,20 +37,20 @@ class Prefixes(SideWork):
     def expect_prefix(
         self, request: Request, command: RequestCommand, received_at: float
     ) -> PrefixWait | None:
-        """Let a new request wait for a prefix; None: no node sends one."""
+        """Let a new request wait for a cached prefix; return None if no node sends one."""
         if self.fetches is None:
             return None
         return self.fetches.expect(request, command, received_at)
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """Expect no prefix any more for a request that has ended."""
+        """Stop waiting for a prefix for a request that has ended."""
         if self.fetches is not None:
             self.fetches.cancel(request_id, epoch)
 
     # ------------------------------------------------------------------ peers
 
     def add_peer(self, peer: PeerInfo) -> bool:
-        """Connect another node's end for prefixes; return False for other peers."""
+        """Connect another node's end for prefixes; return False for any other kind of peer."""
         if not is_prefix_end(peer.engine_id):
             return False
         if is_fetch_end(peer.engine_id):
@@ -61,7 +61,7 @@ class Prefixes(SideWork):
         return True
 
     def lose_peer(self, engine_id: str) -> None:
-        """Give up what a departed node was to send or to get."""
+        """End the transfers of prefixes from and to a departed node."""
         if self.fetches is not None:
             self.fetches.incoming.lose_peer(share_end(engine_id))
         if self.shares is not None:
@@ -91,7 +91,7 @@ class Prefixes(SideWork):
 
     @property
     def num_transfers(self) -> int:
-        """Number of prefixes that are expected, sent, or in quarantine."""
+        """Number of prefixes that are expected, being sent, or in quarantine."""
         fetched = 0 if self.fetches is None else self.fetches.incoming.num_transfers
         return fetched + (0 if self.shares is None else self.shares.num_transfers)
 
@@ -106,7 +106,7 @@ class Prefixes(SideWork):
         return fetched + ([] if self.shares is None else self.shares.held())
 
     def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
-        """Return metrics of hand-offs with counts of prefixes; thread-safe."""
+        """Return a copy of metrics with the counts of prefixes added; thread-safe."""
         if self.shares is not None:
             metrics = self.shares.add_metrics(metrics)
         if self.fetches is None:

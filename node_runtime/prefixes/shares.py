@@ -3,9 +3,9 @@
     ShareCommand -> blocks found and held -> Start -> (granted) written -> Commit -> released
                         `---- nothing can be sent: a transfer that fails at once ----^
 
-A block that is being sent has a reference, so that the prefix cache cannot evict the block. When a
-prompt is cancelled, the reader decides whether the transfer ends: other prompts of that node may
-wait for the same prefix. Refuses to know: who computes the rest of the prompt.
+This node holds a reference to each block that it sends, so that the prefix cache cannot evict the
+block. If a prompt is cancelled, the reader decides whether the transfer ends, because other prompts
+of the reader may wait for the same prefix. Refuses to know: who computes the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Shares(SideWork):
         clock: returns seconds, never going back.
 
     Attributes:
-        num_tokens_total: tokens of the prefixes that were sent whole since the start.
-        ended: ended transfers since the start, by outcome.
+        num_tokens_total: number of tokens of all prefixes that were sent completely.
+        ended: number of ended transfers by outcome.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Shares(SideWork):
         )
 
     def _num_kept(self) -> int:
-        """Return how many blocks would be free if they were not sent."""
+        """Return how many blocks are not free only because this node is sending them."""
         return sum(share.num_kept for share in self._open.values())
 
     def abort(self, abort: AbortAll) -> None:

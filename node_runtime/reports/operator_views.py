@@ -60,11 +60,11 @@ def describe_load(
 
 
 def _describe_cache(engine: Engine, num_fetched_tokens: int) -> CacheUse:
-    """Return what the prefix cache holds, and from where it served prompts."""
+    """Return the prefix cache's size, and how many prompt tokens came from each source."""
     figures, manifest = engine.figures.metrics(), engine.kv_memory.manifest
     files, idle = figures.kv_files or KVFileCounts(), figures.residency.idle_before_eviction
     block_bytes = sum(manifest.unit_bytes(rank) for rank in range(manifest.num_ranks))
-    # A prompt then finds in the cache what was read or fetched for it.
+    # Tokens that were read or fetched for a prompt count as cached, too, so subtract them.
     brought = files.tokens_read + num_fetched_tokens
     return CacheUse(
         num_blocks=figures.blocks_cached,

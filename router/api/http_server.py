@@ -70,7 +70,7 @@ from router.api.pooling.classify import ClassifyRequest, classify
 from router.api.pooling.embeddings import EmbeddingRequest, embeddings
 from router.api.pooling.rerank import RerankRequest, rerank
 from router.api.pooling.score import ScoreRequest, score
-from router.api.sessions.hints import DropRequest, PrefetchRequest, drop, prefetch
+from router.api.sessions.hints import DropRequest, PrefetchRequest, answer_drop, answer_prefetch
 from router.api.ui.page import StatusPage
 from router.gate.overload import Overload
 from router.gate.rate_limits import REQUESTS, TOKENS, Rate
@@ -105,8 +105,8 @@ SERVED: dict[str, _Serve] = {
     "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
-    "/v1/sessions/prefetch": prefetch,
-    "/v1/sessions/drop": drop,
+    "/v1/sessions/prefetch": answer_prefetch,
+    "/v1/sessions/drop": answer_drop,
     **POOLED,
 }
 # Structs of the request bodies that the handlers above read.

@@ -33,8 +33,7 @@ from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.fleet.prefix.prompt_hashes import PromptHashes
 
-# Maximum numbers of bytes of image files that one step of a search, and a whole search, may send to
-# nodes.
+# Maximum bytes of image files that one step of a search, and then a whole search, sends to nodes.
 MAX_STEP_IMAGE_BYTES = 64 * 2**20
 MAX_SEARCH_IMAGE_BYTES = 2**30
 Run = Callable[[Call], AsyncGenerator[TextDelta, None]]
@@ -88,17 +87,17 @@ def begin_search(
 
 
 def most_search_tokens(images: Iterable[PromptImage], beam_width: int) -> int:
-    """Return how many output tokens a search over a prompt with images may have.
+    """Return the maximum number of output tokens of a search whose prompt has images.
 
-    The call of each beam and token has all files, because its node may not have the image in its
-    caches any more.
+    Each beam sends all image files again for each token, because a node may no longer have the
+    images in its caches.
     """
     num_bytes = sum(len(image.data) for image in images)
     return MAX_SEARCH_IMAGE_BYTES // max(num_bytes * beam_width, 1)
 
 
 def _check_images(call: Call, beam_width: int) -> None:
-    """Raise InvalidRequestError if a search would send too many bytes of image files to nodes."""
+    """Raise InvalidRequestError if a search would send nodes too many bytes of image files."""
     num_bytes = sum(len(image.data) for image in call.images)
     if num_bytes * beam_width > MAX_STEP_IMAGE_BYTES:
         most = f"must be at most {MAX_STEP_IMAGE_BYTES // num_bytes} with images of"

@@ -35,12 +35,12 @@ class Dispatcher:
         admission: decides when a call may begin; None: an `Admission` with default options.
 
     Attributes:
-        placer: picks nodes; holds the policy and the log of placements.
+        placer: picks nodes; has the policy and the log of placements.
         log: records of the last calls.
-        recoveries: decides about retries; also knows the calls that may have crashed nodes.
+        recoveries: decides about retries, and remembers calls that may have crashed nodes.
         turns: limits how many calls are checked or placed in one round of the event loop.
         wake_ups: wakes the readers of calls in waves.
-        epochs: numbers of attempts, no two alike.
+        epochs: yields a new number for each attempt.
     """
 
     def __init__(

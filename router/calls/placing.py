@@ -132,7 +132,7 @@ class Placer:
         """
         pool, request_id = self._pool, call.scoped_id
         encodings = pool.plan_encodings(request_id, epoch, call.images, prefill, num_cached_tokens)
-        # For logprobs of the prompt and for pooling, a node computes the whole prompt.
+        # Logprobs of the prompt and pooling need a node that computes the whole prompt.
         if call.pooling is not None or call.sampling_params.prompt_logprobs is not None:
             return PromptSupply(encodings)
         reader = prefill or decode

@@ -1,6 +1,6 @@
 """PromptSupply: what other nodes send for an attempt's prompt: encodings and a cached prefix.
 
-Refuses to know: why a node was chosen, calls, output tokens.
+Refuses to know: why a node is chosen, calls, output tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class PromptSupply:
 
     @property
     def fetch_s(self) -> float:
-        """Expected seconds of the wait for the prefix, beyond the queue; 0 without a prefix."""
+        """Expected seconds of the prompt's wait for the prefix, after its queue; 0: no prefix."""
         return 0.0 if self._source is None else self._source.terms.fetch_s
 
     @property
     def encode_fields(self) -> dict[str, Any]:
-        """The fields of the `PrefillCommand` about the encode nodes."""
+        """Fields of the `PrefillCommand` about the encode nodes."""
         encodings = self._encodings
         return {
             "encode_engine_ids": encodings.engine_ids,
@@ -51,7 +51,7 @@ class PromptSupply:
         }
 
     def fetch_fields(self, node: Node) -> dict[str, Any]:
-        """Return the fields of a node's command that name the prefix's holder and its length."""
+        """Return the fields of a node's command that give the prefix's holder and length."""
         if self._source is None or node.engine_id != self._source.reader_engine_id:
             return {}
         return {
@@ -60,7 +60,7 @@ class PromptSupply:
         }
 
     def send_commands(self, timeout_s: float) -> None:
-        """Tell the other nodes to send encodings and the prefix.
+        """Tell other nodes to send the encodings and the prefix.
 
         Args:
             timeout_s: seconds after which encode nodes stop encoding for the attempt.
@@ -76,7 +76,7 @@ class PromptSupply:
         self._encodings.note_computed(receipt)
 
     def note_decoded(self, receipt: DecodeReceipt) -> None:
-        """Measure the prefix by the receipt of a decode node that computed the prompt alone."""
+        """Measure the prefix's fetch from the receipt of a decode node that computed the prompt."""
         if self._source is not None:
             self._source.note_receipt(receipt)
 

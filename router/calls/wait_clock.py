@@ -1,7 +1,7 @@
-"""WaitClock: for how long the event loop's thread has waited for a CPU.
+"""WaitClock: measures how long the event loop's thread has waited for a CPU.
 
-A router that shares its core with other processes uses little CPU time even if it always has
-something to do. It must not take itself for idle.
+A router that shares its core with other processes uses little CPU time, even if it always has work.
+Without this clock, such a router would seem idle.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _MAX_BYTES = 128
 
 
 class WaitClock:
-    """Clock of the seconds for which a thread was ready to run, and other threads had its CPU.
+    """A clock of the seconds for which a thread was ready to run while others used its CPU.
 
-    The thread is the one that makes the first call. The clock stands still if the kernel does not
-    count these seconds.
+    The thread that calls the clock first is measured. If the kernel does not count these seconds,
+    the clock stays at 0.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,10 @@ class WaitClock:
             self._is_open = True
             try:
                 self._file = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # another system than Linux, or a kernel without these figures
+            except OSError:  # not Linux, or a kernel that does not count
                 self._file = None
         if self._file is None:
             return 0.0
-        # Three numbers: nanoseconds on a CPU, nanoseconds of waiting for one, number of time slices
+        # Three numbers: nanoseconds on a CPU, nanoseconds of waiting for a CPU, number of time
+        # slices
         return int(os.pread(self._file, _MAX_BYTES, 0).split()[1]) / 1e9

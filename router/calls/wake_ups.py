@@ -24,7 +24,7 @@ from router.calls.wait_clock import WaitClock
 
 BUSY_SHARE = 0.6
 LONGEST_REST_S = 0.05
-LONGEST_WAIT_S = 0.1  # a wave is put off by no more than this because others have the CPU
+LONGEST_WAIT_S = 0.1  # longest delay of a wave because other processes have the CPU
 WOKEN_AT_ONCE = 256  # maximum number of readers woken in one round of the event loop
 TURNS_AT_ONCE = 16
 
@@ -34,8 +34,8 @@ class WakeUps:
 
     A wave begins as soon as the process was busy for less than `BUSY_SHARE` of the time since the
     last wave began, at the latest `LONGEST_REST_S` after the last wave. Time for which the event
-    loop waits for a CPU counts as busy, and not as rest: a router with half of a core merges tokens
-    as a router with a whole core does at its limit.
+    loop waits for a CPU counts as busy, and not as rest. So a busy router with half a core merges
+    tokens into waves as a busy router with a whole core does.
 
     Args:
         clock: returns seconds.

@@ -53,8 +53,8 @@ class Fleet:
         )
         unreached = set(ids)
         for reached in usable.values():
-            # The first prefill node usually makes this true, because most prefill nodes reach all
-            # decode nodes.
+            # Usually true at the first prefill node, because most prefill nodes reach all decode
+            # nodes.
             if not unreached:
                 break
             unreached -= reached
@@ -84,7 +84,7 @@ class Fleet:
         if reached is None:
             usable = self._usable(prefill.engine_id)
             reached = self.decodes
-            # This is rare, because most prefill nodes reach all decode nodes and share one list.
+            # Rare, because most prefill nodes reach all decode nodes and share one list.
             if not usable >= self._decode_ids:
                 reached = [decode for decode in self.decodes if decode.engine_id in usable]
             self._reached[prefill.engine_id] = reached
@@ -164,7 +164,7 @@ class Fleet:
     @functools.cached_property
     def max_model_len(self) -> int:
         """Tokens of the longest request that some pair of nodes can take; 0 without nodes."""
-        # Result by id of a list of decode nodes, because prefill nodes share lists
+        # Results by the `id` of a list of decode nodes, because prefill nodes share lists
         longest: dict[int, int] = {}
         pairs = [node.max_model_len for node in self.self_prefilling]
         for prefill in self.prefills:

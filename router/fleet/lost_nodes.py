@@ -67,7 +67,7 @@ class LostNodes:
         self._clock = clock
         self._return_s = return_s
         self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # the latest losses, oldest first
-        # For each node name, oldest first: when the node left, and its registration
+        # For each lost node's name, oldest first: when it left, and its registration
         self._missing: dict[str, tuple[float, NodeRegistration]] = {}
 
     def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:

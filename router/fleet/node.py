@@ -100,7 +100,8 @@ class LegWork:
             prefill node, number of tokens to compute.
         max_tokens: number of tokens to decode within ``timeout_s``; 0: none.
         arrives_s: seconds until the prompt's KV is expected on the node.
-        fetch_s: expected wait, beyond the queue, for a cached prefix of another node; 0: none.
+        fetch_s: seconds that the request is expected to wait for a cached prefix after its queue;
+            0: no prefix.
     """
 
     num_tokens: int
@@ -129,17 +130,17 @@ class Node:
         send: sends a command over the node's link.
         hang_up: ends the link; a living node opens a new one.
         reports: the node's reports about its peers, by the peer's engine id.
-        load: the load that policies read; only this node and its pool change it. Set when the node
-            joins, as are ``health`` and ``clock``.
+        load: the load that policies read; only this node and its pool change it. The pool sets
+            ``load``, ``health`` and ``clock`` when the node joins.
         health: decides whether the node should get requests.
         legs: open attempts on this node, by epoch.
         clock: returns monotonic seconds.
-        is_stuck: whether a thread of the node makes no progress although the node sends beats.
+        is_stuck: whether the node sends beats, but one of its threads makes no progress.
         replies: the node's answers to operators' questions.
-        identity: entries that identify the model that the node runs.
+        identity: values that identify the model that the node runs.
         address: remote address of the node's link, without the port.
         num_bytes: size of the node's registration in bytes.
-        changes_weights: whether an operator told the node to change its weights: the node drains,
+        changes_weights: whether an operator told the node to change its weights; it then drains,
             leaves, and joins again.
         name, engine_id, role: as in the registration; attributes, because they are read often.
     """
@@ -179,7 +180,7 @@ class Node:
         self.health = health
 
     def share_compatibility(self, others: Iterable[Node]) -> None:
-        """Keep the same mapping as another node if both are equal; thousands of nodes may be."""
+        """Use another node's mapping if both are equal, to save memory in large fleets."""
         for other in others:
             if other.registration.compatibility == self.registration.compatibility:
                 same = other.registration.compatibility

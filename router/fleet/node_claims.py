@@ -46,7 +46,7 @@ MAX_SECONDS = 1e9
 # Maximum number of characters of an error, or of a problem with a peer, in one message. Baton's
 # nodes send at most half as many.
 MAX_TEXT_CHARS = 2**16
-MAX_PEER_REPORTS = 2**14  # maximum number of reports on peers in one message
+MAX_PEER_REPORTS = 2**14  # maximum number of reports in one message
 # Maximum number of block hashes in one message about a node's cache.
 MAX_KV_HASHES = 2**17
 # Maximum number of requests that a node may report. Real nodes have fewer: each running request

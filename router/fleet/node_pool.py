@@ -239,9 +239,9 @@ class NodePool:
     def list_prefix_sources(
         self, reader: Node, hashes: PromptHashes, num_prompt_tokens: int
     ) -> list[PrefixSource]:
-        """Return the nodes that can send a cached prefix; the node that saves most time is first.
+        """Return the nodes that can send a cached prefix; the one that saves most time comes first.
 
-        Draining nodes are among them, so that nobody computes the sessions that leave them again.
+        Draining nodes are included, so that no other node must compute their sessions again.
 
         Args:
             reader: the node that is to compute the prompt.
@@ -262,10 +262,10 @@ class NodePool:
         return self.prefix_sources.compare(reader, holders, cached, num_prompt_tokens)
 
     def find_cached_tokens(self, hashes: PromptHashes, role: NodeRole) -> Mapping[str, int]:
-        """Return how many leading tokens of a prompt each node has cached, by engine id.
+        """Return how many leading tokens of a prompt each node has in its cache, by engine id.
 
         Args:
-            role: for nodes of this role, count also what they can fetch.
+            role: for nodes of this role, tokens that they can fetch count, too.
         """
         cached = self.prefix_index.match_tokens(hashes)
         if not self.prefix_sources or not cached:
@@ -370,7 +370,7 @@ class NodePool:
                 self.remove(old, "joined again")
                 old.hang_up()
         node.share_compatibility(self._nodes.values())
-        self._introductions.add(node)
+        self._introductions.add_node(node)
         is_canary = any(
             other.registration.role is node.registration.role and other.num_open
             for other in self._nodes.values()
@@ -420,7 +420,7 @@ class NodePool:
         self._review_identity(left=node.identity if node.is_draining else None)
         self._reach.forget(node.engine_id)
         node.replies.close(f"it {why}")
-        self._introductions.remove(node)
+        self._introductions.remove_node(node)
         self._note_kv_sizes()
         node.fail_legs(why)
         self._note_change()
@@ -540,7 +540,7 @@ class NodePool:
         elif isinstance(event, PeerReports):
             strangers = [one for one in event.reports if not self._take_report(node, one)]
             self._introductions.note_reports(node, strangers)
-            self._introductions.tell_again(node, event)
+            self._introductions.introduce_again(node, event)
             self._note_change()
 
     def _take_report(self, node: Node, report: PeerReport) -> bool:
@@ -552,8 +552,8 @@ class NodePool:
         if not are_peers(node, peer, by_prefixes=by_prefixes):
             return True
         if report.problem:
-            # The problem is cut, because one is kept per pair of nodes, and characters that could
-            # control a terminal are escaped.
+            # Shorten the problem, because one is kept for each pair of nodes, and escape characters
+            # that could control a terminal.
             problem = printable(report.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
             report = msgspec.structs.replace(report, problem=problem)
             logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
@@ -641,7 +641,7 @@ class NodePool:
 
     @property
     def num_pairs_down(self) -> int:
-        """Number of compatible pairs of which one node does not reach the other, or is lost."""
+        """Number of compatible pairs in which a node is lost or does not reach the other node."""
         return self._reach.num_down + num_pairs_lost(self._nodes.values(), self.lost)
 
     def list_slowest_pairs(self, most: int) -> list[tuple[float, str, str]]:

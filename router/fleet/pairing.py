@@ -44,7 +44,7 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
     Returns an empty text if there is none. With an encode node, only the entries that the encode
     node has are compared, because encodings depend on them alone.
     """
-    # Fast, because this runs for every pair; the pool shares equal mappings
+    # Compare identities first: that is fast for mappings that the pool shares
     if one.compatibility is other.compatibility or one.compatibility == other.compatibility:
         return ""
     keys = one.compatibility.keys() | other.compatibility.keys()
@@ -105,8 +105,8 @@ def receives_from(prefill: Node, encode: Node) -> bool:
 def num_pairs_lost(nodes: Iterable[Node], lost: Iterable[NodeRegistration]) -> int:
     """Count pairs that are not connected because one of the two nodes left unexpectedly.
 
-    Nobody reports on a lost node, so each lost node counts as one pair with every node of the other
-    role and the same revision. A lost encode node counts only with prefill nodes that receive
+    No node reports on a lost node. So each lost node counts as a pair with every node of the other
+    role that has the same revision; a lost encode node, only with prefill nodes that receive
     encodings.
     """
     present: Counter[tuple[NodeRole, str, bool]] = Counter()
@@ -163,16 +163,16 @@ class Reach:
 
     def __init__(self) -> None:
         self.bandwidths: dict[str, dict[str, float]] = {}
-        # Sending and receiving node of each pair of which one reports that it is not connected
+        # (sender, receiver) of each pair in which a node reports that it is not connected
         self._down: set[tuple[str, str]] = set()
 
     @property
     def num_down(self) -> int:
-        """Number of pairs of which one node reports that it is not connected to the other."""
+        """Number of pairs in which a node reports that it is not connected to the other node."""
         return len(self._down)
 
     def list_slowest(self, senders: Iterable[str], most: int) -> list[tuple[float, str, str]]:
-        """Return bandwidth, sender and receiver of at most this many pairs, the slowest first.
+        """Return bandwidth, sender and receiver of at most ``most`` pairs, the slowest first.
 
         Pairs whose bandwidth is unknown come last.
         """

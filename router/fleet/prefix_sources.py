@@ -1,11 +1,12 @@
-"""PrefixSources: which node sends a cached prefix of a prompt to the node that computes it.
+"""PrefixSources: which node sends a cached prefix to the node that computes a prompt.
 
     seconds to compute the tokens    measured on the node that computes the prompt: the reader
     seconds to fetch them            measured between the two nodes; first by the pair's probe
 
-A prefix is fetched if this takes less time than to compute it. While the reader computes earlier
-prompts, a fetch costs no time: the prompt would wait anyway. If the router is wrong, the reader
-computes what does not come, which costs only time. Refuses to know: links, attempts.
+A prefix is fetched if fetching takes less time than computing. A fetch costs no time while the
+reader computes earlier prompts, because the prompt must wait for them anyway. If the router is
+wrong, the reader computes the missing tokens, which costs only time. Refuses to know: links,
+attempts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from router.fleet.pairing import Reach
 
 # Fewer tokens are not worth the messages.
 MIN_TOKENS = 32
-# A longer fetch may end at the reader's deadline (`--fetch-timeout-s`), and bring nothing. So only
-# the beginning of a long prefix is fetched.
+# Maximum expected seconds of a fetch; of a longer prefix, only the beginning is fetched. A longer
+# fetch could reach the reader's `--fetch-timeout-s` and bring nothing.
 LONGEST_S = 1.0
-# Seconds for the messages of a fetch, and bytes per second, until a fetch was measured.
+# Assumed seconds for the messages of a fetch, and bytes per second, until a fetch is measured.
 LATENCY_S, DEFAULT_BYTES_PER_S = 0.005, 1e9
-# After a lost prefix, the holder sends the same reader no prefixes for this many seconds.
+# After a prefix was lost, its holder sends its reader no prefixes for this many seconds.
 BARRED_S = 5.0
 _LONG_PREFIX = 4096
 
@@ -40,9 +41,9 @@ class SourceTerms(NamedTuple):
 
     Attributes:
         node: name of the node that holds the prefix.
-        num_lacking: tokens of the prefix that the reader lacks and can get in time.
-        fetch_s: seconds of the fetch that the prompt does not wait for the reader's other prompts.
-        is_chosen: whether the node sends: no other source saves more time, and computing is slower.
+        num_lacking: number of the prefix's tokens that the reader lacks and can receive in time.
+        fetch_s: seconds of the fetch that remain when the reader's earlier prompts are computed.
+        is_chosen: whether the node will send the prefix, because that saves most time.
     """
 
     node: str
@@ -65,7 +66,7 @@ class PrefixSource:
         node: the node that holds the prefix.
         reader_engine_id: the node that computes the prompt.
         num_tokens: tokens of the prefix.
-        sources: measures what becomes of the fetch.
+        sources: measures the fetch.
         terms: the expected times.
     """
 
@@ -76,7 +77,7 @@ class PrefixSource:
     terms: SourceTerms
 
     def note_receipt(self, receipt: PrefillReceipt | DecodeReceipt) -> None:
-        """Measure the fetch by the reader's receipt."""
+        """Measure the fetch from the reader's receipt."""
         self.sources.note_receipt(self, receipt)
 
 
@@ -90,10 +91,10 @@ class PrefixSources:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._reach = Reach()
-        # By holder and reader, and whether the holder reports.
+        # Reports by holder, reader, and whether the holder reported.
         self._reports: dict[tuple[str, str, bool], PeerReport] = {}
         self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and reader
-        # By holder and reader: until when the holder sends the reader nothing.
+        # By holder and reader: the time until which the holder sends the reader nothing.
         self._barred: dict[tuple[str, str], float] = {}
 
     def note_report(self, node: Node, peer: Node, report: PeerReport) -> None:
@@ -127,7 +128,7 @@ class PrefixSources:
 
         Args:
             reader: the node that is to compute the prompt.
-            holders: nodes that may send prefixes now.
+            holders: nodes that may send prefixes.
             cached: leading prompt tokens that each node has in its cache, by engine id.
         """
         block_size = reader.registration.block_size
@@ -149,10 +150,10 @@ class PrefixSources:
     def add_fetchable(
         self, cached: Mapping[str, int], readers: Mapping[str, Node]
     ) -> Mapping[str, int]:
-        """Return how many tokens each node need not compute: cached ones, and those it may fetch.
+        """Return how many tokens each node need not compute, because it has them or can fetch them.
 
-        Tokens that take time to fetch count in part: as many as could be computed in the saved
-        time.
+        Tokens that take time to fetch count in part: as the number that could be computed in the
+        saved time.
 
         Args:
             cached: leading prompt tokens that each node has in its cache, by engine id.
@@ -190,7 +191,7 @@ class PrefixSources:
         return bool(self._reach.bandwidths)
 
     def _may_send(self, holder_id: str, reader_id: str) -> bool:
-        """Return whether two nodes are connected, and no prefix between them was lost lately."""
+        """Return whether two nodes are connected and lost no prefix between them lately."""
         barred_until = self._barred.get((holder_id, reader_id), -math.inf)
         is_reached = reader_id in self._reach.bandwidths.get(holder_id, {})
         return is_reached and barred_until <= self._clock()

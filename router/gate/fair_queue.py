@@ -26,7 +26,7 @@ from router.gate.ticket import Ticket, charge_of
 
 # Other tenants leave no room for a tenant that sent no request for this many seconds.
 ACTIVE_S = 60.0
-_MAX_STALE = 64  # number of stale entries by which a heap may exceed twice its live entries
+_MAX_STALE = 64  # a heap with more entries than twice its live entries plus this is rebuilt
 
 
 class Waiting(NamedTuple):

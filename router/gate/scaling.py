@@ -98,7 +98,7 @@ class ScalingSignals:
 
     def _of_prefill(self, nodes: Sequence[Node]) -> float:
         busiest = max(self._busy.get(node.engine_id, 0.0) for node in nodes)
-        # The shortest queue counts, because a long queue beside idle nodes needs no further nodes.
+        # Use the shortest queue, because a long queue beside idle nodes needs no further nodes.
         wait_s = min(node.load.prefill_queue_s for node in nodes) + self._queue_s()
         return max(busiest, wait_s / self._options.scaling_ttft_s)
 

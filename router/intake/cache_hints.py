@@ -49,10 +49,11 @@ def session_of_key(principal: Principal, key: str) -> str:
 def make_pins(
     principal: Principal, session_id: str, prefixes: Sequence[PrefixPin]
 ) -> PinTerms | None:
-    """Return the pins of a request, maybe none, for its session; None: no pins and no session.
+    """Return the pins and the session of a request; None if it has neither.
 
     Args:
-        session_id: the client's session, by which nodes remember the prefix; empty: none.
+        session_id: the client's name of the session for which nodes remember the prefix; empty:
+            none.
     """
     if not prefixes and not session_id:
         return None
@@ -63,7 +64,7 @@ def make_pins(
 def session_hint(
     principal: Principal, session_id: str, prompt_cache_key: str, keep_s: float = 0.0
 ) -> SessionHint:
-    """Return the command that keeps a session's prefix for a time, or (0) ends its pins.
+    """Return the command that keeps a session's prefix for ``keep_s``, or, if 0, ends its pins.
 
     Raises InvalidRequestError unless exactly one name of the session is given.
     """
@@ -74,15 +75,15 @@ def session_hint(
 
 
 def check_prefetch_ttl(ttl_s: float) -> None:
-    """Raise InvalidRequestError if a prefetched prefix has no possible time."""
+    """Raise InvalidRequestError if a prefetch's time is not above 0, or is too long."""
     if not 0 < ttl_s <= MAX_TTL_S:
         raise InvalidRequestError("ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}")
 
 
 def send_hint(nodes: Iterable[Node], hint: SessionHint) -> int:
-    """Send a hint to the nodes that serve; return their number.
+    """Send a hint to the serving nodes; return how many these are.
 
-    Draining nodes get no hint: a node that then sleeps would store all commands.
+    Draining nodes get no hint, because a node that sleeps after its drain would store all commands.
     """
     serving = [
         node

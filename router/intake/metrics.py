@@ -303,7 +303,7 @@ def _collect_pairs(pool: NodePool) -> Iterable[Metric]:
         ["state"],
         ((["connected"], pool.num_pairs_connected), (["down"], pool.num_pairs_down)),
     )
-    slowest = sorted(_named(pool, pool.list_slowest_pairs(MAX_PAIRS)), key=lambda one: one[0])
+    slowest = sorted(_label_pairs(pool, pool.list_slowest_pairs(MAX_PAIRS)), key=lambda one: one[0])
     yield make_family(
         "pair_bandwidth_bytes_per_second",
         "Of nodes that reach each other, as measured when they met; 0: unknown. Of the "
@@ -313,10 +313,10 @@ def _collect_pairs(pool: NodePool) -> Iterable[Metric]:
     )
 
 
-def _named(
+def _label_pairs(
     pool: NodePool, pairs: Iterable[tuple[float, str, str]]
 ) -> Iterator[tuple[list[str], float]]:
-    """Yield the names of each pair's nodes, its transport, and its bandwidth."""
+    """Yield each pair's labels (names of both nodes, transport) and its bandwidth."""
     for rate, sender, receiver in pairs:
         prefill, decode = pool.node(sender), pool.node(receiver)
         if prefill is not None and decode is not None:
@@ -324,7 +324,7 @@ def _named(
 
 
 def _collect_index(pool: NodePool) -> Iterable[Metric]:
-    """Collect how many cached blocks of nodes the router knows."""
+    """Collect the number of the nodes' cached blocks that the router knows of."""
     yield GaugeMetricFamily(
         f"{PREFIX}_prefix_index_blocks",
         "Cached blocks of all nodes that the router knows of.",

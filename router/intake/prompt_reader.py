@@ -213,10 +213,10 @@ class PromptReader:
     ) -> ReadPrompt:
         """Return a prompt's token ids and images.
 
-        The token ids are not checked against the model's vocabulary and length.
+        This method does not check token ids against the model's vocabulary and length.
 
         Args:
-            principal: the client whose prompt this is.
+            principal: the client of the prompt.
             cache_word: the client's ``cache_salt``, on which the digests of images depend.
             add_special_tokens: whether a text gets the checkpoint's special tokens.
 

@@ -29,14 +29,14 @@ class RouteQuery:
         max_tokens: maximum number of output tokens that may follow.
         session_id: requests with the same session id share a prefix; empty: no session.
         timeout_s: seconds until the request's deadline.
-        leaves_room: whether to avoid nodes with queued work, so that other tenants find room.
+        leaves_room: whether to avoid nodes with queued work, to leave room for other tenants.
         num_waiting: number of requests that wait at the gate for room on the nodes.
         now: current time, by the clock of the nodes' loads; 0: ignore elapsed times.
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
             id; nodes that have cached nothing are left out. Tokens that a prefill node can fetch
-            from other nodes count, too. Called only if needed.
-        find_cached_alone: likewise for decode nodes that compute the prompt themselves; None: equal
-            to ``find_cached_tokens``, because decode nodes fetch nothing.
+            from other nodes count as cached. Called only if needed.
+        find_cached_alone: returns the same for decode nodes that compute the prompt themselves;
+            None: call ``find_cached_tokens`` instead, because decode nodes fetch nothing.
         adapter_load_s: seconds that each node without the request's adapter needs to load it, by
             engine id.
     """

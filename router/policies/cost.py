@@ -34,8 +34,7 @@ from router.policies.probes import find_probe
 
 # Costs that differ by less than this many seconds count as equal, because estimates are inexact. Of
 # nearly equal nodes, the node that was sent the fewest tokens so far wins, so that all caches get
-# used.
-# The second number is a share of the lowest cost, which is added
+# used. For prefill nodes, the second number, a share of the lowest cost, is added to the first.
 PREFILL_NEAR_S, PREFILL_NEAR = 0.0005, 0.02
 DECODE_NEAR_S = 0.0001
 CLOSE_ENOUGH_S = 0.0003

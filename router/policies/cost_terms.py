@@ -44,9 +44,10 @@ class CostTerms:
     """Facts about a request that the costs of all places need.
 
     Attributes:
-        cached: number of prompt tokens that a node has in its cache, or can fetch to compute the
-            prompt for another node, by engine id.
-        cached_alone: likewise, if a decode node computes the prompt for itself.
+        cached: number of prompt tokens that a node has in its cache, or can fetch if it computes
+            the prompt for another node, by engine id.
+        cached_alone: number of these tokens if a decode node computes the prompt itself, by engine
+            id.
         num_steps: expected number of decode steps.
         most_steps: number of decode steps that few requests exceed.
         timeout_s: seconds until the request's deadline.
@@ -276,7 +277,7 @@ def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
 
 
 def decode_terms(terms: CostTerms, node: NodeLoad, *, is_alone: bool = False) -> DecodeTerms:
-    """Return what a request costs on one decode node.
+    """Return the terms of a request's cost on one decode node.
 
     Args:
         is_alone: whether the node computes the prompt itself.

@@ -17,8 +17,8 @@ MIN_EXCESS_TOKENS = 4096
 class PrefixAware:
     """Picks the node with the longest prefix hit among those that are not too busy.
 
-    Of nodes with equal hits, and if no node has a hit, the node with the fewest open tokens is
-    picked.
+    If several nodes have equal hits, or no node has a hit, the policy picks the node with the
+    fewest open tokens.
     """
 
     def pick(self, query: RouteQuery, fleet: Fleet) -> Placement | None:

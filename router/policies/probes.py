@@ -32,8 +32,8 @@ MOST_EXTRA_S = 1.0
 # The excess must also be at most this share of the time until the request's deadline.
 DEADLINE_SHARE = 0.1
 MAX_LOOKED_AT = 4  # maximum number of nodes of each role that are looked at per request
-# Only a node that looks slower than the chosen node by at least this factor needs a probe; smaller
-# differences may be errors of the estimates.
+# A node gets a probe only if its estimate is at least this factor slower than the chosen node's;
+# smaller differences may be errors of the estimates.
 LEAST_SLOWNESS = 1.25
 
 

@@ -43,7 +43,7 @@ def _home(session_id: str, nodes: Sequence[NodeLoad], num_tokens: int) -> NodeLo
     free = [n for n in nodes if n.num_open_tokens == 0 or n.num_open_tokens < limit * n.weight]
     seed = xxhash.xxh3_64_intdigest(session_id.encode())
 
-    # Rank nodes by name, so that a session keeps its nodes when they restart.
+    # Rank by node name, so that a session keeps its nodes when they restart.
     def rank(node: NodeLoad) -> tuple[int, str]:
         return xxhash.xxh3_64_intdigest(node.node_name.encode(), seed), node.node_name
 

@@ -17,11 +17,11 @@ from baton_kernels.dispatch import native_ops
 from models.parallel import torch_group
 from models.parallel.group import Collective, CollectiveError, Ranks
 from models.parallel.shared_group import (
-    LARGEST_MAIL,
-    MAIL_SLOTS,
+    LARGEST_IN_RING,
+    RING_SLOTS,
     SLOT_BYTES,
     SharedGroup,
-    SharedMail,
+    SharedPointToPoint,
     open_shared,
     share_memory,
 )
@@ -130,8 +130,8 @@ SIZES = (
     1000,
     SLOT_BYTES // 4 + 7,
     3 * SLOT_BYTES // 4,
-    LARGEST_MAIL // 4,
-    LARGEST_MAIL // 4 + 1,
+    LARGEST_IN_RING // 4,
+    LARGEST_IN_RING // 4 + 1,
 )
 
 
@@ -148,7 +148,7 @@ def stages(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Rank
             for rank in range(num_ranks)
         ]
         ranks = [one.result() for one in made]
-    assert all(isinstance(one.mail, SharedMail) for one in ranks)
+    assert all(isinstance(one.point_to_point, SharedPointToPoint) for one in ranks)
     yield ranks
     if descriptor is not None:
         os.close(descriptor)
@@ -160,7 +160,7 @@ def drawn(number: int, stage: int) -> torch.Tensor:
 
 
 def test_each_stage_gets_what_the_stage_before_sends_in_order(stages: list[Ranks]) -> None:
-    num = 4 * len(SIZES)  # more than the ring has room for
+    num = 4 * len(SIZES)  # more than the ring holds
 
     def run(ranks: Ranks) -> bool:
         is_right = True
@@ -178,7 +178,7 @@ def test_each_stage_gets_what_the_stage_before_sends_in_order(stages: list[Ranks
 
 def test_a_stage_may_be_ahead_of_the_next_and_is_told_of_its_end(stages: list[Ranks]) -> None:
     first, second = (next(one for one in stages if one.stage == number) for number in (0, 1))
-    for number in range(MAIL_SLOTS):  # nobody receives yet
+    for number in range(RING_SLOTS):  # the next stage receives nothing yet
         first.pass_on(torch.full((5,), float(number)))
     assert float(second.take_over(torch.empty(5))[0]) == 0.0
 

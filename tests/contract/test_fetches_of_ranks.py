@@ -1,7 +1,7 @@
-"""A cached prefix of every kind of KV reaches a node with any number of ranks, byte for byte.
+"""Tests that a cached prefix of any kind of KV reaches nodes with any number of ranks unchanged.
 
-Shares, fetches, caches and connectors are real. Only the engines are missing: the holder's cache is
-filled by hand, as its model would fill it.
+Shares, fetches, caches and connectors are real. Only the engines are missing: the test fills the
+holder's cache as a model would.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tests.fakes.handoff.kv_link import numbers
 from tests.fakes.time.waiting import wait_until
 
 NUM_BLOCKS, BLOCK_SIZE, WINDOW = 16, 4, 8
-PROMPT, NUM_HELD, NUM_OWN = list(range(5, 30)), 20, 8  # tokens: all, at the holder, at the reader
+# Tokens of the prompt; numbers of its tokens that the holder and the reader have cached
+PROMPT, NUM_HELD, NUM_OWN = list(range(5, 30)), 20, 8
 RANKS = (1, 2, 4)
 SHAPES = list(itertools.product(RANKS, RANKS))
 
@@ -74,7 +75,7 @@ KINDS = {
 
 
 def values_of(kind: Kind, layer: int, number: int, mark: int) -> torch.Tensor:
-    """Return what a block has in an array of a layer, in the memory of a node with one rank."""
+    """Return the numbers of a block in one array of a layer, for a node with one rank."""
     draw = torch.Generator().manual_seed(1000 * layer + 100 * number + mark)
     views = {(one, which): view for one, _, which, _, view in arrays_of(kind.memory((1, 1), 0))}
     found = torch.randint(0, 16, views[layer, number].shape[1:], generator=draw)
@@ -84,7 +85,7 @@ def values_of(kind: Kind, layer: int, number: int, mark: int) -> torch.Tensor:
 def slices_of(
     kind: Kind, memories: list[KVMemory], block_id: int, group: int, mark: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Iterate over a block's arrays in each rank's memory, with what is to be in them."""
+    """Yield a block's arrays in each rank's memory, each with the numbers that it must have."""
     for rank, memory in enumerate(memories):
         for layer, of_group, number, axis, view in arrays_of(memory):
             if of_group != group:
@@ -100,7 +101,7 @@ def slices_of(
 
 @dataclass
 class Cached:
-    """The part of a node that prefixes need: memories, a prefix cache, and no model."""
+    """The parts of a node that prefixes need: memories and a prefix cache, but no model."""
 
     kind: Kind
     node: Node
@@ -136,7 +137,7 @@ class Cached:
         return made
 
     def fill(self, num_tokens: int, first: int = 0) -> None:
-        """Cache a beginning of the prompt with its KV, from block ``first`` on."""
+        """Cache the prompt's first tokens with their KV, from block ``first`` on."""
         groups, num_blocks = self.manager.num_groups, num_tokens // BLOCK_SIZE
         request = self.request("computed")
         blocks = [self.manager.coordinator.null_block or 0] * (num_blocks * groups)
@@ -156,7 +157,7 @@ class Cached:
         return slices_of(self.kind, self.node.memories, block_id, group, place)
 
     def check(self, num_tokens: int) -> None:
-        """Assert that a beginning of the prompt is cached, with the right numbers everywhere."""
+        """Assert that the prompt's first tokens are cached with the right numbers in all blocks."""
         hit = self.manager.find_cached_blocks(self.request("next"))
         assert len(hit) // self.manager.num_groups * BLOCK_SIZE == num_tokens
         for place in self.manager.handoff_places(num_tokens):
@@ -222,7 +223,7 @@ def bring(
 
 
 def fetch(kind: Kind, connector: str, ranks: tuple[int, int], *, digests: bool) -> None:
-    """Fetch what the reader lacks of a prefix, and compare all numbers of the whole prefix."""
+    """Fetch the part of a prefix that the reader lacks; compare all numbers of the prefix."""
     names, deaths = [f"{role}{next(numbers)}" for role in ("holder", "reader")], list[Exception]()
     ends = share_end(names[0]), fetch_end(names[1])
     with ExitStack() as stack:

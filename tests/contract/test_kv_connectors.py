@@ -72,7 +72,7 @@ def test_blocks_arrive_where_they_were_granted_and_nowhere_else(link: Link) -> N
     link.grant("a", (9, 3, 15))
     link.push("a", 0, (4, 0, 11), 10, token_id=77)
     committed = link.wait("d", Kind.COMMITTED)
-    link.assert_arrived({4: 9, 0: 3, 11: 15})  # the data is there when the record is
+    link.assert_arrived({4: 9, 0: 3, 11: 15})  # the data has arrived before the record
     assert committed.record == HandoffRecord(num_tokens=10, token_id=77)
     assert committed.receipt is not None
     assert committed.receipt.num_blocks == 3

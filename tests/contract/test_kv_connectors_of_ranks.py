@@ -137,7 +137,7 @@ class Node:
 def node(
     connector: str, name: str, shape: Shape, make_memory: Callable[[Shape, int], KVMemory]
 ) -> Iterator[Node]:
-    """All ranks of one, those that do not lead on threads of their own.
+    """Start all ranks of one node; each rank but the leader runs on its own thread.
 
     Args:
         make_memory: makes the memory of a rank.
@@ -214,7 +214,7 @@ def linked(
 def hand_over(
     connector: str, layers: list[LayerKV], shapes: tuple[Shape, Shape], *, digests: bool = False
 ) -> None:
-    """A prompt of several blocks, its last one layer by layer where blocks can be cut."""
+    """Hand over a prompt of several blocks; push the last block layer by layer if it can be cut."""
     with linked(connector, layers, shapes, digests) as (link, p, d):
         groups = len(p.memories[0].spec.groups)
         sources, targets = [4, 1, 7, 2], [9, 3, 0, 5]

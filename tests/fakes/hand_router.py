@@ -192,7 +192,7 @@ class HandRouter:
         assert registration is not None
         node = JoinedNode(registration)
         answer = registered("", "hand")
-        answer.registered.batches_peers = False  # as routers of older releases
+        answer.registered.batches_peers = False  # like a router of an older release
         yield answer
         for other in self.nodes.values():
             for one, peer in ((node, other), (other, node)):

@@ -1,9 +1,9 @@
-"""Sends requests to a router; run on a client's host by a test.
+"""Sends requests to a router; a test runs this program on a client's host.
 
     python -m tests.hosts.ask ROUTER PROMPTS [LANES [MAX_TOKENS]]
 
-PROMPTS is JSON, a list of lists of token ids. LANES requests are open at once, by default one.
-Prints JSON: an answer for each prompt, in the order of the prompts.
+PROMPTS is a JSON list of lists of token ids. LANES requests are open at a time, by default one.
+Prints a JSON list of answers in the order of the prompts.
 """
 
 from __future__ import annotations

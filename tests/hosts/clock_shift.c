@@ -1,8 +1,8 @@
-// Shifts the wall clock of one program: a library for LD_PRELOAD.
+// A library for LD_PRELOAD that shifts the wall clock of one program.
 //
-// The file that BATON_CLOCK_SHIFT names holds 8 bytes, the seconds by which the wall clock is wrong.
-// The file is mapped, so the clock jumps when the file changes. Kernel and library wait until times
-// of the machine's clock, so deadlines on the wall clock are shifted back before a wait.
+// The environment variable BATON_CLOCK_SHIFT names a file of 8 bytes: the shift in seconds. The file
+// is mapped, so the clock jumps when the file changes. Kernel and C library wait by the machine's
+// true clock, so this library shifts deadlines on the wall clock back before each wait.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-// Deadlines on the monotonic clock are seconds since the machine's start, far fewer than these.
+// A larger deadline is on the wall clock; the monotonic clock counts from the machine's start.
 #define EARLIEST_WALL_CLOCK_S 1000000000
 
 static const volatile int64_t *shift_s;
@@ -97,7 +97,7 @@ int sem_clockwait(sem_t *restrict semaphore, clockid_t clock, const struct times
     return real(semaphore, clock, &shifted);
 }
 
-// Libraries such as Abseil wait by futexes, without a function of the C library.
+// Libraries such as Abseil wait with futexes, and call no function of the C library for it.
 long syscall(long number, ...) {
     REAL(syscall);
     va_list list;

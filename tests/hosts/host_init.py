@@ -26,7 +26,7 @@ def main(name: str, names_file: str) -> None:
     _mount("-t", "sysfs", "sysfs", "/sys")
     _mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
     _mount("--bind", names_file, "/etc/hosts")
-    # Without an address of a name server, lookups of names that are not in the file fail at once.
+    # Without a name server's address, the look-up of a name that is not in the file fails at once.
     _mount("--bind", "/dev/null", "/etc/resolv.conf")
     _mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", "/mnt")  # a small disk for logs and dumps
     # Nobody else has this host's addresses, so that it may use them at once.

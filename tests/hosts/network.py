@@ -1,10 +1,10 @@
 """Hosts on one machine: each has its own network, process ids, IPC, host name and /etc/hosts.
 
-Each host has one interface, ``eth0``, and a link to a router in between, which belongs to no host.
-The router in between can drop what one host sends to another, silently and in one direction only.
-Links have rates in both directions. Some hosts may be far: they have a router of their own, and one
-trunk joins the two routers. Needs Linux, root and iproute2. A host ends with the process that made
-it, even at kill -9, and leaves nothing behind.
+Each host has one interface, ``eth0``, and a link to a router, which belongs to no host. The router
+can silently drop what one host sends to another, also in only one direction. Links have rates in
+both directions. Some hosts may be far: they have their own router, and one trunk joins the two
+routers. Needs Linux, root and iproute2. A host ends with the process that made it, even after kill
+-9, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 Family = Literal["ipv4", "ipv6"]
 BOTH: tuple[Family, ...] = ("ipv4", "ipv6")
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
-_ROUTERS = ("near", "far")  # the routers that join the hosts of a site
-_TRUNK = "trunk"  # device of each router's end of the link between both
+_ROUTERS = ("near", "far")  # names of the two routers; each joins the hosts of its site
+_TRUNK = "trunk"  # device at each router's end of the trunk
 _TRUNK_NUMBER = 255
 _FLAGS: Mapping[Family, str] = {"ipv4": "-4", "ipv6": "-6"}
 _CLONE_NEWNET = 0x40000000
@@ -72,9 +72,9 @@ class Host:
     """One host.
 
     Attributes:
-        pid: its process 1, as this process sees it.
-        addresses: its address in each family.
-        is_far: whether its packets to near hosts cross the trunk.
+        pid: process id of the host's process 1, as this process sees it.
+        addresses: the host's address in each family.
+        is_far: whether the host's packets to near hosts cross the trunk.
     """
 
     name: str
@@ -105,12 +105,12 @@ class Network:
     """Hosts by name, as a context manager that ends them.
 
     Args:
-        names: names of the hosts; names are resolved on all hosts.
-        families: IP versions that hosts have addresses of.
+        names: names of the hosts; every host can resolve them.
+        families: IP versions of the hosts' addresses.
         far: names of the hosts at the other end of the trunk; empty: there is no trunk.
 
     Attributes:
-        events: changes of the network so far, in order.
+        events: texts that describe the changes of the network so far, in order.
     """
 
     def __init__(
@@ -193,11 +193,11 @@ class Network:
             host.names_file.write_text(local + "".join(lines))  # same inode: it is mounted
 
     def add_address(self, name: str, last: str) -> str:
-        """Give a host one more address, which differs in its last part; return the address."""
+        """Give a host a second address with another last part; return the address."""
         return self._change_address("add", name, last)
 
     def remove_address(self, name: str, last: str) -> str:
-        """Take an additional address from a host; return the address."""
+        """Remove a host's second address; return the address."""
         return self._change_address("delete", name, last)
 
     def _change_address(self, verb: str, name: str, last: str) -> str:
@@ -308,7 +308,7 @@ class Network:
         return self._middles[host.is_far]
 
     def _join_routers(self) -> None:
-        """Make the trunk: a link between both routers, and routes to the other site's hosts."""
+        """Make the trunk: a link between the two routers, and routes to the other site's hosts."""
         near, far = self._middles
         near.run("ip", "link", "add", _TRUNK, "type", "veth", "peer", "name", _TRUNK,
                  "netns", far.pid)  # fmt: skip
@@ -365,7 +365,7 @@ def _trunk_ends(family: Family) -> tuple[str, str]:
 
 def _limit_device(host: Host, device: str, bits_per_s: float | None) -> None:
     """Limit the rate at which a device sends; None: unlimited."""
-    with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit
+    with contextlib.suppress(subprocess.CalledProcessError):  # the device had no limit
         host.run("tc", "qdisc", "delete", "dev", device, "root")
     if bits_per_s:
         bucket = max(_MIN_BUCKET_BYTES, int(bits_per_s / 8 * _BUCKET_S))

@@ -1,4 +1,4 @@
-"""Baton's programs on hosts of a network: each with a log, all ended with the `with` block.
+"""Baton's programs on the hosts of a network, each with a log; they end with the `with` block.
 
 Logs and dumps of a program are on its host's small disk.
 """
@@ -33,7 +33,7 @@ class HostPrograms:
     def __init__(self, network: Network, variables: Mapping[str, str] | None = None) -> None:
         self.network = network
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._places: dict[str, str] = {}  # host of each program's last start
+        self._places: dict[str, str] = {}  # host on which each program was last started
         # UCX listens on loopback unless told otherwise. Nothing keeps it from other ways than TCP:
         # that hosts share a kernel is for the hosts to hide.
         self._environment = {
@@ -107,7 +107,7 @@ class HostPrograms:
 
         Args:
             host: the node's host; empty: the host with the node's name.
-            router: the router's address; empty: that of the host "router".
+            router: the router's address; empty: the address of the host "router".
             variables: additional environment variables of this node.
         """
         role, host = "prefill" if name.startswith("p") else "decode", host or name
@@ -125,7 +125,7 @@ class HostPrograms:
         return result.stdout + result.stderr
 
     def pids(self, name: str) -> list[int]:
-        """Return the process id of a program itself, without the process that enters its host."""
+        """Return the program's process ids, without the process that enters its host."""
         process = self.processes[name]
         if process.poll() is not None:
             return []
@@ -144,7 +144,7 @@ class HostPrograms:
         process.wait()
 
     def log(self, name: str) -> str:
-        """Return a program's output so far, of all its starts on its present host."""
+        """Return the output of all of a program's starts on its present host."""
         return self._log(name).read_text(errors="replace")
 
     def ended(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Two groups of hosts with a slow trunk: KV crosses only if no node at home can take it."""
+"""Test of two sites with a slow trunk: KV crosses it only if no node at home has room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hosts.programs import HostPrograms
 
 pytestmark = [
     pytest.mark.large,
-    pytest.mark.timeout(500),  # more than all waits together
+    pytest.mark.timeout(500),  # seconds; more than all waits together
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
 ]
 
@@ -28,7 +28,7 @@ seeds = itertools.count()
 
 
 def pairs(programs: HostPrograms, num_requests: int, lanes: int) -> set[str]:
-    """Send requests; return the pairs of nodes that answered them."""
+    """Send requests; return the pair of nodes that answered each."""
     draw = random.Random(next(seeds))
     prompts = [draw.choices(range(4000), k=PROMPT_TOKENS) for _ in range(num_requests)]
     words = [programs.router, json.dumps(prompts), lanes]

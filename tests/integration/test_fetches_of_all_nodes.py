@@ -1,4 +1,4 @@
-"""Real processes: nodes of any ranks fetch any kind of KV, and decode nodes fetch, too."""
+"""Tests with real processes: all roles of nodes fetch all kinds of KV between any ranks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(300)]
 NUM_NEW, NUM_OUT, NUM_TURNS = 40, 40, 3
 PARAMS = SamplingParams(max_tokens=NUM_OUT, temperature=0.0, ignore_eos=True)
 CASES = {case.name: case for case in SPLIT_CASES}
-# The model with latents has 64 positions, too few for a fetch to pay; the contract of fetches of
-# ranks has latents.
+# No latents: their model has 64 positions, too few for a fetch to save time;
+# `test_fetches_of_ranks.py` tests latents.
 HEADS, WINDOWS, FP8 = (
     SplitCase(name="heads"),
     CASES["layers with and without a window"],
     CASES["fp8 cache"],
 )
-# A prompt takes longer than its fetch, although the models are tiny.
+# Arguments that make a prompt slower than its fetch, although the models are tiny.
 ARGS = ("--fetch-prefixes", "--num-blocks", "600", "--long-prefill-token-threshold", "4")
 
 
@@ -54,8 +54,8 @@ def node_args(case: SplitCase) -> list[str]:
     return found
 
 
-def say(running: LocalDeployment, llm: LLM, prompt: list[int]) -> Completion:
-    """Send a turn, and compare its answer with the answer of one process."""
+def check_turn(running: LocalDeployment, llm: LLM, prompt: list[int]) -> Completion:
+    """Send a turn; compare its answer with the answer of one process."""
     with Client(running.config.listen) as client:
         completion = client.generate(prompt, PARAMS, timeout_s=60)
     assert completion.token_ids == llm.generate([prompt], PARAMS)[0].token_ids
@@ -80,7 +80,7 @@ def test_prefill_nodes_fetch_from_decode_nodes(
     ) as running:
         prompt, fetched = new_part(case, 5, 0), []
         for turn in range(1, NUM_TURNS + 1):
-            completion = say(running, llm, prompt)
+            completion = check_turn(running, llm, prompt)
             assert completion.receipt is not None
             assert completion.receipt.prefill is not None
             fetched.append(completion.receipt.prefill.num_fetched_tokens)
@@ -103,13 +103,13 @@ def drain(running: LocalDeployment, name: str, *, resume: bool = False) -> None:
 def test_a_session_leaves_a_drained_decode_node_with_its_kv(
     case: SplitCase, tmp_path: Path
 ) -> None:
-    """A decode node alone computes the new tokens, and fetches the others."""
+    """A decode node that computes a prompt computes only the new tokens, and fetches the others."""
     llm, model = load(case, tmp_path)
     settings: dict[str, Any] = {"num_prefill": 0, "num_decode": 2, "local_prefill": True}
     with run_deployment(*node_args(case), "--kv-digests", model=model, **settings) as running:
         prompt, node, fetched = new_part(case, 3, 0), "", list[int]()
         for turn in range(1, NUM_TURNS + 1):
-            completion = say(running, llm, prompt)
+            completion = check_turn(running, llm, prompt)
             receipt = completion.receipt
             assert receipt is not None
             assert receipt.decode is not None

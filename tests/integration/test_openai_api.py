@@ -172,7 +172,7 @@ def test_a_tool_call_and_its_result_go_through_the_template(client: openai.OpenA
         model=MODEL, messages=MESSAGES, tools=[WEATHER], tool_choice="none", max_tokens=1
     )
     assert without.usage is not None
-    assert without.usage.prompt_tokens < answer.usage.prompt_tokens  # the model hears of none
+    assert without.usage.prompt_tokens < answer.usage.prompt_tokens  # the prompt has no tools
 
 
 def test_the_arguments_of_a_call_are_streamed(client: openai.OpenAI) -> None:

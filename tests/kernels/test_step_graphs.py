@@ -49,7 +49,7 @@ def run_again(body: Callable[[], None]) -> Callable[[], None]:
 
 
 def make_llm(device: torch.device, *, graphs: bool, asynchronous: bool, model: str = MODEL) -> LLM:
-    """An engine whose steps are sampled by the kernel, on a CPU too."""
+    """Make an engine whose steps are sampled by the kernel, also on a CPU."""
     options = {**SMALL, "device": str(device), "async_scheduling": asynchronous}
     llm = LLM(model, cuda_graphs=False, **options)
     engine = llm.engine

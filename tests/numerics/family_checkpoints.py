@@ -38,7 +38,7 @@ NUM_OUTPUTS = 200
 
 
 def layers(pattern: str) -> dict[str, Any]:
-    """A layer per letter: s has a window, f has full attention."""
+    """Return the fields of a model with one layer per letter: s has a window, f full attention."""
     names = {"s": "sliding_attention", "f": "full_attention"}
     return {
         "num_hidden_layers": len(pattern),
@@ -460,10 +460,10 @@ def _make_examples(
     num_tokens: int,
     num_outputs: int,
 ) -> list[Example]:
-    """Draw prompts, and keep those whose outputs are certain and lively.
+    """Draw prompts; keep prompts whose output tokens have clear leads and vary.
 
-    Baton drafts outputs, because transformers takes longer. One pass of transformers over prompts
-    and drafts then says the right token at each place.
+    Baton drafts the outputs, because it is faster than transformers. One pass of transformers over
+    prompts and drafts then gives the right token at each place.
     """
     draw = random.Random(num_tokens)
     shared = draw.choices(range(VOCAB_SIZE), k=num_shared)

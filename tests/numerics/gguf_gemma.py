@@ -1,6 +1,6 @@
 """Gemma's rows in `gguf_families`: shapes of tiny models, and the metadata of their files.
 
-Metadata is what llama.cpp's converters write. Refuses to know: what is asserted.
+The metadata is as llama.cpp's converters write it. Refuses to know: assertions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _HEADS: Fields = {
     "final_logit_softcapping": 4.0,
 }
 _SIZES: Fields = {"vocab_size_per_layer_input": 64, "global_head_dim": 128}
-# As 31B: values made from keys, and fewer KV heads, in layers with full attention.
+# As in 31B: layers with full attention have fewer KV heads, and make values from keys.
 GEMMA4_LARGE = gemma4_layers("ssfsf", **_SIZES, **_HEADS, tie_word_embeddings=True)
-# As E2B: vectors of each token for each layer, and layers that read an earlier layer's keys.
+# As in E2B: each token has a vector for each layer, and some layers read an earlier layer's keys.
 GEMMA4_SMALL = gemma4_layers(
     "sfssfsf",
     **(_SIZES | {"hidden_size_per_layer_input": 128}),
@@ -53,7 +53,7 @@ GEMMA4_SMALL = gemma4_layers(
         "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
     },
 )
-# As 26B-A4B.
+# As in 26B-A4B: experts.
 GEMMA4_EXPERTS = gemma4_layers(
     "sfsf",
     **_SIZES,

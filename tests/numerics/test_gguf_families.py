@@ -66,7 +66,7 @@ def make(name: str, folder: Path) -> Case:
     theirs = make_hugging_face_model(family.model, **{**SHAPE, **family.shape})
     save(theirs, folder)
     config, architecture = copy.deepcopy(theirs.config), name.partition(" ")[0]
-    config.allow_global_per_layer_attribute_access = True  # read by converters, not by layers
+    config.allow_global_per_layer_attribute_access = True  # only converters read this tensor
     tensors = converted(architecture, load_file(folder / "model.safetensors"), config)
     rope = getattr(config, "rope_parameters", None) or {}
     if architecture == "gemma4":

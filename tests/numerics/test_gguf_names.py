@@ -1,4 +1,4 @@
-"""Every architecture that Baton reads from safetensors and that GGUF has a name for is read."""
+"""Test that Baton reads GGUF files of all its architectures for which GGUF has a name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers.models.auto import modeling_auto
 from baton.checkpoint.gguf.table import ARCHITECTURES
 from models.registry import MODELS
 
-# Classes of transformers, by the name that config.json gives to the model's type.
+# Classes of transformers by the model type in config.json.
 CLASSES = {
     **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -165,7 +165,7 @@ class ImagesMachine(RuleBasedStateMachine):
         self.fails = False
 
     def one_step(self, abort_during: bool = False) -> None:
-        """Do as `Engine.execute` does."""
+        """Run a step in the order of `Engine.execute`."""
         scheduled = self.scheduler.schedule()
         self.scheduler.check()
         if abort_during and scheduled.scheduled:

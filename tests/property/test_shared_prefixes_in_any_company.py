@@ -1,8 +1,8 @@
-"""Requests whose first blocks are the same get the bits of each request alone, in an engine.
+"""Test that requests with equal first blocks get the same bits in one engine as each gets alone.
 
-Long prompts begin alike, so that decodes share whole spans of keys (ADR 0106), and few blocks let
-requests be preempted. `make test` draws some requests, a large test two thousand in each dtype.
-Refuses to know: kernels (`numerics/test_shared_prefixes.py`).
+Long prompts have equal beginnings, so that decodes share whole spans of keys (ADR 0106). The cache
+has few blocks, so that requests are preempted. `make test` draws some requests; a large test draws
+two thousand in each dtype. Refuses to know: kernels (`numerics/test_shared_prefixes.py`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.skipif(dispatch.native_ops() is None, reason="no native
 VOCAB_SIZE = 61
 SPAN = 576  # keys, as in `kernels/csrc/attention.h`
 BLOCK_SIZE = 16
-LENGTHS = (SPAN + 24, 2 * SPAN + 8)  # of the common beginnings
+LENGTHS = (SPAN + 24, 2 * SPAN + 8)  # lengths of the common beginnings
 OPTIONS: dict[str, Any] = {"num_threads": 1, "block_size": BLOCK_SIZE, "max_num_requests": 16}
-FEW_BLOCKS = 170  # two beginnings and the requests' own tokens fit, and little more
+FEW_BLOCKS = 170  # room for two beginnings, the requests' own tokens, and little more
 MANY = [pytest.param(2000, one, marks=pytest.mark.large) for one in ("float32", "bfloat16")]
 Drawn = tuple[list[list[int]], list[SamplingParams]]
 
 
 def draw_requests(num: int) -> Drawn:
-    """Draw prompts with a few beginnings, whole or in part, and their parameters."""
+    """Draw prompts that start with a whole or partial common beginning, and their parameters."""
     draw = random.Random(num)
     tokens = range(3, VOCAB_SIZE)
     beginnings = [draw.choices(tokens, k=length) for length in LENGTHS]
@@ -59,7 +59,7 @@ def draw_requests(num: int) -> Drawn:
 
 
 class Sharers:
-    """Counts the requests of each step that decode behind the same first span."""
+    """Counts, for each step, the decodes that share their first span."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = 0
@@ -84,7 +84,7 @@ def theirs() -> Any:
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=2048,
         num_attention_heads=8,
-        num_key_value_heads=1,  # two decodes have the 16 rows that make sharing pay
+        num_key_value_heads=1,  # two decodes have the 16 rows from which on sharing saves time
     )
 
 
@@ -123,7 +123,7 @@ def assert_equal(found: list[Completion], expected: list[Completion]) -> None:
 def assert_as_transformers(
     theirs: Any, prompts: list[list[int]], params: list[SamplingParams], found: list[Completion]
 ) -> None:
-    """Assert that greedy outputs are those of transformers."""
+    """Assert that greedy outputs equal the outputs of transformers."""
     for prompt, one, mine in zip(prompts, params, found, strict=True):
         if one.temperature == 0:
             rows = theirs.generate(

@@ -149,7 +149,8 @@ def test_in_a_split_system(
 def record_drafts(
     metrics: Sequence[EngineMetrics], record_property: Callable[[str, object], None]
 ) -> None:
-    """Record the drafts; some were wrong, and some of many were right."""
+    """Record the numbers of drafts; assert that some were wrong, and if there were many, some
+    right."""
     num_right = sum(one.accepted_drafts_total for one in metrics)
     num_drafts = sum(one.drafts_total for one in metrics)
     record_property("drafts", num_drafts)

@@ -35,7 +35,7 @@ TIMEOUT_S = 1e6  # of `Cluster.place`
 
 
 def pass_time(cluster: Cluster, seconds: float) -> None:
-    """All but posted writes goes on meanwhile."""
+    """Advance the clock beat by beat; posted writes stay incomplete, everything else goes on."""
     for _ in range(round(seconds / BEAT_INTERVAL_S)):
         cluster.clock.advance(BEAT_INTERVAL_S)
         for _ in range(2):

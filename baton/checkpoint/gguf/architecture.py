@@ -104,7 +104,7 @@ class Keys:
             raise self.wrong(name, f"must be a number above {minimum - 1}, got {value!r:.100}")
         return int(value)
 
-    def per_layer(self, name: str, *, minimum: int = 1) -> list[int]:
+    def layer_integers(self, name: str, *, minimum: int = 1) -> list[int]:
         """Return a key's integer for each layer; the file may have one integer for all layers.
 
         Raises:

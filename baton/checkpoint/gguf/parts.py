@@ -136,8 +136,8 @@ def only_first_parts(paths: Sequence[Path]) -> list[Path]:
     return sorted({first_part(path) for path in paths})
 
 
-def only_models(paths: Sequence[Path]) -> list[Path]:
-    """Leave out files that are no models, and replace all parts of a model by its first part."""
+def list_models(paths: Sequence[Path]) -> list[Path]:
+    """Return the files that are models; of a model in several parts, return only the first part."""
     firsts = only_first_parts(paths)
     return [path for path in firsts if not any(word in str(path).lower() for word in _NO_MODELS)]
 

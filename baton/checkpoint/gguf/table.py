@@ -20,7 +20,7 @@ ARCHITECTURES: Registry[Mapping[str, Architecture]] = Registry(
     "GGUF architecture", GGUF_ARCHITECTURES
 )
 
-# Architecture in files of image projectors, which accompany GGUF files of models.
+# The architecture that files of image projectors name; such files accompany GGUF files of models.
 _PROJECTOR = "clip"
 
 

@@ -73,7 +73,7 @@ _ENTRIES = {
     ),
     "cache": Entry(
         "baton.cli.admin.cache:cache",
-        "Show what the nodes' prefix caches and files hold, and how many tokens came from where.",
+        "Show how full the nodes' prefix caches and files are, and how many tokens each served.",
     ),
     "flush-cache": Entry(
         "baton.cli.admin_changes.tuning:flush_cache",
@@ -81,7 +81,7 @@ _ENTRIES = {
     ),
     "drop-pins": Entry(
         "baton.cli.admin_changes.tuning:drop_pins",
-        "End the pins of one session, whose prefix nodes then keep no longer than others.",
+        "End the pins of one session; nodes then keep its prefix no longer than other prefixes.",
     ),
     "log-level": Entry(
         "baton.cli.admin_changes.tuning:log_level",

@@ -1,4 +1,4 @@
-"""`baton admin cache`: show what the nodes' prefix caches and files hold, and what they served."""
+"""`baton admin cache`: show how full prefix caches are, and how many tokens they served."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SOURCES = ("from memory", "from files", "fetched")
 
 
 def cache(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Show what the nodes' prefix caches and files hold, and how many tokens came from where."""
+    """Show how full the nodes' prefix caches and files are, and how many tokens each served."""
     response = ask(access, "ListNodes")
     if is_json(output):
         print_json(response)

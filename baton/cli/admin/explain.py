@@ -55,8 +55,8 @@ def explain(
 ) -> None:
     """Show the places that the routing policy considered, and their costs.
 
-    Also shows why the request got its number of draft tokens. With REQUEST_ID, costs are those at
-    the time of placement; with --prompt or --prompt-tokens, those of now.
+    Also shows why the request got its number of draft tokens. With REQUEST_ID, the command shows
+    the costs at the time of placement; with --prompt or --prompt-tokens, the present costs.
     """
     if sum(map(bool, (request_id, prompt, prompt_tokens))) != 1:
         raise typer.BadParameter("give one of REQUEST_ID, --prompt and --prompt-tokens")

@@ -205,7 +205,7 @@ def _computing_account(receipt: types_pb2.Receipt) -> str:
 
 
 def _fetch_account(receipt: types_pb2.PrefillReceipt | types_pb2.DecodeReceipt) -> str:
-    """Return how much of the prompt another node sent; empty if no node was asked to."""
+    """Return a text about the tokens that another node sent; empty if no node was asked."""
     waited = format_seconds(receipt.fetch_wait_s)
     if receipt.num_fetched_tokens:
         return f", {receipt.num_fetched_tokens} of them fetched within {waited}"

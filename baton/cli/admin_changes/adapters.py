@@ -22,8 +22,8 @@ from baton.cli.router_access import OperatorAccess
 if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
-_LOAD_TIMEOUT_S = 70.0  # seconds for nodes to read the adapter's files
-_UNLOAD_TIMEOUT_S = 20.0  # seconds for requests that use the adapter to end
+_LOAD_TIMEOUT_S = 70.0  # seconds in which nodes read the adapter's files
+_UNLOAD_TIMEOUT_S = 20.0  # seconds in which requests that use the adapter end
 
 NameArgument = Annotated[str, typer.Argument(help="See `baton admin adapters list`.")]
 

@@ -88,13 +88,13 @@ def drop_pins(
         str, typer.Option(help="The session's prompt_cache_key, instead of its id.")
     ] = "",
     tenant: Annotated[
-        str, typer.Option(help="Tenant whose session it is; empty: your own tenant.")
+        str, typer.Option(help="Tenant of the session; empty: your own tenant.")
     ] = "",
     base_model: BaseModelOption = "",
     *,
     access: OperatorAccess,
 ) -> None:
-    """End the pins of one session, whose prefix nodes then keep no longer than others."""
+    """End the pins of one session; nodes then keep its prefix no longer than other prefixes."""
     names = {"session_id": session_id, "prompt_cache_key": cache_key}
     found = ask(access, "DropPins", **names, tenant=tenant, model=base_model)
     typer.echo(f"{found.num_nodes} nodes were told")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _BUSY = ("loading", "changing", "waking")
-# Errors of calls to a node that has left, to come back with new weights
+# Errors of calls to a node that left and will come back with new weights
 _AWAY = (ExitCode.NOT_FOUND, ExitCode.ERROR)
 
 NodesArgument = Annotated[

@@ -91,10 +91,10 @@ def run(options: RunOptions) -> None:
 def compare(options: CompareOptions) -> None:
     """Compare deployments, disaggregated or not, with and without encode nodes, on equal cores.
 
-    All deployments get the same requests. Restarts each deployment before each repeat. With
-    --find-max-goodput, starts each only once and compares them at the highest rate that each
-    sustains. Goodput within --slo decides; effects on ITL and TTFT are shown too. Exit codes are
-    the same as for `run`.
+    All deployments get the same requests. Each deployment is restarted before each repeat. With
+    --find-max-goodput, each is started only once, and they are compared at the highest rate that
+    each sustains. Goodput within --slo decides; effects on ITL and TTFT are also shown. Exit codes
+    are the same as for `run`.
     """
 
     async def main() -> int:
@@ -135,10 +135,10 @@ def compare(options: CompareOptions) -> None:
 @app.command()
 @program
 def tune(options: TuneOptions) -> None:
-    """Search options of nodes and router with which more requests keep an SLO; write them.
+    """Find options of nodes and router with which more requests meet an SLO; write them to a file.
 
-    Each trial starts a deployment on this machine. After an interruption, the same command
-    continues with the trials of --state. Exit codes are the same as for `run`.
+    Each trial starts a deployment on this machine. After an interruption, repeat the command to
+    continue with the trials in --state. Exit codes are the same as for `run`.
     """
 
     async def main() -> int:

@@ -1,4 +1,4 @@
-"""QwenLayout: placeholders of an image without marks between them (Qwen2-VL to Qwen3.5).
+"""QwenLayout: the placeholder tokens of an image in Qwen2-VL to Qwen3.5, without marks.
 
 A token stands for a square of patches. The processor stretches an image so that whole squares fit
 into it, and so that its number of pixels is within the checkpoint's limits.

@@ -112,7 +112,7 @@ class FrameGuard:
         self._num_searched = 0  # held bytes that were searched for frames to let pass
         self._last_stream = 0  # highest id of any opened stream
         self._num_data_bytes = 0  # bytes of the current DATA frame that have not come
-        self._budget = float(self._limits.small_burst)  # cost that further small frames may have
+        self._budget = float(self._limits.small_burst)  # maximum cost of further small frames
         self._refilled_at = clock()
 
     def feed(self, data: bytes) -> bytes:

@@ -219,7 +219,7 @@ class _ClientSide(asyncio.Protocol):
         self._server = None
         if self._client is not None:
             self._client.close()
-            # The connection counts as idle now, and is closed if the client does not read
+            # The connection now counts as idle; it is closed if the client does not read
             self._at_work.close()
         self._front.remove(self)
 

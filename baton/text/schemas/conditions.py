@@ -23,7 +23,7 @@ _TELLING = ("type", "const", "enum")
 _MAX_EXCLUDED_CHARS = 1_000
 _MAX_WAYS = 8
 _MAX_DEPTH = 8
-_MAX_SCHEMAS = 300  # maximum number of schemas per condition, because references may repeat schemas
+_MAX_SCHEMAS = 300  # maximum number of schemas per condition; references may repeat schemas
 # Keyword with a limit -> the opposite keyword, what to add to the limit, and the types of values
 # that both keywords limit.
 _NUMBERS, _TEXTS, _LISTS = ("integer", "number"), ("string",), ("array",)
@@ -81,7 +81,7 @@ def _all(*schemas: Any) -> Any:
 
 
 def _without_dependencies(schema: Schema) -> Schema:
-    """Write dependencies as alternatives: the property is absent, or its condition holds."""
+    """Replace a dependency by two alternatives: the property is absent, or its condition holds."""
     found, needs = dict(schema), list[tuple[str, Any]]()
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         needs += found.pop(keyword, {}).items()

@@ -212,7 +212,7 @@ def end_of_class(pattern: str, start: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _may_leak(one: str) -> bool:
-    """Return whether a character class may match the escape of a character that the class excludes.
+    """Return whether a character class may match the escape of a character that it excludes.
 
     A class may do so if it excludes ``"`` or the backslash, but matches DEL and another control
     character. Returns True, too, for a class that `re` cannot compile or reads differently from

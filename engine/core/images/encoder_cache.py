@@ -31,7 +31,7 @@ class EncoderCache:
         self.num_used = 0
         self.num_held = 0
         self._sizes: dict[bytes, int] = {}
-        # Holders of each encoding that is held, by digest
+        # Holders of each held encoding, by digest
         self._holders: dict[bytes, set[Holder]] = {}
         # For each request id: the digests of the encodings that the request holds, each with its
         # holder.

@@ -9,15 +9,15 @@ from baton.api.errors import is_out_of_memory
 # Name of an array that has an encoding instead of pixel values, because another node has encoded
 # the image.
 ENCODING = "encoding of another node"
-# Why an image was not encoded, if another node, or this one later, may be able to encode it.
+# Reason for a failure that may not happen on another node, or later on this node.
 NO_MEMORY = "this node has too little memory to encode it"
-# What encoders raise for images that they cannot encode. A client's image must not end a node,
-# which also serves other clients.
+# Errors that an encoder may raise for an image. Such an error must not end the node, which also
+# serves other clients.
 ENCODER_ERRORS = (RuntimeError, ValueError, IndexError, MemoryError)
 
 
 def problem_of(error: Exception) -> str:
-    """Return why an image was not encoded, for the client: one of `ENCODER_ERRORS` in words."""
+    """Return one of `ENCODER_ERRORS` in words, for the client whose image was not encoded."""
     if is_out_of_memory(error):
         return NO_MEMORY
     return f"the encoder failed: {type(error).__name__}"

@@ -188,7 +188,7 @@ class ImageSteps:
                 request.num_encodings_cached += 1
             if span.end <= end:
                 self._computed.append((span.digest, holder))
-        for index in missing:  # this loop is last, because new encodings may evict free ones
+        for index in missing:  # last, because new encodings may evict free encodings
             span = images.spans[index]
             holder = (request.request_id, span.first)
             # An image that comes twice in the prompt is in the cache the second time.
@@ -272,7 +272,7 @@ class ImageSteps:
 
 def _error_of(field: str, problem: str) -> BatonError:
     """Return the error of a request with an image that was not encoded."""
-    if problem == NO_MEMORY:  # the image is no worse than others
+    if problem == NO_MEMORY:  # not the image's fault
         return OverloadedError(f"{field}: {problem}")
     return InvalidRequestError(field, problem)
 

@@ -82,8 +82,8 @@ class PrefixPins:
 
     Args:
         manager: owner of the prefix cache.
-        max_blocks: maximum number of blocks that all pins may keep; 0: there are no pins.
-        max_ttl_s: longest time of a pin in seconds; longer times are cut.
+        max_blocks: maximum number of blocks that all pins may keep; 0: no pins.
+        max_ttl_s: longest time of a pin in seconds; a longer time is shortened to it.
         counts: counts of pins, which this object writes.
         clock: returns seconds, never going back.
 
@@ -126,7 +126,7 @@ class PrefixPins:
                 self._pin_all(request, found[1], request.num_computed_tokens)
 
     def note_finish(self, request: Request) -> None:
-        """Forget an aborted request, for which nobody calls `end`."""
+        """Forget a request that was aborted, because nobody calls `end` for it."""
         if not self._open or request.status is not RequestStatus.FINISHED_ABORTED:
             return
         found = self._open.get(request.request_id)
@@ -157,22 +157,22 @@ class PrefixPins:
     # ------------------------------------------------------------------ hints that name a session
 
     def pin_session(self, owner: bytes, session: bytes, keep_s: float) -> tuple[BlockHash, ...]:
-        """Pin the prefix of a session's last request, whether its blocks are cached or not.
+        """Pin the prefix of a session's last request, even if its blocks are not cached.
 
-        Returns the hashes of the pinned prefix; empty: the session is unknown, or has no room.
+        Returns the hashes of the pinned prefix; empty if the session is unknown or has no room.
         """
         hashes, now = self.sessions.find(owner, session), self._clock()
         expires_at = now + min(keep_s, self._max_ttl_s)
         return hashes[: self._pin(owner, hashes, session, expires_at) if hashes else 0]
 
     def room_for_prefetch(self, owner: bytes) -> int:
-        """Return how many blocks a prefetch may take: it takes no block that a pin keeps."""
+        """Return how many blocks a prefetch may take; it may take no pinned block."""
         share = self._max_blocks // max(len(self._owners), 1)
-        return min(self._budget.left(owner, share), self._pool.num_free - len(self._kept))
+        return min(self._budget.num_left(owner, share), self._pool.num_free - len(self._kept))
 
     def note_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
         """Count the blocks that a prefetch takes against its owner's share."""
-        self._budget.take(owner, num_blocks, min(keep_s, self._max_ttl_s))
+        self._budget.count_prefetch(owner, num_blocks, min(keep_s, self._max_ttl_s))
 
     # ------------------------------------------------------------------ pins
 
@@ -221,7 +221,8 @@ class PrefixPins:
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
         """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long."""
-        if self._manager.slides or len(own.pins) == 1:  # with windows, it needs other blocks
+        # With windows, a shorter prefix needs other blocks.
+        if self._manager.slides or len(own.pins) == 1:
             return
         for block_hash in pin.hashes[:-1]:
             old = own.pins.get(block_hash)
@@ -231,7 +232,7 @@ class PrefixPins:
     def _make_room(self, own: _Owner) -> None:
         """Drop an owner's oldest pins until the rest fit its share.
 
-        If only the newest pin is left and does not fit, shorten this pin.
+        If the newest pin alone does not fit, shorten it.
         """
         share = self._max_blocks // len(self._owners)
         while own.is_over(share):
@@ -261,7 +262,7 @@ class PrefixPins:
     # ------------------------------------------------------------------ blocks
 
     def _keeps(self, block: KVCacheBlock) -> bool:
-        """Return whether the pool keeps a block that becomes free: one block per pinned content."""
+        """Return whether the pool keeps a freed block: it keeps one block per pinned content."""
         block_hash = block.block_hash
         if block_hash not in self._kept or block_hash is None:
             return False

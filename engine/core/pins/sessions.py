@@ -1,4 +1,4 @@
-"""SessionPrefixes: the prefixes of sessions' last requests, for hints that name only a session."""
+"""SessionPrefixes: the prefix of each session's last request, for hints that name a session."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from baton.kv.block_hash import BlockHash
 
-# Maximum number of hashes that all sessions store, per block of the KV cache.
+# Maximum number of stored hashes of all sessions, per block of the KV cache.
 HASHES_PER_BLOCK = 16
-# Maximum number of sessions, because short prefixes have few hashes.
+# Maximum number of sessions; needed because short prefixes have few hashes.
 MAX_SESSIONS = 16_384
-# Minimum seconds for which the blocks of a prefetch count against its owner's share.
+# Shortest time, in seconds, for which a prefetch counts against its owner's share.
 LEAST_AHEAD_S = 10.0
 
 _Name = tuple[bytes, bytes]
@@ -20,8 +20,8 @@ _Name = tuple[bytes, bytes]
 class SessionPrefixes:
     """Hashes of the prefix of each session's last request, by owner and session.
 
-    If there are too many, the owner with most hashes loses the session that it used longest ago.
-    So an owner with many sessions makes no other owner's sessions unknown before its own.
+    If there are too many hashes or sessions, the owner with most hashes loses its least recently
+    used session. So an owner with many sessions cannot displace the sessions of others.
 
     Args:
         num_blocks: number of blocks of the KV cache.
@@ -34,7 +34,7 @@ class SessionPrefixes:
         self._num_sessions = 0
 
     def remember(self, owner: bytes, session: bytes, hashes: tuple[BlockHash, ...]) -> None:
-        """Store the prefix of a session's newest request."""
+        """Store the prefix of a session's last request."""
         self.forget(owner, session)
         if not hashes:
             return
@@ -46,7 +46,7 @@ class SessionPrefixes:
             self.forget(largest, next(iter(self._owners[largest])))
 
     def find(self, owner: bytes, session: bytes) -> tuple[BlockHash, ...]:
-        """Return the hashes of a session's prefix; empty: the session is unknown."""
+        """Return the hashes of a session's prefix; empty if the session is unknown."""
         return self._owners.get(owner, {}).get(session, ())
 
     def forget(self, owner: bytes, session: bytes) -> None:
@@ -68,10 +68,10 @@ class SessionPrefixes:
 
 
 class PrefetchBudget:
-    """Blocks that prefetches brought into the cache, while they count against an owner's share.
+    """Limits how many blocks each owner's prefetches bring into the cache within a time.
 
-    Reading ahead takes blocks that would keep other tenants' prefixes, and costs the owner no
-    computing. So an owner may bring at most its share of blocks within the time of the prefetches.
+    A prefetch costs its owner no computing, but evicts other tenants' prefixes. So the blocks of a
+    prefetch count against the owner's share until the prefetch's time is over.
 
     Args:
         clock: returns seconds, never going back.
@@ -81,8 +81,8 @@ class PrefetchBudget:
         self._clock = clock
         self._taken: dict[bytes, deque[tuple[float, int]]] = {}
 
-    def left(self, owner: bytes, share: int) -> int:
-        """Return how many blocks an owner may still bring now."""
+    def num_left(self, owner: bytes, share: int) -> int:
+        """Return how many blocks an owner's prefetches may still bring now."""
         now, taken = self._clock(), self._taken.get(owner)
         if taken is None:
             return share
@@ -93,8 +93,8 @@ class PrefetchBudget:
             del self._taken[owner]
         return max(share - sum(num_blocks for _, num_blocks in kept), 0)
 
-    def take(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
-        """Count blocks that a prefetch brings and keeps for a time."""
+    def count_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
+        """Count the blocks of a prefetch against its owner's share for ``keep_s`` seconds."""
         if num_blocks:
             until = self._clock() + max(keep_s, LEAST_AHEAD_S)
             self._taken.setdefault(owner, deque()).append((until, num_blocks))

@@ -2,7 +2,7 @@
 
 A pass with few tokens per request is run as a decode step, in which each token is treated as a
 request with the same blocks. The result is correct, because each layer writes the KV of all tokens
-before it reads any. On a CPU, a recorded tape can replay a pass that is run as a decode step.
+before it reads KV. On a CPU, a recorded tape can replay such a pass.
 """
 
 from __future__ import annotations

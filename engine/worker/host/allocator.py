@@ -45,6 +45,6 @@ def keep_freed_memory() -> bool:
         return False
     begin = -(-room // _HUGE_PAGE) * _HUGE_PAGE
     end = (room + _ROOM) // mmap.PAGESIZE * mmap.PAGESIZE
-    madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # this is only advice, so a failure is no error
+    madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # only advice, so a failure is no error
     free(room)
     return True

@@ -1,8 +1,8 @@
 """PagesAhead: touches the memory pages of never-used KV blocks while a node is idle.
 
-The kernel allocates and clears a block's memory on the first write, which makes a prompt up to a
-quarter slower, and a hand-off up to 40 times. A decode node has time to touch the blocks that wait
-for KV, because the prompt is computed meanwhile. Refuses to know: which block goes to which
+The operating system allocates and clears a block's memory at the first write. This makes a prompt
+up to a quarter slower, and a hand-off up to 40 times slower. A decode node has time to touch the
+blocks that wait for KV while the prompt is computed. Refuses to know: which block goes to which
 request.
 """
 
@@ -39,9 +39,9 @@ class PagesAhead:
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def find(self, num_used: int) -> bool:
-        """Populate the next 2 MiB; return whether more memory is to be populated now.
+        """Populate the next 2 MiB; return whether this method should be called again now.
 
-        Used blocks are populated, too, because they may still wait for their first bytes.
+        Blocks in use are populated, too, because they may still wait for their first bytes.
 
         Args:
             num_used: number of blocks that were ever used.

@@ -47,7 +47,7 @@ class RequestRows:
         self._is_staged = is_staged
         self._random_words = WordTable(num_rows)
         self._rows: dict[int, NewRow] = {}
-        self._adapters: dict[int, str] = {}  # digest of each row's adapter, for rows that have one
+        self._adapters: dict[int, str] = {}  # digest of the adapter of each row that has one
         self._pooling: dict[int, PoolingParams] = {}  # parameters of each row with a pooled request
         # All known tokens by row, only for rows whose sampling depends on known tokens.
         self._known: dict[int, list[int]] = {}

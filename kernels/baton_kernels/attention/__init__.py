@@ -52,7 +52,7 @@ _OVER_LATENTS = {"triton": "triton_latents"}
 # tokens of the image.
 WITH_ROW_ENDS = ("reference", "cpu", "native")
 _TRITON = ("triton", "triton_invariant", "triton_latents", *_FOR_PROMPTS.values())
-LARGEST_TRITON_HEAD = 512  # `triton.tile_sizes` has no tiles for larger heads
+LARGEST_TRITON_HEAD = 512  # largest head for which `triton.tile_sizes` has tiles
 
 
 def choose_attention_backend(

@@ -84,7 +84,7 @@ class AttentionBackend(Protocol):
     def reason_against_fp8(device: torch.device) -> str | None:
         """Return a phrase that says why this backend cannot use a float8 cache on a device.
 
-        None: the backend can use it.
+        Returns None if it can.
         """
         ...
 

@@ -138,7 +138,7 @@ class CpuAttention:
         size = 2 * num_kv_heads * len(block_ids) * block_size * head_dim
         fitting = self._buffer.dtype == cache.dtype and self._buffer.device == cache.device
         if not fitting or self._buffer.numel() < size:
-            # a normal tensor, because a later caller may be outside of inference_mode
+            # a normal tensor, because a later caller may not use inference_mode
             with torch.inference_mode(mode=False):
                 self._buffer = torch.empty(size, dtype=cache.dtype, device=cache.device)
         gathered = self._buffer[:size].view(shape)

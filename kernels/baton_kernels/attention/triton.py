@@ -194,8 +194,8 @@ class TritonAttention:
         assert metadata is not None
         key = metadata.num_tokens, sliding_window
         if key not in self._captured_tiles:
-            # This runs outside inference mode and outside a graph, because a step is computed once
-            # before its capture.
+            # Not in inference mode and not in a graph, because a step is computed once before its
+            # capture.
             with torch.inference_mode(mode=False):
                 self._captured_tiles[key] = CapturedTiles(
                     metadata.num_tokens, metadata.num_requests, shape, query.element_size(),

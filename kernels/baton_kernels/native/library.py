@@ -278,8 +278,8 @@ class CollectiveCall(Structure):
     )
 
 
-class MailCall(Structure):
-    """The C struct ``mail_call`` in ranks.c."""
+class PointToPointCall(Structure):
+    """The C struct ``point_to_point_call`` in ranks.c."""
 
     _fields_ = (
         *_fields(c_int64, "num_bytes sender"),
@@ -336,7 +336,7 @@ _STRUCTS: dict[str, type[Structure]] = {
     "recurrence_call": RecurrenceCall,
     "rank_group": RankGroup,
     "collective_call": CollectiveCall,
-    "mail_call": MailCall,
+    "point_to_point_call": PointToPointCall,
     "places_call": PlacesCall,
     "lenders_call": LendersCall,
     "tape_entry": TapeEntry,
@@ -368,8 +368,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "baton_store_latent": (c_int, [POINTER(LatentStoreCall)]),
     "baton_attention": (c_int, [POINTER(AttentionCall)]),
     "baton_collective": (c_int, [POINTER(CollectiveCall)]),
-    "baton_send": (c_int, [POINTER(MailCall)]),
-    "baton_receive": (c_int, [POINTER(MailCall)]),
+    "baton_send": (c_int, [POINTER(PointToPointCall)]),
+    "baton_receive": (c_int, [POINTER(PointToPointCall)]),
     "baton_place_threads": (c_int, [POINTER(PlacesCall)]),
     "baton_watch_lenders": (c_int, [POINTER(LendersCall)]),
     "baton_abort_ranks": (None, [POINTER(RankGroup)]),

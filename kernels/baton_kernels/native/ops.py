@@ -35,10 +35,10 @@ from baton_kernels.native.library import (
     LowRankCall,
     LowRankPartCall,
     LowRankSpanCall,
-    MailCall,
     NormCall,
     PackCall,
     PlacesCall,
+    PointToPointCall,
     RankGroup,
     RecurrenceCall,
     RouteCall,
@@ -858,11 +858,11 @@ class NativeOps:
         return True
 
     def send(self, group: RankGroup, tensor: Tensor) -> None:
-        """Copy a contiguous tensor into this rank's ring; wait only while the ring is full.
+        """Copy a contiguous tensor into this rank's ring; wait while the ring is full.
 
         Raises ConnectionAbortedError if the receiver is gone.
         """
-        call = MailCall(tensor.nbytes, 0, ctypes.addressof(group), tensor.data_ptr())
+        call = PointToPointCall(tensor.nbytes, 0, ctypes.addressof(group), tensor.data_ptr())
         check(self._library.baton_send(call))
 
     def receive(self, group: RankGroup, tensor: Tensor, sender: int) -> None:
@@ -870,7 +870,7 @@ class NativeOps:
 
         Raises ConnectionAbortedError if the sender is gone.
         """
-        call = MailCall(tensor.nbytes, sender, ctypes.addressof(group), tensor.data_ptr())
+        call = PointToPointCall(tensor.nbytes, sender, ctypes.addressof(group), tensor.data_ptr())
         check(self._library.baton_receive(call))
 
     def place_threads(
@@ -887,7 +887,7 @@ class NativeOps:
         Returns:
             Whether all threads were pinned.
         """
-        size = (max(own | lent) // 64 + 1) * 8  # bytes in whole words, like Linux's masks of cores
+        size = (max(own | lent) // 64 + 1) * 8  # whole words, like Linux's masks of cores
         own_set, lent_set = (
             sum(1 << core for core in cores).to_bytes(size, "little") for cores in (own, lent)
         )

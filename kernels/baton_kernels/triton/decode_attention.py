@@ -53,7 +53,7 @@ from baton_kernels.triton.launch import (
 from baton_kernels.triton.tile_sizes import decode_tile, shared_kib
 
 # Maximum number of programs per multiprocessor. A program's two tiles in flight take 64 KiB, so
-# three programs fit, and use all bandwidth of an H200, which needs 30 KiB in flight per
+# three programs fit. They use the whole bandwidth of an H200, which needs 30 KiB in flight per
 # multiprocessor (latency times bandwidth).
 _PROGRAMS_PER_SM = 3
 _TILES_IN_FLIGHT = 2
@@ -159,8 +159,8 @@ def merge_parts(
         anchor = tl.where(in_group, new_highest, 0.0)
         total = total * tl.exp2(highest - anchor) + tl.sum(tl.exp2(lse - anchor[None, :]), 0)
         highest = new_highest
-    # A tile has all dims, so that each thread has all values of its own heads, and waits for no
-    # other thread.
+    # A tile has all dims, so that a thread has all values of its heads and waits for no other
+    # thread.
     anchors = tl.where(in_group, highest, 0.0)[:, None] + tl.zeros([HEADS, D], tl.float32)
     acc = tl.zeros([HEADS, D], tl.float32)
     for first in range(0, num_parts, PARTS):

@@ -174,9 +174,9 @@ class Launch:
     def _find(
         self, device: int, alignment: object, tensors: Sequence[Tensor | None]
     ) -> _Ready | None:
-        """Return what a launch needs, or launch by Triton's own launcher and return None.
+        """Return what a launch needs; or launch with Triton's own launcher, and return None.
 
-        Triton's own launcher is used if no variant for these arguments is compiled yet.
+        Triton's own launcher is needed if no variant for these arguments is compiled yet.
         """
         launcher, numbers = self._launcher, self._numbers
         key = launcher.key(device, alignment, tensors, numbers)
@@ -270,9 +270,9 @@ class _Variant:
 
 
 class _Numbers:
-    """Finds the integer arguments on which Triton specializes a kernel.
+    """Finds the values of the integer arguments on which Triton specializes a kernel.
 
-    The values of these arguments are part of the key of a compiled kernel.
+    These values are part of the key of a compiled kernel.
     """
 
     def __init__(self, kernel: JITFunction[Any], first: int, count: int) -> None:

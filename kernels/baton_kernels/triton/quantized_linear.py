@@ -117,7 +117,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 
 def _unpacked_from(weight: QuantizedWeight) -> int:
-    """Return the least number of tokens for which the weight is unpacked before the product."""
+    """Return from how many tokens on the weight is unpacked before the product."""
     if isinstance(weight, GroupedWeight):
         return GROUPED_UNPACKED_FROM
     has_groups = weight.numbers.dtype == FLOAT8 and len(weight.scales) > 1

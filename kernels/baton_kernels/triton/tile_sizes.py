@@ -1,7 +1,7 @@
 """Chooses tile sizes of the attention kernels for decodes and prompts.
 
-Sizes depend on the head size and on a GPU's shared memory. The sizes were chosen by the registers
-and the memory that the compiled code uses (``tools/compile_kernels.py``), not by measured times.
+The sizes depend on the head size and on a GPU's shared memory. They were chosen by the registers
+and memory that the compiled code uses (``tools/compile_kernels.py``), not by measured times.
 Refuses to know: kernels, steps.
 """
 

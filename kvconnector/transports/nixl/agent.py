@@ -39,8 +39,8 @@ def _import_nixl() -> Any:
     os.environ.setdefault("UCX_TCP_USER_TIMEOUT", f"{UNACKNOWLEDGED_S}s")
     # Without CONN_NB, connecting blocks the thread, and each failed attempt leaves a socket open.
     os.environ.setdefault("UCX_TCP_CONN_NB", "y")
-    # Bytes that one call of the kernel copies on one host; the default is 512 KiB. Fewer calls are
-    # faster.
+    # Between processes of one host, UCX copies this many bytes per system call. UCX's default of
+    # 512 KiB needs more calls, which is slower.
     os.environ.setdefault("UCX_CMA_SEG_SIZE", "8m")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -66,15 +66,16 @@ def _epoll_instances() -> dict[int, list[int]]:
 
 
 def _find_descriptor(known: Container[int]) -> int | None:
-    """Return the epoll instance of UCX's TCP sockets, of which NIXL does not tell.
+    """Return the epoll instance of UCX's TCP sockets, which NIXL's API does not give.
 
-    UCX also makes an epoll instance for its own thread, which watches the one of the sockets.
+    UCX makes two epoll instances: one watches the sockets, and one, for UCX's thread, watches
+    the first.
 
-    Returns None if messages may take another way, such as InfiniBand. They do not use shared
-    memory, which cannot tell that a peer has ended.
+    Returns None if messages may use another device, such as InfiniBand. Messages never use shared
+    memory here, because it does not show that a peer has ended.
 
     Args:
-        known: epoll instances that were there before UCX started.
+        known: descriptors of the epoll instances that existed before UCX started.
     """
     devices = os.environ["UCX_NET_DEVICES"].split(",")
     has_tcp = {"all", "tcp"} & set(os.environ.get("UCX_TLS", "all").split(","))
@@ -95,10 +96,10 @@ def _words(error: Exception) -> str:
 class NixlAgent:
     """The NIXL agent of this process, with the memory that it has registered.
 
-    NIXL does not close the connection of a peer that it is told to forget. So a released peer is
-    kept, and used again if a peer with the same name and metadata is added. A name belongs to one
-    start of the peer's process, so NIXL's data about the peer stays valid. Nothing can be written
-    to a released peer, because the tables of its memory are released.
+    NIXL does not close a peer's connection when it forgets the peer. So this class keeps a released
+    peer, and uses it again if a peer with the same name and metadata is added. A name belongs to
+    one start of the peer's process, so NIXL's data about the peer stays valid. Nothing can be
+    written to a released peer, because the tables of its memory are released.
 
     Args:
         name: name of the agent; new at each start of the process, because a reused name damages the
@@ -108,7 +109,7 @@ class NixlAgent:
 
     Attributes:
         descriptor: becomes readable when bytes arrive over UCX's TCP sockets, which also carry the
-            messages between processes on one host; None: it was not found.
+            messages between processes on one host; None if it was not found.
     """
 
     def __init__(self, name: str, layouts: Sequence[KVLayout], memory_kind: str) -> None:
@@ -205,7 +206,7 @@ class NixlAgent:
         self._resumed.pop(name, None)
         self._failed.discard(name)
         if self._peers.pop(name, None) is not None:
-            with contextlib.suppress(*self._errors):  # fails for a dead peer, which does no harm
+            with contextlib.suppress(*self._errors):  # fails for a dead peer, without harm
                 self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, descriptors: npt.NDArray[np.uint64]) -> Any:

@@ -1,8 +1,8 @@
 """Memory access for sockets: reads the bytes of blocks, and writes bytes into blocks.
 
 Host memory is read and written in place. GPU memory is copied through pinned host memory, with one
-staging buffer per write. Arriving bytes are written only while their transfer has a grant. The
-grant is checked for each piece of a payload, because a grant can end in the middle of the payload.
+staging buffer per write. Arriving bytes are written only while their transfer has a grant. A grant
+can end in the middle of a payload, so it is checked for each piece of the payload.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class NodeCalls:
         return (await self.list_ledgers(node)).list_blocks
 
     async def list_ledgers(self, node: Node) -> admin_pb2.NodeAdminResponse:
-        """Return the ledgers of a node's KV cache and of its memory for encodings, if any."""
+        """Return the ledgers of a node's KV cache and, if any, of its memory for encodings."""
         request = admin_pb2.NodeAdminRequest(list_blocks=admin_pb2.ListBlocksRequest())
         return await self._ask(node, request)
 

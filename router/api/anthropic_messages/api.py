@@ -32,8 +32,8 @@ from router.intake.parsers import NONE
 
 _CUT_SHORT = ApiError(500, "the output was cut short on a node")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# A client gets this object in place of a call's arguments that are no JSON object, because the
-# output was cut short or the model made a mistake.
+# Replaces a call's arguments that are not a JSON object, because the output was cut short or the
+# model made a mistake.
 _NO_INPUT = msgspec.Raw(b"{}")
 
 

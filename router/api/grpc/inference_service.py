@@ -150,7 +150,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Prefetch(  # gRPC prescribes this name
         self, request: inference_pb2.PrefetchRequest, context: Context
     ) -> inference_pb2.PrefetchResponse:
-        """Tell the serving nodes of a model to keep one session's prefix, and to read it."""
+        """Tell the serving nodes of a model to read one session's prefix and keep it for a time."""
         check_prefetch_ttl(request.ttl_s)
         self._send_hint(request, context, request.ttl_s)
         return inference_pb2.PrefetchResponse()

@@ -54,11 +54,11 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     """Serves `Link`: one call per joined node, which lasts as long as the node is connected."""
 
     def __init__(self, pools: NodePools, access: Access | None = None) -> None:
-        """Make the service; ``access`` logs which nodes joined, left or were refused."""
+        """Make the service; ``access`` logs which nodes join, leave or are refused."""
         self._pools = pools
         self._access = access or Access()
         self._long = LongMessages()
-        # A link holds this lock while it handles one piece of a long message. So each round of the
+        # A link holds this lock while it handles one piece of a long message. So one round of the
         # event loop handles only one piece, even if many links have long messages.
         self._one_piece = asyncio.Lock()
 

@@ -301,7 +301,7 @@ async def open_chat(
 def _max_tokens(
     body: ChatRequest, room: int, named: NameDefaults, images: Sequence[PromptImage]
 ) -> int:
-    """Return how many output tokens a request may have; by default as many as the limits allow."""
+    """Return the maximum number of output tokens; the default is the most that limits allow."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     least = max(1, body.min_tokens or 0)
     if not body.use_beam_search:

@@ -143,7 +143,7 @@ class TextOffsets:
         has_byte_tokens = pieces is not None and pieces.has_byte_tokens
         errors = "surrogateescape" if has_byte_tokens else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        # True if the text before the next token ends with a complete character
+        # Whether the text before the next token ends with a complete character
         self._is_between = True
         # Number of characters, by token id, of tokens that consist of complete characters.
         self._num_chars_of: dict[int, int] = {}

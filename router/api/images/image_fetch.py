@@ -132,7 +132,7 @@ class ImageFetcher:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 # Bodies are not decompressed, because a few bytes could inflate to gigabytes
                 auto_decompress=False,
-                # Use no proxy, because a proxy would connect to addresses that were not checked.
+                # Use no proxy: a proxy would connect to an address that was not checked.
                 trust_env=False,
                 max_line_size=_MAX_HEADER_BYTES,
                 max_field_size=_MAX_HEADER_BYTES,

@@ -1,1 +1,1 @@
-"""HTTP calls about a session that a client names, between two of the session's requests."""
+"""HTTP calls that keep or drop a session's cached prefix between two of its requests."""

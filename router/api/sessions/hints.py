@@ -1,4 +1,4 @@
-"""`POST /v1/sessions/prefetch`, `/v1/sessions/drop`: keep a session's prefix, or end its pins."""
+"""`POST /v1/sessions/prefetch` keeps a session's prefix; `/v1/sessions/drop` ends its pins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.intake.cache_hints import check_prefetch_ttl, retention_s, send_hint
 
 
 class DropRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /v1/sessions/drop``; exactly one name of the session is needed."""
+    """Body of ``POST /v1/sessions/drop``; either session_id or prompt_cache_key is needed."""
 
     model: str | None = None
     session_id: str | None = None
@@ -22,21 +22,21 @@ class PrefetchRequest(DropRequest, kw_only=True):
     """Body of ``POST /v1/sessions/prefetch``.
 
     Attributes:
-        ttl: how long to keep the session's prefix, in seconds or as a text such as ``30s``.
+        ttl: time for which to keep the session's prefix: seconds, or a text such as ``30s``.
     """
 
     ttl: float | str
 
 
 class HintedSession(msgspec.Struct):
-    """Answer of both paths; ``num_nodes`` counts the nodes that were told."""
+    """Answer to both calls; ``num_nodes`` is the number of nodes that got the command."""
 
     num_nodes: int
     object: str = "session"
 
 
-async def prefetch(request: web.Request, options: HttpOptions) -> HintedSession:
-    """Answer a prefetch; `web.middleware` turns raised errors into responses."""
+async def answer_prefetch(request: web.Request, options: HttpOptions) -> HintedSession:
+    """Answer a prefetch call; `web.middleware` turns raised errors into responses."""
     body = await read_body(request, PrefetchRequest, options)
     ttl_s = retention_s(body.ttl) if isinstance(body.ttl, str) else body.ttl
     if ttl_s is None:
@@ -45,8 +45,8 @@ async def prefetch(request: web.Request, options: HttpOptions) -> HintedSession:
     return _hint(request, body, ttl_s)
 
 
-async def drop(request: web.Request, options: HttpOptions) -> HintedSession:
-    """Answer a drop; `web.middleware` turns raised errors into responses."""
+async def answer_drop(request: web.Request, options: HttpOptions) -> HintedSession:
+    """Answer a drop call; `web.middleware` turns raised errors into responses."""
     return _hint(request, await read_body(request, DropRequest, options), 0.0)
 
 

@@ -55,7 +55,7 @@ class TrialRooms:
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
         self._rooms: dict[str, _Room] = {}  # kept nodes, by engine id
-        # For each engine id: until when the node may not be kept again
+        # For each engine id: the time until which the node may not be kept for a suspect again
         self._rests_until: dict[str, float] = {}
 
     def __bool__(self) -> bool:

@@ -60,9 +60,9 @@ class EncodePlaces:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._kept: dict[str, _Kept] = {}  # by engine id
-        # For each engine id: seconds of open encoding work, by the attempt's epoch
+        # For each engine id: seconds of open encoding work by epoch of the attempt
         self._open: dict[str, dict[int, float]] = {}
-        # For each engine id: until when the node gets no images
+        # For each engine id: the time until which the node gets no images
         self._barred: dict[str, float] = {}
 
     def plan(

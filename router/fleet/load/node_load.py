@@ -79,8 +79,8 @@ class Account:
         num_arriving: number of prompt tokens whose KV needs room here and has not arrived.
         num_decoding: number of prompt tokens once the request decodes here; 0 before.
         is_beside: whether other requests were on this decode node when this request was placed.
-        fetch_s: expected wait for a cached prefix, after the queue, until the node can begin.
-        begun_at: when this decode node sent the request's first token; None before.
+        fetch_s: seconds that the request is expected to wait for a cached prefix after its queue.
+        begun_at: when this decode node sent its first token of the request; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes the prompt.
         unmeasured: tokens and seconds of a prompt that this decode node computed, as the router
@@ -321,7 +321,7 @@ class NodeLoad:
         self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
 
     def note_closed(self, account: Account) -> None:
-        """Remove all that an ended request still adds to the load."""
+        """Remove an ended request from the load."""
         self.note_prompt_time(account)
         self.num_open_requests -= 1
         self.num_open_tokens -= account.num_tokens
@@ -474,7 +474,7 @@ class NodeLoad:
         return min((self._recent_prompts_s(now) + more_s) / residence_s, 1.0)
 
     def _recent_prompts_s(self, now: float) -> float:
-        """Return the seconds of recent prompts, which count less the longer ago they ended."""
+        """Return the seconds of recent prompts; older prompts have less weight."""
         if not self._prompts_s:
             return 0.0
         residence_s = max(self.shared.residence_s, _LEAST_RESIDENCE_S)

@@ -1,1 +1,1 @@
-"""How nodes learn of their peers."""
+"""Tells nodes which peers join and leave."""

@@ -5,10 +5,10 @@
                news for each reader <------'   sent together, at most MESSAGES_PER_S
 
 A thousand nodes have a quarter of a million pairs, so one message for each end of a pair would keep
-a router busy for minutes. Nodes that read `PeerUpdates` get all news in one message. They begin a
-link with reports on the peers to which they are connected, for example after a restart of the
-router, so that the router need not tell them how to reach these peers. Nodes of older releases are
-told at once, with one message for each peer.
+a router busy for minutes. A node that reads `PeerUpdates` gets all its news in one message. Such a
+node begins its link with reports on the peers to which it is connected, for example after a restart
+of the router; the router need not tell the node how to reach these peers. A node of an older
+release gets one message for each peer at once.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from router.fleet.pairing import (
 
 logger = logging.getLogger(__name__)
 
-# While nodes join, this many messages with news are sent per second on average, so that a storm of
-# joins leaves time for everything else. Each message costs the router, and all nodes together,
-# about 0.2 ms with its answer.
+# Maximum mean number of messages with news per second, so that a storm of joins leaves the router
+# time for other work. With its answer, a message takes about 0.2 ms on the router and on all nodes
+# together.
 MESSAGES_PER_S = 1_000.0
-# Bytes of the peer infos in one message; a longer message would hold up beats and commands.
+# Maximum bytes of peer infos in one message; a longer message would delay beats and commands.
 MAX_NEWS_BYTES = 2**20
-# Reports of one node on peers that have not joined yet: their number, and for how long they are
-# kept. After a restart of a router, its nodes join again within seconds.
+# Maximum number of one node's reports on peers that have not joined yet, and for how many seconds
+# they are kept. After a restart of a router, its nodes join again within seconds.
 MAX_EARLY, EARLY_S = 4096, 60.0
 
 
 @dataclass(slots=True, eq=False)
 class _News:
-    """News of peers that one node must get.
+    """The news of peers that one node must be told.
 
     Attributes:
-        joined: updates about peers that joined, by engine id; None: the reader is connected to the
-            peer already.
+        joined: updates about peers that joined, by engine id; None: the reader is already connected
+            to the peer.
         removed: engine ids of peers that left; told before ``joined``.
     """
 
@@ -77,7 +77,7 @@ class _News:
 
 @dataclass(slots=True, eq=False)
 class _Early:
-    """A node's first reports on peers that have not joined yet, and until when they are kept."""
+    """A node's first reports on peers that have not joined yet, kept until the time ``until``."""
 
     until: float
     reports: dict[str, PeerReport]
@@ -87,7 +87,7 @@ class Introductions:
     """Introduces the nodes of one pool to each other.
 
     Args:
-        reach: is updated by the reports of nodes on peers that joined later.
+        reach: gets the nodes' reports on peers that joined after the reports.
         clock: returns monotonic seconds.
     """
 
@@ -95,23 +95,23 @@ class Introductions:
         self._reach = reach
         self._clock = clock
         self._here: dict[str, Node] = {}  # introduced nodes, by engine id
-        self._early: dict[str, _Early] = {}  # by engine id of the node that reported; oldest first
+        self._early: dict[str, _Early] = {}  # by engine id of the reporting node; oldest first
         self._news: dict[str, _News] = {}  # by engine id of the reader
         self._is_due = False
         self._rest_until = -math.inf
 
     # ------------------------------------------------------------------ nodes
 
-    def add(self, node: Node) -> None:
-        """Introduce a node that joined; a node that will send `PeerReports`, only after these."""
+    def add_node(self, node: Node) -> None:
+        """Introduce a node that joined, unless it will send `PeerReports` first."""
         if not node.registration.batches_peers:
             self._introduce(node)
 
     def note_reports(self, node: Node, strangers: Iterable[PeerReport]) -> None:
-        """Introduce a node that has sent `PeerReports`, if these are its first.
+        """Introduce a node that has sent its first `PeerReports`; do nothing after later ones.
 
         Args:
-            strangers: its reports on nodes that have not joined.
+            strangers: the node's reports on peers that have not joined.
         """
         if node.engine_id in self._here:
             return
@@ -125,19 +125,19 @@ class Introductions:
         self._early[node.engine_id] = _Early(now + EARLY_S, reports)
         self._introduce(node)
 
-    def tell_again(self, node: Node, reports: PeerReports) -> None:
-        """Introduce a node again to listed peers that it does not know any more."""
+    def introduce_again(self, node: Node, reports: PeerReports) -> None:
+        """Introduce a node and the peers that it reports as unknown to each other again."""
         for engine_id in reports.unknown:
             peer = self._here.get(engine_id)
-            # A node reports a peer before it is listed, so each report allows one answer
+            # A node reports on a peer before it lists the peer as unknown: answer once per report.
             if peer is None or node.reports.pop(engine_id, None) is None:
                 continue
             if are_peers(node, peer):
                 self._reach.note_report(node, peer)
-                self._tell(node, peer)
-                self._tell(peer, node)
+                self._tell_of_peer(node, peer)
+                self._tell_of_peer(peer, node)
 
-    def remove(self, node: Node) -> None:
+    def remove_node(self, node: Node) -> None:
         """Forget a node that left, and tell its peers."""
         self._early.pop(node.engine_id, None)
         self._news.pop(node.engine_id, None)
@@ -156,14 +156,14 @@ class Introductions:
     # ------------------------------------------------------------------ inside
 
     def _introduce(self, node: Node) -> None:
-        """Tell a node about its compatible peers, and these peers about the node."""
+        """Tell a node about its compatible peers, and the peers about the node."""
         for other in self._peers_of(node):
             problem = incompatibility(node.registration, other.registration)
             if not problem:
                 are_connected = self._are_connected(node, other)
-                self._tell(node, other, is_known=are_connected)
-                self._tell(other, node, is_known=are_connected)
-            # Otherwise the two would only have sent cached prefixes to each other
+                self._tell_of_peer(node, other, is_known=are_connected)
+                self._tell_of_peer(other, node, is_known=are_connected)
+            # Log no problem of two nodes that could only exchange cached prefixes.
             elif may_meet(node.registration, other.registration):
                 _note_problem(node, other, problem)
         self._here[node.engine_id] = node
@@ -178,10 +178,9 @@ class Introductions:
         ]
 
     def _are_connected(self, one: Node, other: Node) -> bool:
-        """Return whether both nodes have reported that they are connected, so that both know it.
+        """Return whether both nodes have reported that they are connected to each other.
 
-        If one of them has forgotten the other, both are told in full, because they connect again
-        faster if both know that they must.
+        If only one node has reported this, both get full updates, because they then connect faster.
         """
         self._take_early(one, other)
         self._take_early(other, one)
@@ -191,20 +190,20 @@ class Introductions:
             and back is not None
             and there.connected
             and back.connected
-            # Nodes report only how they exchange KV, so they are told of other ends in any case
+            # Reports say nothing about ends for cached prefixes, so such nodes get full updates.
             and not may_fetch(one.registration, other.registration)
         )
 
     def _take_early(self, node: Node, peer: Node) -> None:
-        """Take over the report that a node sent on a peer before the peer joined."""
+        """Store the report that a node sent on a peer before the peer joined."""
         early = self._early.get(node.engine_id)
         report = early.reports.pop(peer.engine_id, None) if early and early.reports else None
         if report is not None and may_meet(node.registration, peer.registration):
             node.reports[peer.engine_id] = report
             self._reach.note_report(node, peer)
 
-    def _tell(self, reader: Node, peer: Node, *, is_known: bool = False) -> None:
-        """Tell a node about a compatible peer, with the next news if the node reads these."""
+    def _tell_of_peer(self, reader: Node, peer: Node, *, is_known: bool = False) -> None:
+        """Tell a node about a compatible peer: with its next news, or at once to an old release."""
         if reader.registration.batches_peers:
             update = None if is_known else update_about(peer, reader)
             self._news_for(reader).joined[peer.engine_id] = update
@@ -212,7 +211,7 @@ class Introductions:
             reader.send(update_about(peer, reader))
 
     def _news_for(self, reader: Node) -> _News:
-        """Return the news for a node, which are sent soon."""
+        """Return the news that will soon be sent to a node; schedule the sending if needed."""
         news = self._news.get(reader.engine_id)
         if news is None:
             news = self._news[reader.engine_id] = _News(reader)
@@ -238,10 +237,10 @@ def _num_bytes(update: PeerUpdate) -> int:
 
 
 def _note_problem(node: Node, other: Node, problem: str) -> None:
-    """Note and log why two nodes are not paired."""
+    """Store and log why two nodes are not paired."""
     report = PeerReport("", False, problem=problem)
     node.reports[other.engine_id] = other.reports[node.engine_id] = report
     is_other_revision = node.registration.revision != other.registration.revision
-    # During a rollout, nodes of different revisions join on purpose, so this is no warning.
+    # During a rollout, nodes of different revisions join on purpose, so do not warn.
     level = logging.DEBUG if is_other_revision else logging.WARNING
     logger.log(level, "%s and %s are not paired: %s", node.name, other.name, problem)

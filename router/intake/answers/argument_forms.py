@@ -356,7 +356,7 @@ def _part(part: str) -> str:
 
 
 def _anywhere(way: str) -> str:
-    """Return a regex for any text that contains a match of one alternative of a pattern."""
+    """Return a regex for texts that contain a match of one of a pattern's alternatives."""
     is_ended = way.endswith("$") and not way.endswith("\\$")
     inner = (way[:-1] if is_ended else way).removeprefix("^")
     before = "" if way.startswith("^") else "(?s:.*)"

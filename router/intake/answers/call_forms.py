@@ -72,8 +72,8 @@ def answer_or_calls(
     Raises InvalidRequestError if the schemas cannot be enforced.
     """
     if isinstance(form, BareJsonForm) and any(function.held_text for function in functions):
-        # An answer and a call both begin with a brace, and the grammar library's lexer would choose
-        # one of them at the brace.
+        # An answer and a call both begin with a brace, at which the grammar library's lexer would
+        # already choose one of the two.
         raise InvalidRequestError(
             "response_format", "cannot be together with a grammar of a tool's input for this model"
         )

@@ -1,7 +1,7 @@
-"""Usage: what a request cost, as its client may see it.
+"""Usage: what a request cost, as far as its client may see it.
 
-If a tenant shares its cache with others, its receipts report only tokens of its own prompts as
-cached; other cached tokens count as computed. Figures that would reveal other tenants' tokens
+If a tenant shares its cache with other tenants, its receipts count only tokens of its own prompts
+as cached, and all other tokens as computed. Figures that would reveal other tenants' tokens
 (chunks, bytes sent, fetched prefixes) are left out.
 """
 

@@ -45,13 +45,13 @@ class ImageReader:
     """Reads the images of one base model's requests. Belongs to one event loop.
 
     Args:
-        layout: how many tokens an image has, and which, in the model's prompts.
+        layout: gives the tokens that stand for an image in the model's prompts.
         options: limits of images; None: the defaults.
-        salts: decide which prompts share the encodings of equal images.
+        salts: decides which prompts share the encodings of equal images.
 
     Attributes:
         layout, options: see the arguments.
-        open: counts the bytes of image files that open requests hold.
+        open: counts the bytes of image files in open requests.
     """
 
     def __init__(
@@ -109,15 +109,14 @@ class ImageReader:
         principal: Principal = ANYBODY,
         cache_word: str = "",
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Put the tokens of images into a prompt in place of markers; see `expand_images`.
+        """Replace a prompt's image markers by the images' tokens; see `expand_images`.
 
         Args:
-            principal: the client whose prompt this is, who shares encodings only with its group.
+            principal: the client of the prompt; it shares encodings only with its group.
             cache_word: the client's ``cache_salt``.
         """
         salt = self._salts.of(principal, cache_word)
-        # This runs in a thread beside the event loop, because hashing 16 MiB takes 20 ms and
-        # releases the GIL.
+        # Run in a thread beside the event loop: hashing 16 MiB takes 20 ms, and releases the GIL.
         return await asyncio.to_thread(expand_images, token_ids, sized, self.layout, salt)
 
     async def _read_header(self, file: ImageFile, caller: str) -> ImageHeader:

@@ -1,4 +1,4 @@
-"""Simple parsers: for a text, for one call, for calls or a text. A filter keeps the first call."""
+"""Parsers of a text, of one call, and of calls or a text; a filter that keeps the first call."""
 
 from __future__ import annotations
 

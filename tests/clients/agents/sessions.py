@@ -51,7 +51,7 @@ def script(tools: Tools, folder: str) -> Script:
     """Return what the model says to an agent that works in a folder."""
     path = f"{folder}/{FILE}"
     rules: list[tuple[str, str, str]] = [
-        # after, with, say
+        # fields after, needed and say of each `Rule`
         ("TASK-1", tools.mark, tools.write(path, FIRST_TEXT)),
     ]
     edit = tools.edit(path, "beta", "beta gamma marker-2")

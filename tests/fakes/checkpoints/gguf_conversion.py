@@ -145,7 +145,7 @@ def _of_gpt_oss(block: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Te
 def _of_gemma4(
     block: str, name: str, checkpoint: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Keep gates and ups of experts in one tensor; name scales as the converter does."""
+    """Keep the experts' gates and ups in one tensor; name scales as the converter does."""
     tensor = checkpoint[name]
     if name.endswith("experts.gate_proj.weight"):
         ups = checkpoint[name.replace("gate_proj", "up_proj")]

@@ -1,4 +1,4 @@
-"""A `Cluster` whose two nodes get cached prefixes from each other."""
+"""A `Cluster` whose two nodes fetch cached prefixes from each other."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TIMEOUT_S = 5.0
 
 
 class FetchCluster(Cluster):
-    """Two nodes with both ends for prefixes each; see `Cluster` for the rest.
+    """Two nodes that each have both ends for prefixes; see `Cluster` for all else.
 
     Attributes:
-        fetches, d_fetches: what the prefill node and the decode node get.
-        shares, p_shares: what the decode node and the prefill node send.
+        fetches, d_fetches: prefixes that the prefill node and the decode node receive.
+        shares, p_shares: prefixes that the decode node and the prefill node send.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -79,13 +79,14 @@ class FetchCluster(Cluster):
         shares: bool = True,
         alone: bool = False,
     ) -> None:
-        """Place a request whose prefill node is to get a prefix from the decode node.
+        """Place a request whose prefill node fetches a prefix from the decode node.
 
         Args:
-            num_fetched: tokens of the prefix that the router thinks the holder has.
+            num_fetched: number of the prefix's tokens that the holder has, as far as the router
+                knows.
             shares: whether the holder is told to send the prefix.
-            alone: the decode node computes the prompt itself, and gets the prefix from the prefill
-                node.
+            alone: whether the decode node computes the prompt itself, with a prefix from the
+                prefill node.
         """
         params = SamplingParams(max_tokens=max_tokens, temperature=0, seed=0)
         self.place(*key, prompt, params, alone=alone)

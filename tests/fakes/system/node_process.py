@@ -230,7 +230,7 @@ class NodeProcess:
             link.up.clear()
             link.down.clear()
         if router_first:
-            with self._loop.entered():  # the router tells the node's peers soon
+            with self._loop.entered():  # the router tells the node's peers a little later
                 self._close(link)
             link.down.append(None)
             return

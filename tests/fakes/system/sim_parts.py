@@ -67,7 +67,7 @@ class VirtualTimers:
 
 
 class SimPair:
-    """A prefill and a decode node that reach each other, and all that they told the router."""
+    """A prefill node and a decode node that are connected, and their events for the router."""
 
     def __init__(
         self,

@@ -75,6 +75,6 @@ def test_every_beginning_of_an_object_keeps_what_is_certain() -> None:
         for cut in range(1, len(text) + 1):
             found = read_arguments(text[:cut])
             assert list(found) == list(value)[: len(found)]
-            # Only the last member may be cut.
+            # Only the last member of the object may be incomplete.
             assert all(found[name] == value[name] for name in list(found)[:-1])
         assert found == value

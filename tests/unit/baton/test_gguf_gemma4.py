@@ -1,4 +1,4 @@
-"""Unit tests of Gemma 4's GGUF files: fields, ends of outputs; one clear line for bad files."""
+"""Unit tests of Gemma 4's GGUF files: fields, end tokens, and one clear line for a bad file."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_chat_template_is_the_file_s(tmp_path: Path) -> None:
 
 
 def test_an_image_projector_is_refused(tmp_path: Path) -> None:
-    """Images need the folder with safetensors, in which the encoder is."""
+    """Images need the folder with safetensors, because it has the encoder."""
     message = "an image projector .mmproj. is not read; images need the model's safetensors"
     path = write(tmp_path / "mmproj-model.gguf", "clip")
     refused(path, message)

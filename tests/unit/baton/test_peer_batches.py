@@ -1,4 +1,4 @@
-"""Batches of news about peers over real links, also with nodes and routers of older releases."""
+"""Unit tests of messages about many peers over real links, also with older nodes and routers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.baton.test_router_links import Router, Scene, asynchronous, serv
 
 
 def met(scene: Scene) -> list[str]:
-    """Return the engine ids of the peers that a node was told to meet, in order."""
+    """Return the engine ids of the peers that a node was told to connect to, in order."""
     updates = [command for command in scene.commands if isinstance(command, PeerUpdate)]
     return [update.engine_id for update in updates if not update.removed]
 
@@ -28,7 +28,7 @@ def decode_at(router: Router, name: str = "d0") -> HandNode:
 
 
 def connected_decode_at(router: Router) -> None:
-    """Join d0, which reports first that it is connected to the node of `Scene`."""
+    """Join d0; its first message reports that it is connected to the node of `Scene`."""
     said = make_registration("d0", NodeRole.DECODE)
     d0 = HandNode(router.pool, dataclasses.replace(said, batches_peers=True))
     router.pool.on_event(d0.node, PeerReports((PeerReport("p0-0", True, "t"),)))
@@ -47,7 +47,7 @@ async def test_a_router_that_a_node_joins_later_knows_its_peers_at_once() -> Non
         decode_at(other, "d1")
         async with served(other):
             await until(lambda: other.pool.num_pairs_connected == 1)
-            await until(lambda: met(scene) == ["d0-0", "d1-0"])  # d0 is not met again
+            await until(lambda: met(scene) == ["d0-0", "d1-0"])  # d0 is not told again
             # The peer is alive as long as one of the two routers lists it
             one.pool.remove(one.pool.nodes[0])
             await until(lambda: len(scene.links._peers._listed_by["d0-0"]) == 1)

@@ -175,7 +175,7 @@ reports = st.builds(
 
 
 def in_groups(reports: list[link.PeerReport]) -> tuple[link.PeerReport, ...]:
-    """Sort reports, so that those that differ only in the peer and its bandwidth are neighbours."""
+    """Sort reports so that reports of one group are neighbours."""
     return tuple(
         sorted(
             reports, key=lambda one: (one.connected, one.transport, one.problem, one.is_encode_node)

@@ -98,7 +98,7 @@ def test_an_image_that_cannot_be_encoded_is_left_to_the_prefill_node(
 def test_an_encoding_without_memory_here_is_lost(
     pair: EncodePair, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """The prompt goes on: this node encodes the image in a step, or ends this request alone."""
+    """The prompt continues: this node encodes the image in a step, or ends only this request."""
 
     def read(*_: object) -> None:
         raise error

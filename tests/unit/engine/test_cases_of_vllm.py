@@ -1,7 +1,7 @@
-"""vLLM's own cases of priorities and beam searches, stated as data (vLLM at 01065c02).
+"""vLLM's test cases of priorities and beam searches, as data (vLLM at commit 01065c02).
 
-`tests/v1/core/test_scheduler.py` there has the cases of priorities, and `tests/samplers` those of
-beam searches. Two cases are elsewhere, because they need `transformers`:
+In vLLM, the cases of priorities are in `tests/v1/core/test_scheduler.py`, and the cases of beam
+searches in `tests/samplers`. Two cases are in other files here, because they need `transformers`:
 `numerics/test_beam_search_equals_transformers.py` (4 beams, 64 tokens) and
 `numerics/test_beams_with_images.py`. Baton has no beam searches with structured outputs.
 """
@@ -30,7 +30,7 @@ class Case:
     Attributes:
         arrivals: time of arrival of each request; equal priorities start in this order.
         slots: number of requests that run together.
-        order: numbers of the requests.
+        order: numbers of the requests in the order in which they start.
     """
 
     priorities: tuple[int, ...]

@@ -242,7 +242,7 @@ def test_an_encoder_that_raises_ends_its_request_alone(engine: Engine) -> None:
 def test_too_little_memory_for_an_image_ends_its_request_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Another node, or this one later, may have the memory, so a retry may succeed."""
+    """A retry may succeed on another node, or later on this node."""
     large = [range(5), file_of([3, 5, 4]), range(5)]
     encoder = encoder_of(engine)
     encode = encoder.encode
@@ -303,7 +303,7 @@ def test_a_request_without_files_is_handed_back_if_its_cached_images_leave(engin
 
 @pytest.mark.parametrize("grid", [(1, 2, 3), (1, 1, 4), (0, 5, 1), (1, 2**32 - 1, 2**32 - 1)])
 def test_a_grid_that_does_not_fit_its_tokens_is_refused(grid: Grid) -> None:
-    """Three-axis positions come from the grid, on the engine's thread."""
+    """The engine's thread computes three-axis positions from the grid."""
     span = ImageSpan(1, 5, b"d" * 16, grid)
     images, token_ids = [PromptImage(span, b"file")], [1, *[PLACEHOLDER] * 5, 1]
     intake = ImageInputs(FakeLayout(), most_tokens=100, has_three_axes=True)

@@ -146,7 +146,7 @@ def test_streams_side_by_side_and_a_generate_between_do_not_take_each_others_tok
 
 
 def test_a_preempted_request_gets_the_tokens_it_gets_alone(llm: LLM, tmp_path: Path) -> None:
-    """Penalties look at prompt and output, which a preemption leaves as they are."""
+    """Penalties depend on prompt and output, and a preemption changes neither."""
     params = SamplingParams(
         max_tokens=12,
         seed=4,

@@ -82,7 +82,7 @@ def test_work_is_counted_by_tokens_and_by_what_they_attend_to(folder: str) -> No
     sizes = [len(prompt) for prompt in PROMPTS]
     by_prompts = sum(size * (size + 1) // 2 for size in sizes)
     by_outputs = sum(size + 1 + size + 2 for size in sizes)
-    [(_, flops, kv_bytes)] = work.attention  # the same for all layers
+    [(_, flops, kv_bytes)] = work.attention  # equal for all layers
     assert metrics.model_flops_total == pytest.approx(
         metrics.step_tokens_total * work.token_flops
         + 9 * work.head_flops

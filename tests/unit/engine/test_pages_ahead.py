@@ -53,7 +53,7 @@ def test_so_much_ahead_of_what_is_used_has_memory(
     assert resident_bytes(cache) == 8 * STEP_BYTES
     assert find_all(pages, 0) == 0
     assert find_all(pages, 300) == 3  # 4.7 MB on
-    # used blocks may wait for KV of a prefill node, so they get memory, too
+    # blocks in use may wait for KV from a prefill node, so they get memory, too
     num_rounds = find_all(pages, 3000)
     assert 8 + 3 + num_rounds == 3000 * cache[0].nbytes // STEP_BYTES + 1 + 8
     assert resident_bytes(cache) == (8 + 3 + num_rounds) * STEP_BYTES

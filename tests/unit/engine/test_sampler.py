@@ -192,7 +192,7 @@ def test_equally_probable_tokens_stay_or_go_together(params: dict[str, Any]) -> 
 @pytest.mark.medium
 def test_top_p_looks_at_the_whole_vocabulary_where_the_top_does_not_hold_enough() -> None:
     num_tokens = 3 * TOP_VALUES[-1]
-    logits = torch.linspace(0.0, 0.5, num_tokens).unsqueeze(0)  # flat: no token matters much
+    logits = torch.linspace(0.0, 0.5, num_tokens).unsqueeze(0)  # nearly equal probabilities
     probabilities = logits.double().softmax(-1).flip(-1).cumsum(-1)[0]
     num_kept = int((probabilities < 0.9).sum()) + 1
     assert num_kept > TOP_VALUES[-1]

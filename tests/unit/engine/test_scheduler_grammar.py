@@ -34,7 +34,7 @@ def grammar_of(request: Request) -> GrammarState:
 
 
 def next_token(request: Request) -> int:
-    """The first that is allowed; 2 where all are."""
+    """Return the first token that the grammar allows; 2 without a grammar."""
     if request.grammar is None:
         return 2
     bits = np.unpackbits(request.grammar.allowed_bits(), bitorder="little")

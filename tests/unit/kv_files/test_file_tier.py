@@ -158,7 +158,7 @@ def test_requests_share_a_read(written: Path, expected: list[int]) -> None:
 
 
 def conversation(number: int, num_shared: int, num_blocks: int = 7) -> list[int]:
-    """Return a prompt of some blocks, the first of which all conversations share."""
+    """Return a prompt of some blocks; all conversations share the first block."""
     own = [210 + number] * (16 * (num_blocks - num_shared) + 3)
     return PROMPT[: 16 * num_shared] + own
 

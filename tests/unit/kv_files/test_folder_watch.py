@@ -1,4 +1,4 @@
-"""Unit tests of the watch over the tier's folders: who looks at which folders, and when."""
+"""Unit tests of FolderWatch: which folders the file tier lists, and when."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux repo
 
 
 class ListedFiles(FileSystem):
-    """Files of this machine; ``listed`` has the folders that were listed."""
+    """Files of this machine; ``listed`` records the folders that were listed."""
 
     def __init__(self) -> None:
         self.listed: list[Path] = []
@@ -36,7 +36,7 @@ def test_only_changed_folders_are_listed(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         write(two, more, chain_of(seed, 6))
     one.scan()
-    one.scan()  # folders that were changed within the last second may change again unseen
+    one.scan()  # a folder changed within the last second may change again unnoticed
     files.listed.clear()
     one.scan()
     assert files.listed == [], "nothing has changed"
@@ -66,9 +66,9 @@ def test_without_a_watch_all_folders_are_listed(tmp_path: Path) -> None:
 
 def test_a_user_who_may_watch_no_further_folder_has_no_watch(tmp_path: Path) -> None:
     watch = FolderWatch()
-    watch.add(tmp_path / "missing", "missing")
+    watch.watch_folder(tmp_path / "missing", "missing")
     assert watch.is_on, "the folder has just been removed"
     watch._libc = type("Libc", (), {"inotify_add_watch": lambda *arguments: -1})()
-    watch.add(tmp_path, "a")
+    watch.watch_folder(tmp_path, "a")
     assert not watch.is_on
     assert watch.take_changed() is None

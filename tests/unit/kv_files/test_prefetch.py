@@ -1,4 +1,4 @@
-"""Unit tests of hints that name a session: what is read ahead, for whom, and how much."""
+"""Unit tests of hints that name a session: which blocks are read ahead, and how many."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_BLOCKS = (len(PROMPT) + NUM_OUT - 1) // 16
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    """An engine that has answered a session's request, and then lost all cached blocks."""
+    """An engine that has answered a session's request, and whose cache was then emptied."""
     engine = load(tmp_path, pin_share=0.5)
     request = ask(engine)
     engine.features.pins.begin(request, TERMS)
@@ -44,7 +44,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def hint(engine: Engine, terms: PinTerms = TERMS, keep_s: float = 60.0) -> int:
-    """Give a hint; return how many blocks the cache has when its read has ended."""
+    """Give a hint; return how many blocks are cached when the hint's read has ended."""
     engine.features.hint_session(terms.owner, terms.session, keep_s)
     reads = tier_of(engine)._reads
     wait_until(lambda: all(read.has_ended for read in reads), "the read ends")
@@ -131,7 +131,7 @@ def test_sessions_are_forgotten_by_owners_with_many() -> None:
 def test_a_prefetch_counts_for_some_time_even_if_it_is_short() -> None:
     clock = Clock()
     budget = PrefetchBudget(clock)
-    budget.take(b"a", 5, 0.001)
-    assert (budget.left(b"a", 8), budget.left(b"b", 8)) == (3, 8)
+    budget.count_prefetch(b"a", 5, 0.001)
+    assert (budget.num_left(b"a", 8), budget.num_left(b"b", 8)) == (3, 8)
     clock.now = LEAST_AHEAD_S
-    assert budget.left(b"a", 8) == 8
+    assert budget.num_left(b"a", 8) == 8

@@ -166,7 +166,7 @@ def file_of_another(folder: Path, secret: bytes, kind: str, seed: int) -> bytes:
     memory = Blocks(block_bytes=2 * BLOCK_BYTES) if kind == "other layout" else Blocks()
     store, _ = open_store(folder, memory=memory)
     salt = b"tenant" if kind == "other tenant" else b""
-    # A run of another length, or of other tokens, gets the name of the right one.
+    # A run of another length, or of other tokens, gets the name of the right run.
     size = NUM_BLOCKS - (kind == "renamed")
     write(store, memory, chain_of(seed + (kind == "other chain"), size, salt))
     content = only_file(folder).read_bytes()

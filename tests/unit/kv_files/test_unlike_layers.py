@@ -40,7 +40,7 @@ def answer(llm: LLM, prompt: list[int]) -> list[int]:
 
 
 def say_turns(num_turns: int, folder: Path, files: Path, **options: Any) -> list[int]:
-    """Answer a conversation's turns, with a restart before each; return the last prompt."""
+    """Answer a conversation's turns, with a restart before each turn; return the last prompt."""
     plain, turns = load(folder, None), [PROMPT]
     while len(turns) < num_turns:
         turns.append([*turns[-1], *answer(plain, turns[-1]), *PROMPT[:50]])
@@ -81,7 +81,7 @@ def test_each_rank_has_files_with_its_part(size: str, tmp_path: Path) -> None:
     prompt = say_turns(2, folder, tmp_path / "files", **{size: 2})
     folders = {path.name for path in (tmp_path / "files").iterdir() if path.is_dir()}
     assert len(folders) == 4, "two ranks have two groups of layers each"
-    for path in (tmp_path / "files").rglob("*-1/*/*.kv"):  # of one rank
+    for path in (tmp_path / "files").rglob("*-1/*/*.kv"):  # numbers of one rank
         path.write_bytes(path.read_bytes()[:-1])
     llm = load(folder, tmp_path / "files", **{size: 2})
     said = answer(llm, prompt)

@@ -120,7 +120,7 @@ def test_so_much_is_in_flight_as_the_memory_is_quick(on_device: bool, most_mib: 
 
     for _ in range(200):
         go_on()
-    sender.machine.peers[d].bandwidth_bytes_per_s = 1e12  # the clock's steps make it too low
+    sender.machine.peers[d].bandwidth_bytes_per_s = 1e12  # too low because of the clock's steps
     sender.start("r", 0, d, num_tokens=1, num_blocks=512)
     sender.push(
         BlockPush(request_id="r", epoch=0, first_block=0, block_ids=tuple(range(512)), num_tokens=1)

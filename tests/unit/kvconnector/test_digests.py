@@ -38,15 +38,16 @@ from tests.property.test_handoff import assert_clean, make_cluster, prompt_of, r
 NUM_BLOCKS = 8
 DIGEST = b"1234567812345678"
 BLOCK_SHAPE = (4, 2, 2, 4, 8)  # layers, k and v, heads, tokens, head_dim
-OTHER_BLOCKS = range(2, NUM_BLOCKS)  # of the sender; the first two are sent
+OTHER_BLOCKS = range(2, NUM_BLOCKS)  # blocks of the sender; the first two are sent
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 Kind = TransferEventKind
 
 
 class DamagingTransport(InMemoryTransport):
-    """Spoils one block of each write while ``num_damages`` lasts.
+    """Damages one block of each write until ``num_damages`` blocks are damaged.
 
-    In turns, flips one bit, cuts the block off, and puts another block's bytes in its place.
+    The damages take turns: one bit is flipped, the block is cut short, another block's bytes
+    replace it.
     """
 
     draw = random.Random(0)

@@ -117,7 +117,7 @@ def test_a_kept_connection_that_brings_no_answer_is_replaced(
 def connected_again(
     pair: tuple[NixlTransport, NixlTransport],
 ) -> tuple[NixlTransport, NixlTransport]:
-    """Connect both ends, and the first one once more, over the connection that it kept."""
+    """Connect both ends; then connect the first end again, over the connection that it kept."""
     p, d = pair
     d.connect(p.peer_info)
     p.connect(d.peer_info)

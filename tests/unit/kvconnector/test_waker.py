@@ -1,4 +1,4 @@
-"""Unit tests of DescriptorWaker: what ends a wait, and which descriptors are given up."""
+"""Unit tests of DescriptorWaker: what ends a wait, and which descriptors it stops watching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from kvconnector.waker import DescriptorWaker, make_waker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "eventfd"), reason="needs eventfd (Linux)")
-LONG_S = 60.0  # a wait that nothing ends would exceed the test's time limit
+LONG_S = 60.0  # a wait that never ends exceeds the test's time limit
 
 
 class Scene:

@@ -1,4 +1,4 @@
-"""Cosines and sines from a table: the same bits, and one kernel per step."""
+"""Tests that the table of cosines and sines gives equal bits, with one kernel per step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VIEWS = {"view", "select", "unbind", "alias", "detach"}
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is computed, views aside."""
+    """Records the names of the torch operations that run, without views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

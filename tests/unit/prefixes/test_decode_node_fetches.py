@@ -1,4 +1,4 @@
-"""A decode node that computes a prompt gets the prefix that a prefill node has."""
+"""Unit tests of a decode node that computes a prompt and fetches its prefix from a prefill node."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_request_that_cannot_start_expects_no_prefix(cluster: FetchCluster) ->
     received_at, command = node._inbox._commands.pop()
     assert isinstance(command, PrefillCommand)
     command = dataclasses.replace(command, adapter="a" * 64)
-    # The adapter has left the memory since the command stopped to wait for it.
+    # The adapter was unloaded after the command had stopped waiting for it.
     node._inbox._start(node, node._outbox, command, received_at, has_waited=True)
     assert cluster.fetches.counts.started == 1
     assert not cluster.fetches.incoming.num_transfers

@@ -25,7 +25,7 @@ def test_occupancy_counts_the_slots_of_blocks_and_of_reservations() -> None:
     # Each request fills two blocks with 5, 6 and 7 tokens. Two of the four fit the blocks.
     occupancy, scheduler = occupy([Sizes(5, 3)] * 4, 16, num_blocks=4, block_size=4)
     assert scheduler.num_preemptions == 0
-    # The others wait during the three steps of the first two.
+    # The last two requests wait during the three steps of the first two.
     assert occupancy.num_steps == 3
     assert occupancy.filled == 2 * (5 + 6 + 7)
     assert occupancy.held == 2 * 3 * 8

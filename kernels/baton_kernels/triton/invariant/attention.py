@@ -10,7 +10,7 @@ token is a decode, on its place in a prompt chunk, or on other requests in the s
 In a decode, each part has its own GPU program, and the last program to finish merges all parts. In
 a prompt, one program computes all parts for a tile of queries, and merges each part as it is done.
 Both kernels use the same function with tiles of the same size. Both kernels are compiled without
-fused multiply-adds, because the compiler decides by the surrounding code whether to fuse.
+fused multiply-adds, because the compiler fuses or not depending on the surrounding code.
 
 Refuses to know: how the host cuts a step into tiles.
 """

@@ -35,7 +35,7 @@ from baton_kernels.triton.decode_attention import (
 from baton_kernels.triton.launch import Launcher
 
 _MOST_HEADS = 16  # maximum number of heads in a tile; tl.dot has at least 16 rows
-_PROMPT_ROWS = 32  # rows of a prompt's tile; float32 takes half as many, because registers are few
+_PROMPT_ROWS = 32  # rows of a prompt's tile; half as many in float32, because registers are few
 
 
 @dataclass(frozen=True, slots=True)

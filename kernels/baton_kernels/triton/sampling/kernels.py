@@ -24,7 +24,7 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 # (relative) too low.
 BITS_OF_BOUND = tl.constexpr(20)
 NO_TOKEN = tl.constexpr(2**31 - 1)
-NO_NUMBERS = tl.constexpr(-1)  # stands for a token if a logit is NaN or plus infinity
+NO_NUMBERS = tl.constexpr(-1)  # result in place of a token if a logit is NaN or plus infinity
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""TlsTransport: only who is known is heard, and only what is granted is written."""
+"""Unit tests of TlsTransport: it reads only from known peers, and writes only granted blocks."""
 
 from __future__ import annotations
 

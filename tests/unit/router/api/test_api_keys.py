@@ -1,4 +1,4 @@
-"""Over gRPC with API keys: whose a call is, what one tenant sees of another: nothing."""
+"""Unit tests of API keys over gRPC: a key decides whose a call is, and what its client may see."""
 
 from __future__ import annotations
 

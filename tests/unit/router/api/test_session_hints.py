@@ -1,4 +1,4 @@
-"""Hints that name a session: every way to give one sends nodes the same name, and only its own."""
+"""Unit tests of hints that name a session: all APIs send nodes the same name for a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every surface of a router, walked: once it has a credential, nothing is open without one."""
+"""Unit tests that a router with credentials refuses every call without one, on all its APIs."""
 
 from __future__ import annotations
 

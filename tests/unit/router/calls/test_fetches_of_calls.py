@@ -27,11 +27,11 @@ from tests.fakes.router.router_scene import PARAMS, Scene, asynchronous
 
 
 def fetching(scene: Scene, holder: HandNode | None = None) -> PrefixSources:
-    """Let the router choose the decode node as the source of two tokens, and no other source.
+    """Let the router choose the holder as the only source, for two tokens.
 
     Args:
-        holder: node that sends the tokens to the decode node; None: the decode node sends them to
-            the prefill node.
+        holder: the node that sends the tokens to the decode node; None: the decode node is the
+            holder, and sends them to the prefill node.
     """
     sources = scene.pool.prefix_sources
     source, target = (holder, scene.decode) if holder else (scene.decode, scene.prefill)
@@ -81,7 +81,7 @@ async def test_a_decode_node_alone_gets_a_prefix() -> None:
     scene.pool.remove(scene.prefill.node)
     holder = scene.decodes[1]
     sources = fetching(scene, holder)
-    holder.node.load.note_opened(900, num_uncomputed=900)  # so the other node is idle
+    holder.node.load.note_opened(900, num_uncomputed=900)  # so that the other node is idle
     await scene.call()
     (command,) = scene.decode.of(DecodeCommand)
     assert (command.fetch_engine_id, command.fetch_num_tokens) == (holder.engine_id, 2)

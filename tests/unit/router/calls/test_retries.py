@@ -297,7 +297,7 @@ async def test_what_the_other_node_says_of_a_loss_is_the_same_loss() -> None:
 async def test_a_failure_becomes_a_loss_when_the_node_turns_out_to_be_gone() -> None:
     scene = scene_of(5, 1)
     await scene.call()
-    for number in (1, 2, 3, 4):  # one more than may fail
+    for number in (1, 2, 3, 4):  # one failure more than the limit
         prefill, decode, command = await until_attempt(scene, number)
         decode.say(failure("a", "UNAVAILABLE", "cannot be reached", epoch=command.epoch))
         await until_attempt(scene, number + 1)

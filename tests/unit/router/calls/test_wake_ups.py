@@ -9,7 +9,7 @@ from tests.fakes.router.router_scene import asynchronous
 
 
 class Clocks:
-    """Time, for how much of it the process was busy, and for how much it waited for a CPU."""
+    """Three clocks: time, the process's busy time, and its time of waiting for a CPU."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -62,7 +62,7 @@ async def test_waiting_for_a_cpu_puts_off_the_next_wave() -> None:
     wake_ups = clocks.make()
     await sleeper(wake_ups)
     clocks.now_s += 0.010
-    clocks.waited_s += 0.009  # 15 ms at the share that is allowed
+    clocks.waited_s += 0.009  # 15 ms at the allowed share
     waiter = sleeper(wake_ups)
     await pause()
     assert not waiter.done()
@@ -76,7 +76,7 @@ async def test_a_busy_router_lets_tokens_pile_up_until_it_has_rested() -> None:
     wake_ups = clocks.make()
     await sleeper(wake_ups)
     clocks.now_s += 0.010
-    clocks.busy_s += 0.009  # 15 ms at the share that is allowed
+    clocks.busy_s += 0.009  # 15 ms at the allowed share
     first = sleeper(wake_ups)
     await pause()
     second = sleeper(wake_ups)

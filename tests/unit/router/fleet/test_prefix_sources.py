@@ -202,7 +202,7 @@ def test_measured_fetches_decide(fleet: Fleet) -> None:
 
 
 def test_a_decode_node_that_computes_a_prompt_gets_prefixes(fleet: Fleet) -> None:
-    reader = fleet.p = HandNode(  # the reader of `report` and `choose`
+    reader = fleet.p = HandNode(  # the reader in `report` and `choose`
         fleet.pool,
         dataclasses.replace(
             make_registration("d2", NodeRole.DECODE),

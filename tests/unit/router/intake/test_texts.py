@@ -118,7 +118,8 @@ def test_long_texts_do_not_hold_up_the_loop(texts: Texts) -> None:
     pauses = asyncio.run(pauses_of(texts.encode(text, max_model_len=10**6)))
     began_at = time.process_time()
     TOKENIZER.encode(text)
-    # A loop that waits takes one turn; a slow machine takes few turns in the time of the work.
+    # A blocked loop makes one turn during the work; on a slow machine, a free loop makes only a
+    # few.
     assert len(pauses) >= 3, "the loop waits for the other process"
     assert max(pauses) < HELD_UP_S
     assert max(pauses) < time.process_time() - began_at

@@ -32,7 +32,7 @@ def query_of(
 
 
 def test_what_a_decode_node_can_fetch_counts_only_if_it_computes_the_prompt() -> None:
-    """A prefill node sends a decode node what the decode node's cache lacks."""
+    """In a pair, the prefill node sends all KV that the decode node's cache lacks."""
     book = FleetBook(1, 1)
     terms = CostTerms.of(query_of(4000, {"d0-0": 1000}), book.fleet())
     assert terms.num_missing(book["d0"]) == terms.num_missing(book["d0"], is_alone=True) == 3000

@@ -1,4 +1,4 @@
-"""Unit tests of Introductions: who is told about whom, in how many messages, and how often."""
+"""Unit tests of Introductions: which node is told about which peers, in how many messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P, D = NodeRole.PREFILL, NodeRole.DECODE
 
 
 class BatchNode(HandNode):
-    """A node that reads `PeerUpdates`; it has not sent its first reports yet."""
+    """A node that reads `PeerUpdates`, and has not sent its first reports yet."""
 
     def __init__(self, pool: NodePool, name: str, role: NodeRole, peer_info: bytes = b"") -> None:
         said = make_registration(name, role)
@@ -34,7 +34,7 @@ class BatchNode(HandNode):
 
 
 def join(pool: NodePool, *names: str) -> list[BatchNode]:
-    """Join nodes, whose names tell their roles and which are connected to nobody."""
+    """Join nodes that are connected to no peer; a node's name tells its role."""
     nodes = [BatchNode(pool, name, P if name[0] == "p" else D) for name in names]
     for node in nodes:
         node.report()
@@ -72,7 +72,7 @@ async def test_a_node_is_introduced_only_after_its_first_reports() -> None:
     assert not d0.news() + p0.news()
     assert not old.of(PeerUpdate)
     p0.report()
-    assert old.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]  # told at once, as before
+    assert old.of(PeerUpdate) == [PeerUpdate("p0-0", b"info of p0-0")]  # at once: an old node
     await until_told(d0, p0)
     (news,) = p0.news()
     assert [update.engine_id for update in news.updates] == ["d0-0", "d1-0"]
@@ -86,7 +86,7 @@ async def test_after_a_restart_of_the_router_connected_pairs_are_listed_and_not_
     d0.report("p0-0")
     assert pool.num_pairs_connected == 1
     assert pool.fleet.prefills
-    d1 = BatchNode(pool, "d1", D)  # a peer that neither had met
+    d1 = BatchNode(pool, "d1", D)  # a peer to which neither was connected
     d1.report()
     await until_told(p0, d0, d1)
     assert p0.news() == [PeerUpdates((PeerUpdate("d1-0", b"info of d1-0"),), ("d0-0",))]
@@ -109,7 +109,7 @@ async def test_reports_on_peers_that_join_later_count_when_they_join() -> None:
 
 @asynchronous
 async def test_a_peer_that_has_forgotten_a_node_is_met_by_both() -> None:
-    """If only the peer were told, the node would notice only by the peer's silence."""
+    """If only the peer were told, only its silence would show the node the lost connection."""
     pool = make_pool()
     p0 = BatchNode(pool, "p0", P)
     p0.report("d0-0")
