@@ -66,7 +66,7 @@ class TuningState:
         return self._trials.get(_key(choice, repeat))
 
     def add(self, trial: Trial) -> None:
-        """Note a trial, and write it to the file; raises ConfigError if the file is not writable."""
+        """Note a trial, and write it to the file; raises ConfigError if it cannot be written."""
         self._trials[_key(trial.choice, trial.repeat)] = trial
         try:
             with self._path.open("a", encoding="utf-8") as file:
