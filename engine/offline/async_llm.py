@@ -318,7 +318,8 @@ class AsyncLLM:
     ) -> list[list[BeamCompletion]]:
         """Return each prompt's ``beam_width`` best outputs, best first; see `LLM.beam_search`.
 
-        A search begins again if the weights change meanwhile. Cancelling the task ends all.
+        The searches begin again if the weights or the adapter of this name change meanwhile.
+        Cancelling the task ends all searches.
 
         Raises RequestCancelledError if a change of the engine aborts requests.
         """
@@ -332,7 +333,8 @@ class AsyncLLM:
         while step := beams.next_prompts():
             one = beams.sampling_params
             calls = [self._make_call(prompt, one, adapter, 0, streams=False) for prompt in step]
-            beams.advance(await self._complete(calls, {adapter}))
+            adapters = {request.adapter for call in calls for request in call.requests}
+            beams.advance(await self._complete(calls, {adapter}), adapters)
         return beams.results()
 
     async def abort(self, request_id: str) -> None:

@@ -5,8 +5,9 @@ Refuses to know: how the requests of a step run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from baton.adapters.digest import AdapterDigest
 from baton.api.beam_search import Beam, BeamCompletion, BeamSearch, BeamSearchParams
 from baton.api.errors import RequestCancelledError
 from baton.api.outputs import Completion, FinishReason
@@ -45,7 +46,8 @@ class OfflineBeams:
         self._begin()
 
     def _begin(self) -> None:
-        self._weights = set[str]()  # versions of the weights that computed the searches' tokens
+        # Versions of the weights, and adapters, that computed the searches' tokens
+        self._weights, self._adapters = set[str](), set[AdapterDigest]()
         self._searches = [
             BeamSearch(
                 self._params,
@@ -63,14 +65,17 @@ class OfflineBeams:
             for beam in search.running
         ]
 
-    def advance(self, completions: Sequence[Completion]) -> None:
+    def advance(
+        self, completions: Sequence[Completion], adapters: Collection[AdapterDigest]
+    ) -> None:
         """Extend all searches by one token.
 
-        If the weights have changed since the first step, all searches begin again: an output must
-        not have tokens of two versions of the weights.
+        If the weights or the adapter have changed since the first step, all searches begin again:
+        an output must not have tokens of two versions of either.
 
         Args:
             completions: a completion of each of `next_prompts`, in order.
+            adapters: the adapters that computed the completions.
 
         Raises RequestCancelledError if a request was ended without a token.
         """
@@ -79,7 +84,8 @@ class OfflineBeams:
                 raise RequestCancelledError("a request of the beam search was aborted")
             if one.metrics is not None:
                 self._weights.add(one.metrics.weights)
-        if len(self._weights) > 1:
+        self._adapters.update(adapters)
+        if len(self._weights) > 1 or len(self._adapters) > 1:
             self._begin()
             return
         found = iter(one.logprobs[0].top for one in completions)

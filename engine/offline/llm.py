@@ -325,10 +325,12 @@ class LLM:
             self._check_awake()
             self.named_adapters.load_again({adapter})
             one = beams.sampling_params
-            answers = self._run([self._make_choices(prompt, one, adapter) for prompt in step])
+            choices = [self._make_choices(prompt, one, adapter) for prompt in step]
+            adapters = {request.adapter for requests in choices for request in requests}
+            answers = self._run(choices)
             for error in (answer.error for answer in answers if answer.error is not None):
                 raise error  # for example, an image cannot be decoded
-            beams.advance([answer.completion() for answer in answers])
+            beams.advance([answer.completion() for answer in answers], adapters)
         return beams.results()
 
     def begin_beams(self, prompts: Prompt | Sequence[Prompt], **params: Any) -> OfflineBeams:

@@ -10,6 +10,8 @@ import pytest
 
 from baton.api.errors import InvalidRequestError, RequestCancelledError
 from engine import LLM, AsyncLLM
+from tests.fakes.adapter_files import write_query_adapter
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.checkpoints.versions import OPTIONS, PROMPTS, save_versions
 from tests.fakes.engine.fronts import until
 
@@ -58,6 +60,33 @@ def test_a_search_has_tokens_of_one_version_of_the_weights(
             monkeypatch.setattr(llm, "_complete", then_update)
             assert await llm.beam_search(PROMPTS, **BEAMS) == new
             assert len(steps) > num_old
+
+    asyncio.run(run())
+
+
+def test_a_search_has_tokens_of_one_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another adapter gets the name of the search's adapter between two steps."""
+    old, new = (write_query_adapter(tmp_path, f"a{seed}", seed) for seed in (1, 2))
+    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 100, "max_adapters": 2}
+    alone = LLM(str(DEMO_MODEL), **options, adapters={"old": old, "new": new})
+    expected = [alone.beam_search(PROMPTS, **BEAMS, adapter=name) for name in ("old", "new")]
+    assert expected[0] != expected[1]
+
+    async def run() -> None:
+        async with AsyncLLM(str(DEMO_MODEL), **options, adapters={"a": old}) as llm:
+            complete, steps = llm._complete, []
+
+            async def then_replace(*arguments: Any) -> Any:
+                found = await complete(*arguments)
+                steps.append(found)
+                if len(steps) == 2:
+                    await llm.load_adapter("a", new)
+                return found
+
+            monkeypatch.setattr(llm, "_complete", then_replace)
+            assert await llm.beam_search(PROMPTS, **BEAMS, adapter="a") == expected[1]
 
     asyncio.run(run())
 
