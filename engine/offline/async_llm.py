@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from baton.adapters.digest import AdapterDigest
+from baton.api.beam_search import BeamCompletion, EarlyStopping
 from baton.api.changes import SleepLevel, WhenOpen, read_choice
 from baton.api.errors import (
     BatonError,
@@ -44,6 +45,7 @@ from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.prompts import (
     Conversation,
     Prompt,
+    ReadPrompt,
     adapter_per_prompt,
     as_list,
     params_per_prompt,
@@ -230,14 +232,7 @@ class AsyncLLM:
             self._make_call(*one, streams=False)
             for one in zip(prompt_list, params_list, names, priorities, strict=True)
         ]
-        try:
-            await self._begin(calls, set(names))
-            for call in calls:
-                async for _ in call.read():
-                    pass
-        finally:
-            self._leave(calls)
-        return [answer.completion() for call in calls for answer in call.answers]
+        return await self._complete(calls, set(names))
 
     async def chat(
         self,
@@ -310,6 +305,37 @@ class AsyncLLM:
     ) -> list[Classification]:
         """Return the most probable label of each input, with probabilities; see `LLM.classify`."""
         return await self._pool(OfflinePooling.classify, without_images(inputs), adapter)
+
+    async def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 128,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        adapter: str = "",
+    ) -> list[list[BeamCompletion]]:
+        """Return each prompt's ``beam_width`` best outputs, best first; see `LLM.beam_search`.
+
+        The searches begin again if the weights or the adapter of this name change meanwhile.
+        Cancelling the task ends all searches.
+
+        Raises RequestCancelledError if a change of the engine aborts requests.
+        """
+        beams = self._llm.begin_beams(
+            prompts,
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        while step := beams.next_prompts():
+            one = beams.sampling_params
+            calls = [self._make_call(prompt, one, adapter, 0, streams=False) for prompt in step]
+            adapters = {request.adapter for call in calls for request in call.requests}
+            beams.advance(await self._complete(calls, {adapter}), adapters)
+        return beams.results()
 
     async def abort(self, request_id: str) -> None:
         """End an output with the tokens so far: its last piece has ``FinishReason.ABORT``.
@@ -402,8 +428,25 @@ class AsyncLLM:
 
     # ------------------------------------------------------------------ on the tasks' loops
 
+    async def _complete(self, calls: Sequence[_Call], adapters: set[str]) -> list[Completion]:
+        """Run calls to their ends; return all their outputs, in order."""
+        try:
+            await self._begin(calls, adapters)
+            for call in calls:
+                async for _ in call.read():
+                    pass
+        finally:
+            self._leave(calls)
+        return [answer.completion() for call in calls for answer in call.answers]
+
     def _make_call(
-        self, prompt: Prompt, params: SamplingParams, adapter: str, priority: int, *, streams: bool
+        self,
+        prompt: Prompt | ReadPrompt,
+        params: SamplingParams,
+        adapter: str,
+        priority: int,
+        *,
+        streams: bool,
     ) -> _Call:
         """Check a prompt, and make its call; raises InvalidRequestError if a value is wrong."""
         make = self._llm._make_choices

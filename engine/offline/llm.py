@@ -16,17 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.adapters.digest import AdapterDigest
-from baton.api.beam_search import (
-    Beam,
-    BeamCompletion,
-    BeamSearchParams,
-    EarlyStopping,
-    TopTokens,
-    search_beams,
-)
+from baton.api.beam_search import BeamCompletion, BeamSearchParams, EarlyStopping
 from baton.api.changes import SleepLevel, WhenOpen, read_choice
 from baton.api.errors import EngineDeadError, InvalidRequestError
-from baton.api.outputs import Completion, FinishReason, TextDelta
+from baton.api.outputs import Completion, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_folder import find_model_folder
@@ -41,6 +34,7 @@ from engine.core.request import Request
 from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
+from engine.offline.beams import OfflineBeams
 from engine.offline.named_adapters import NamedAdapters
 from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.progress_bar import progress_bar
@@ -320,40 +314,38 @@ class LLM:
             InvalidRequestError: a prompt or a parameter is outside its limit, and nothing was run;
                 or an image cannot be decoded.
         """
-        params = BeamSearchParams(
+        beams = self.begin_beams(
+            prompts,
             beam_width=beam_width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
-            end_token_ids=self.engine.eos_token_ids,
         )
-        read = [self._maker.read(prompt) for prompt in as_list(prompts)]
-
-        def next_tokens(prefixes: Sequence[tuple[int, list[int]]], num: int) -> list[TopTokens]:
+        while step := beams.next_prompts():
             self._check_awake()
             self.named_adapters.load_again({adapter})
-            one = SamplingParams(max_tokens=1, temperature=0, logprobs=num)
-            choices = [
-                self._make_choices(ReadPrompt(token_ids, read[index].images), one, adapter)
-                for index, token_ids in prefixes
-            ]
+            one = beams.sampling_params
+            choices = [self._make_choices(prompt, one, adapter) for prompt in step]
+            adapters = {request.adapter for requests in choices for request in requests}
             answers = self._run(choices)
             for error in (answer.error for answer in answers if answer.error is not None):
                 raise error  # for example, an image cannot be decoded
-            return [answer.completion().logprobs[0].top for answer in answers]
+            beams.advance([answer.completion() for answer in answers], adapters)
+        return beams.results()
 
-        token_ids = [prompt.token_ids for prompt in read]
-        found = search_beams(token_ids, params, self.engine.max_model_len, next_tokens)
-        return [[self._beam_completion(beam) for beam in beams] for beams in found]
+    def begin_beams(self, prompts: Prompt | Sequence[Prompt], **params: Any) -> OfflineBeams:
+        """Check the prompts and parameters of a beam search, and return the search.
 
-    def _beam_completion(self, beam: Beam) -> BeamCompletion:
-        ended = beam.token_ids[-1] in self.engine.eos_token_ids
-        return BeamCompletion(
-            text=self.tokenizer.decode(beam.token_ids) if self.tokenizer else "",
-            token_ids=beam.token_ids,
-            logprob=beam.logprob,
-            score=beam.score,
-            finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
+        Args:
+            params: fields of `BeamSearchParams`, except the end tokens, which are the model's.
+
+        Raises InvalidRequestError if a prompt or a parameter is outside its limit.
+        """
+        return OfflineBeams(
+            [self._maker.read(prompt) for prompt in as_list(prompts)],
+            BeamSearchParams(**params, end_token_ids=self.engine.eos_token_ids),
+            self.engine.max_model_len,
+            self.tokenizer,
         )
 
     def load_adapter(self, name: str, source: str | Path, *, pinned: bool = False) -> AdapterDigest:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, reason_of
 from baton.processes.process import print_error, stop_event
 from loadtest.drills.site import UpOptions
 from loadtest.exit_codes import EXIT_NOTHING_CAME, EXIT_STOPPED
@@ -126,7 +126,11 @@ async def search(job: TuningJob, stop: asyncio.Event) -> Tuning:
         console.print(line, soft_wrap=True)
     if found.wins:
         text = config_text(found.best, comments_of(found), job.up.node_args, job.up.router_args)
-        job.write.write_text(text, encoding="utf-8")
+        try:
+            job.write.write_text(text, encoding="utf-8")
+        except OSError as error:
+            problem = f"write: {job.write} cannot be written: {reason_of(error)}"
+            raise ConfigError(problem) from error
         console.print(f"written: {job.write}, for `baton up --config {job.write}`")
     return found
 

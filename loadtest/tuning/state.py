@@ -54,7 +54,7 @@ class TuningState:
             elif whole != text:
                 path.write_text(whole, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"state: {path} cannot be written: {error.strerror}") from error
+            raise _not_written(path, error) from error
 
     @property
     def num_trials(self) -> int:
@@ -66,10 +66,13 @@ class TuningState:
         return self._trials.get(_key(choice, repeat))
 
     def add(self, trial: Trial) -> None:
-        """Note a trial, and write it to the file."""
+        """Note a trial, and write it to the file; raises ConfigError if it cannot be written."""
         self._trials[_key(trial.choice, trial.repeat)] = trial
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(trial)) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(trial)) + "\n")
+        except OSError as error:
+            raise _not_written(self._path, error) from error
 
     def _read(self, lines: list[str], search: Mapping[str, Any]) -> None:
         if not lines:
@@ -87,6 +90,10 @@ class TuningState:
             if not isinstance(trial.goodput_per_s, int | float):
                 raise ValueError("has a line that is no trial")
             self._trials[_key(trial.choice, trial.repeat)] = trial
+
+
+def _not_written(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"state: {path} cannot be written: {reason_of(error)}")
 
 
 def _key(choice: Choice, repeat: int) -> str:

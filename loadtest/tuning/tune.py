@@ -166,9 +166,11 @@ async def _confirm(measure: Measure, found: Tuning, repeats: int) -> None:
     """Repeat the best choice and the defaults in turns with new requests; note the gain.
 
     The trials of the search are left out: the best choice was chosen because of them, perhaps by
-    luck.
+    luck. A search that goes on and tries more values gets new repeats here, because the machine may
+    have become faster or slower since the earlier ones.
     """
-    for repeat in range(repeats, 2 * repeats):
+    first = repeats * (1 + len(found.tried))
+    for repeat in range(first, first + repeats):
         found.rivals.append(await measure({}, repeat))
         found.finals.append(await measure(found.best, repeat))
     pairs = zip(found.finals, found.rivals, strict=True)

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 import baton_kernels as ops
-from baton.adapters.digest import AdapterDigest
+from baton.adapters.digest import AdapterDigest, AdapterError, shorten_digest
 from baton.adapters.modules import Adapter, AdapterFiles
+from baton.api.errors import is_out_of_memory
 from baton_kernels.dispatch import native_ops
 from models.adapters.embedding import AdaptedEmbedding
 from models.adapters.experts import AdaptedExperts
@@ -183,10 +184,16 @@ class AdapterSlots:
         """Make an adapter available to steps; return its size in bytes.
 
         Raises:
-            AdapterError: the adapter does not fit the model. This rank has then loaded nothing, but
-                another rank may have loaded the adapter.
+            AdapterError: the adapter does not fit the model, or this machine's memory. This rank
+                has then loaded nothing, but another rank may have loaded the adapter.
         """
-        num_bytes = self.pack(adapter)  # takes no time if the adapter is packed already
+        try:
+            num_bytes = self.pack(adapter)  # takes no time if the adapter is packed already
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            short = shorten_digest(adapter.digest)
+            raise AdapterError(f"{short}: does not fit in this machine's memory") from None
         for site, part in self._packed[adapter]:
             site.loaded[adapter.digest] = part
         self._loaded.add(adapter.digest)

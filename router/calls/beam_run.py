@@ -122,10 +122,12 @@ class BeamRun:
 
     def __init__(self, call: Call, params: BeamSearchParams, max_tokens: int, run: Run) -> None:
         self._call, self._params, self._run = call, params, run
-        self._search = BeamSearch(params, min(params.max_tokens, max_tokens))
+        self._max_tokens = min(params.max_tokens, max_tokens)
+        self._search = BeamSearch(params, self._max_tokens)
         self._of_step = SamplingParams(max_tokens=1, temperature=0, logprobs=params.num_candidates)
         self._principal = _without_request_rate(call.terms.principal)
         self._first: Receipt | None = None  # receipt of the call that computed the prompt
+        self._weights = set[str]()  # versions of the weights that computed the search's tokens
         self._task: asyncio.Task[list[Beam]] | None = None
 
     async def stream(self, place: int) -> AsyncGenerator[TextDelta, None]:
@@ -156,9 +158,19 @@ class BeamRun:
                 self._call_of(beam, f"step{num_steps}-{index}", left_s)
                 for index, beam in enumerate(self._search.running)
             ]
-            self._search.advance(await self._run_all(calls))
+            top_tokens = await self._run_all(calls)
             num_steps += 1
+            if len(self._weights) > 1:  # an operator changed the nodes' weights
+                self._begin_again()
+            else:
+                self._search.advance(top_tokens)
         return self._search.finished
+
+    def _begin_again(self) -> None:
+        """Forget all tokens: an output must not have tokens of two versions of the weights."""
+        self._search = BeamSearch(self._params, self._max_tokens)
+        self._weights.clear()
+        self._first = None
 
     def _call_of(self, beam: Beam, name: str, timeout_s: float) -> Call:
         """Return the call that computes the most probable next tokens of a beam."""
@@ -199,7 +211,9 @@ class BeamRun:
         async with contextlib.aclosing(self._run(call)) as outputs:
             async for output in outputs:
                 top = output.logprobs[0].top if output.logprobs else top
-                self._first = self._first or output.receipt
+                if output.receipt is not None:
+                    self._first = self._first or output.receipt
+                    self._weights.add(output.receipt.weights)
         return top
 
     def _delta(self, place: int, beam: Beam) -> TextDelta:

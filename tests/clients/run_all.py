@@ -21,6 +21,7 @@ from baton.deployment.local_deployment import LocalDeployment
 from examples.demo import fetch_model
 from tests.clients.environments import installed_version, interpreter
 from tests.clients.table import CLIENTS, Client
+from tests.fakes.checkpoints.pooling_models import make_reranker
 from tests.fakes.processes.deployments import run_deployment
 from tests.fakes.time.waiting import wait_until
 
@@ -48,16 +49,33 @@ def system() -> Iterator[LocalDeployment]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def ranking_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
+    """A router, and a prefill node with a small random model that ranks documents."""
+    folder = tmp_path_factory.mktemp("reranker")
+    make_reranker(folder)
+    with run_deployment(
+        *("--num-blocks", "256"),
+        model=str(folder),
+        num_decode=0,
+        http=True,
+        router_args=["--served-model-name", SMOLLM2.name],
+    ) as running:
+        yield running
+
+
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.package)
-def test_client(system: LocalDeployment, client: Client) -> None:
+def test_client(client: Client, request: pytest.FixtureRequest) -> None:
     python = interpreter(client.package)
+    system = request.getfixturevalue("ranking_system" if client.ranks else "system")
     version = installed_version(python, client.package)
+    model = Path(system.config.model)
     before = requests_by_outcome(system)
     done = subprocess.run(
         [
             str(python), str(client.script), "--model", SMOLLM2.name,
             "--http", system.config.http_listen, "--grpc", system.config.listen,
-            "--tokenizer", str(folder_of_gguf(Path(system.config.model))),
+            "--tokenizer", str(model if model.is_dir() else folder_of_gguf(model)),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

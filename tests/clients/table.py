@@ -18,10 +18,12 @@ class Client:
     Attributes:
         package: name for pip; its files have this name, too.
         timeout_s: most seconds that the script may run.
+        ranks: whether the script asks a model that ranks documents; otherwise a model of chats.
     """
 
     package: str
     timeout_s: float = 300.0
+    ranks: bool = False
 
     @property
     def script(self) -> Path:
@@ -53,4 +55,5 @@ CLIENTS = (
     Client("aiperf", timeout_s=600.0),
     Client("lm-eval", timeout_s=600.0),
     Client("grpc-requests"),
+    Client("cohere", ranks=True),
 )

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from baton import AsyncClient, Completion, SamplingParams
+from baton.api.beam_search import BeamCompletion
 from baton.api.errors import NodeUnavailableError
 from baton.checkpoint.model_folder import weights_digest
 from baton.cli.app import app
@@ -27,12 +28,17 @@ from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.processes.deployments import run_deployment
 from tests.property.num_examples import num_draws
 
-pytestmark = [pytest.mark.large, pytest.mark.nixl, pytest.mark.timeout(600)]
+NUM_UPDATES = num_draws(4)
+pytestmark = [
+    pytest.mark.large,
+    pytest.mark.nixl,
+    pytest.mark.timeout(600 + 30 * NUM_UPDATES),
+]
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = [[3 + (i * 37 + j * 11) % 4000 for j in range(20 + 9 * i)] for i in range(6)]
 VERSIONS = ("old", "new")
-NUM_UPDATES = num_draws(4)
+BEAMS: dict[str, Any] = {"beam_width": 3, "max_tokens": 12}
 
 
 @dataclass
@@ -42,11 +48,13 @@ class Scene:
     Attributes:
         root: folder of both versions.
         expected: by digest, the tokens of each prompt in one process.
+        beams: by digest, the beams of the first prompt in one process.
         digests: by name of a version.
     """
 
     root: Path
     expected: Mapping[str, list[tuple[int, ...]]]
+    beams: Mapping[str, list[BeamCompletion]]
     digests: Mapping[str, str]
 
 
@@ -64,12 +72,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     changed["model.norm.weight"][0] = torch.nan
     save_file(changed, damaged)
     digests = {name: weights_digest(root / name) for name in VERSIONS}
-    expected = {}
+    expected, beams = {}, {}
     for name, digest in digests.items():
         llm = LLM(str(root / name), dtype="float32", num_threads=1)
         expected[digest] = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
+        [beams[digest]] = llm.beam_search(PROMPTS[:1], **BEAMS)
     assert expected[digests["old"]] != expected[digests["new"]]
-    return Scene(root, expected, digests)
+    return Scene(root, expected, beams, digests)
 
 
 @pytest.fixture(params=[1, 2], ids=["one_each", "two_each"])
@@ -100,15 +109,24 @@ def versions_of(deployment: LocalDeployment) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def load(client: AsyncClient, found: list[tuple[int, Completion]]) -> AsyncIterator[None]:
-    """Keep some prompts open; note each prompt's number and completion."""
+async def load(
+    client: AsyncClient,
+    found: list[tuple[int, Completion]],
+    searches: list[list[BeamCompletion]],
+) -> AsyncIterator[None]:
+    """Keep some prompts and a beam search open; note each prompt's number and completion."""
     is_over = False
+
+    async def search() -> None:
+        while not is_over:
+            searches.extend(await client.beam_search(PROMPTS[:1], **BEAMS, timeout_s=120))
 
     async def ask(number: int) -> None:
         while not is_over:
             found.append((number, await client.generate(PROMPTS[number], PARAMS, timeout_s=120)))
 
     tasks = [asyncio.create_task(ask(number)) for number in range(len(PROMPTS))]
+    tasks.append(asyncio.create_task(search()))
     try:
         yield
     finally:
@@ -131,9 +149,13 @@ def test_updates_under_load_fail_no_request_and_mix_no_versions(
     deployment: LocalDeployment, scene: Scene, record_property: Callable[[str, object], None]
 ) -> None:
     found: list[tuple[int, Completion]] = []
+    searches: list[list[BeamCompletion]] = []
 
     async def run() -> None:
-        async with AsyncClient(deployment.config.listen) as client, load(client, found):
+        async with (
+            AsyncClient(deployment.config.listen) as client,
+            load(client, found, searches),
+        ):
             for number in range(NUM_UPDATES):
                 name = VERSIONS[(number + 1) % 2]
                 await asyncio.to_thread(admin, deployment, "update", name)
@@ -148,7 +170,10 @@ def test_updates_under_load_fail_no_request_and_mix_no_versions(
     asyncio.run(run())
     counts = check(scene, found)
     assert set(counts) == set(scene.digests.values())
+    assert all(one in scene.beams.values() for one in searches), "a search mixes versions"
+    assert {str(one) for one in searches} == {str(one) for one in scene.beams.values()}
     record_property("updates", NUM_UPDATES)
+    record_property("beam searches", len(searches))
     record_property("answers", len(found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncGenerator, Sequence
 
@@ -17,25 +18,37 @@ RECEIPT = Receipt(
 )  # fmt: skip
 
 
-def best(prefix: Sequence[int], num: int) -> TopTokens:
-    """A model: next tokens drawn by the prefix."""
-    draw = random.Random(repr(list(prefix)))
+def best(prefix: Sequence[int], num: int, weights: str = "") -> TopTokens:
+    """A model: next tokens drawn by the prefix, and by the version of the weights."""
+    draw = random.Random(repr(list(prefix)) + weights)
     tokens = draw.sample(range(20), num)
     return list(zip(tokens, sorted((-draw.random() for _ in tokens), reverse=True), strict=True))
 
 
 class OneTokenModel:
-    """Runs calls of one token; counts those that are open."""
+    """Runs calls of one token; counts those that are open.
 
-    def __init__(self, error: BatonError | None = None, *, hangs: bool = False) -> None:
+    Args:
+        changes_at: number of calls after which the weights have the version "new"; None: never.
+    """
+
+    def __init__(
+        self,
+        error: BatonError | None = None,
+        *,
+        hangs: bool = False,
+        changes_at: int | None = None,
+    ) -> None:
         self.calls: list[Call] = []
         self.num_open = 0
         self.is_waiting = asyncio.Event()
-        self._error, self._hangs = error, hangs
+        self._error, self._hangs, self._changes_at = error, hangs, changes_at
 
     async def run(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         self.calls.append(call)
         self.num_open += 1
+        is_new = self._changes_at is not None and len(self.calls) > self._changes_at
+        weights = "new" if is_new else ""
         try:
             await asyncio.sleep(0)
             if len(self.calls) > 5 and self._error is not None:
@@ -45,12 +58,12 @@ class OneTokenModel:
                 await asyncio.sleep(3600)
             num = call.sampling_params.logprobs
             assert num is not None
-            top = tuple(best(call.prompt_token_ids, num))
+            top = tuple(best(call.prompt_token_ids, num, weights))
             token_id, logprob = top[0]
             logprobs = (TokenLogprobs(logprob, top),)
             yield TextDelta(
                 call.request_id, 0, (token_id,), finish_reason=FinishReason.LENGTH,
-                receipt=RECEIPT, logprobs=logprobs,
+                receipt=dataclasses.replace(RECEIPT, weights=weights), logprobs=logprobs,
             )  # fmt: skip
         finally:
             self.num_open -= 1

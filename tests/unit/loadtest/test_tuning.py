@@ -146,6 +146,27 @@ def test_without_time_the_best_choice_so_far_is_repeated() -> None:
     assert found.wins
 
 
+def test_a_search_that_goes_on_repeats_the_defaults_beside_the_best_choice_again(
+    tmp_path: Path,
+) -> None:
+    """The machine has become slower since the search was cut, which is no loss of a choice."""
+    path, left = tmp_path / "state.jsonl", iter([True] * 2 + [False] * 10)
+    search(Machine(goodput, 0.1, TuningState(path, SEARCH, seed=7)), lambda: next(left))
+    slow = Machine(lambda choice: goodput(choice) - 7.0, 0.1, TuningState(path, SEARCH, seed=7))
+    found = search(slow)
+    assert max(one.goodput_per_s for one in found.rivals) < 4.0
+    assert found.tried[-1].trial.goodput_per_s < 10.0
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    state = TuningState(tmp_path / "state.jsonl", SEARCH, seed=7)
+    trial = Trial(choice={}, repeat=0, goodput_per_s=1.0)
+    (tmp_path / "state.jsonl").unlink()
+    (tmp_path / "state.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"^state: .*state.jsonl cannot be written: Is a"):
+        state.add(trial)
+
+
 def test_a_deployment_that_fails_is_told_and_loses() -> None:
     async def measure(choice: Choice, repeat: int) -> Trial:
         error = "d0 ended" if choice.get("b") == 10 else ""

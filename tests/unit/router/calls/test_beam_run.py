@@ -93,6 +93,27 @@ def test_the_models_length_limits_the_outputs() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("num_old", [1, 2, 4, 7])
+def test_a_search_begins_again_if_the_weights_change_meanwhile(num_old: int) -> None:
+    """The change comes between two steps (1, 4, 7 calls of old weights), or within a step."""
+
+    async def main() -> None:
+        model = OneTokenModel(changes_at=num_old)
+        run = BeamRun(make_call(), PARAMS, 100, model.run)
+        found = await asyncio.gather(*(read(run, place) for place in range(3)))
+        [expected] = search_beams(
+            [PROMPT],
+            PARAMS,
+            103,
+            lambda prefixes, num: [best(one, num, "new") for _, one in prefixes],
+        )
+        assert [one.token_ids for one in found] == [beam.token_ids for beam in expected]
+        assert {one.receipt.weights for one in found if one.receipt} == {"new"}
+        assert len({call.request_id for call in model.calls}) == len(model.calls)
+
+    asyncio.run(main())
+
+
 def test_an_error_of_a_step_ends_the_search_and_its_other_calls() -> None:
     async def main() -> None:
         model = OneTokenModel(NodeUnavailableError("gone"))
