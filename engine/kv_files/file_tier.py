@@ -270,10 +270,11 @@ class KVFileTier:
         if not self._may_read:
             misses["off"] += 1
             return None
+        begun = self._start_read(request.request_id, chain[:end], first)
         for read in self._reads:
-            if read.is_ahead:
+            if begun is not None and read.is_ahead:
                 self._let_go(read)
-        return self._start_read(request.request_id, chain[:end], first)
+        return begun
 
     def _start_read(
         self, request_id: str, chain: Sequence[BlockHash], first: int, most: int | None = None
