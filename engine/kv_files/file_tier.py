@@ -512,6 +512,7 @@ class KVFileTier:
         """Write what is queued, and end the threads; may be called twice."""
         atexit.unregister(self.close)
         self.settle()
+        self._writer.submit(self._store.close)
         self._reader.close(0.0)
         self._writer.close(_CLOSE_S)
 

@@ -122,9 +122,9 @@ class RankStores:
         """Read the changed folders; see `RunStore.scan`."""
         self._own.scan()
 
-    def first_missing(self, identity: str, chain: Sequence[BlockHash], first: int = 0) -> int:
-        """Return the first block that no file of the leader has; see `RunStore.first_missing`."""
-        return self._own.first_missing(identity, chain, first)
+    def close(self) -> None:
+        """Watch the folder no more; see `RunStore.close`."""
+        self._own.close()
 
     def read(self, job: ReadJob) -> None:
         """Let all ranks read; see `RunStore.read`. ``num_done`` changes only at the end."""
