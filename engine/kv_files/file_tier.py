@@ -449,9 +449,8 @@ class KVFileTier:
         if self._writer.num_waiting >= MAX_WAITING_WRITES:
             self._counts.runs["skipped"] += 1
             return
-        first = self._groups.num_expired(0, len(chain))
-        missing = self._store.first_missing(self.identities[0], chain, first)
-        if len(chain) - missing < min(-(-MIN_TOKENS // size), len(chain) - first):
+        num_stored = self._groups.num_stored(chain, self._find_runs(chain))
+        if (len(chain) - num_stored) * size < MIN_TOKENS:
             return
         # A longer run may write earlier blocks again, although files have these blocks.
         block_ids = self._manager.coordinator.longest_hit(chain)
