@@ -93,6 +93,11 @@ class _Read:
         """Return the blocks that the read fills."""
         return [block_id for _, job in self.jobs for block_id in job.block_ids]
 
+    @property
+    def share(self) -> float:
+        """Return the share of the blocks that this process has read."""
+        return sum(job.num_read for _, job in self.jobs) / len(self.block_ids)
+
     def num_done(self, *, is_plain: bool) -> int:
         """Return how many blocks of the prefix requests can use because of this read."""
         if is_plain:
@@ -373,8 +378,7 @@ class KVFileTier:
         computed_s = num_blocks * self._manager.block_size * self._token_s
         if seconds <= max(PATIENCE * computed_s, _LONG_READ_S) or not computed_s:
             return False
-        share = sum(job.num_done for _, job in read.jobs) / len(read.block_ids)
-        return seconds > share * computed_s
+        return seconds > read.share * computed_s
 
     def _end_read(self, read: _Read) -> None:
         """Release the blocks of an ended read, and let its requests go on."""
@@ -392,13 +396,13 @@ class KVFileTier:
 
     def _judge(self, read: _Read, seconds: float) -> None:
         """Turn reading off for a while if computing the blocks would have been faster."""
-        num_done = read.num_done(is_plain=self._groups.is_plain)
-        tokens = num_done * self._manager.block_size
+        num_blocks = len(read.chain) - read.first
+        tokens = read.share * num_blocks * self._manager.block_size
         # A damaged file brings no blocks either, but its time does not tell how fast the disk is.
         is_stuck = not tokens and not read.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
-            problem = f"{tokens} tokens were read in {seconds:.2g} s"
+            problem = f"{tokens:.0f} tokens were read in {seconds:.2g} s"
             self._reading.fail(f"{problem}, and computing takes {self._token_s:.2g} s per token")
         elif tokens:
             self._reading.succeed()
