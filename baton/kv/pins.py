@@ -52,3 +52,9 @@ def check_pins(prefixes: tuple[PrefixPin, ...]) -> None:
             raise InvalidRequestError(
                 f"pins[{index}].ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}"
             )
+
+
+def check_prefetch_ttl(ttl_s: float) -> None:
+    """Raise InvalidRequestError if a prefetched prefix has no possible time."""
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise InvalidRequestError("ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}")

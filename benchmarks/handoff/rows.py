@@ -202,8 +202,23 @@ TWO_SITES = Source("two_sites", (
     Row("home full: requests per second, with / without the far decode node",
         ratio("rows > home is full > requests_per_s",
               "rows > home is full, no trunk > requests_per_s", ".2f")),
-), "A trunk with 1/20 of the links' rate joins two sites, each with a prefill node and a decode"
-   " node. No node has a label; the policy knows the measured bandwidths.")  # fmt: skip
+), "A prefill node and a decode node on each end of a trunk with 1/20 of the links' rate, without"
+   " labels; the policy knows measured bandwidths.")  # fmt: skip
+_FAST_LINK, _SLOW_LINK = "mbit_per_s > 1000 > {}", "mbit_per_s > 20 > {}"
+CHAT_HOSTS = Source("chat_hosts", (
+    Row("1 Gbit/s: difference between the expected and the measured time of a fetch, p50",
+        value(_FAST_LINK.format("error_p50"), "{:.0f}%", scale=100), "<= 20 %"),
+    Row("1 Gbit/s: fetches that took less time than computing, of all fetches",
+        ratio(_FAST_LINK.format("fetches_faster_than_computing"),
+              _FAST_LINK.format("turns_with_a_fetch"), ".0f", "")),
+    Row("1 Gbit/s: prompt tokens computed per turn from turn 4 on, / new tokens",
+        ratio(_FAST_LINK.format("computed_per_later_turn"),
+              _FAST_LINK.format("new_per_later_turn"), ".0f", "")),
+    Row("0.02 Gbit/s, where computing is faster: turns with a fetch, of all turns with a source",
+        ratio(_SLOW_LINK.format("turns_with_a_fetch"), _SLOW_LINK.format("turns_with_a_source"),
+              ".0f", "")),
+), "A prefill node and two decode nodes on three hosts: chats with SmolLM2, whose answers the "
+   "prefill node fetches.")  # fmt: skip
 SUBJECT = Subject(
     "The hand-off",
     (
@@ -216,6 +231,9 @@ SUBJECT = Subject(
         Measurement("hosts.hosts_handoff", "kvconnector prefill_node decode_node", (HOSTS,)),
         Measurement("hosts.slow_link", "kvconnector router/policies router/fleet", (SLOW_LINK,)),
         Measurement("hosts.two_sites", "kvconnector router/policies router/fleet", (TWO_SITES,)),
+        Measurement(
+            "hosts.chat_hosts", "kvconnector node_runtime/prefixes router/fleet", (CHAT_HOSTS,)
+        ),
     ),
     log=(
         "2026-11-21: a hand-over that hides behind the computation, and blocks that lie together",

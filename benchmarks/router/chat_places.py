@@ -75,6 +75,7 @@ class Turn:
         num_reusable: prompt tokens that a decode node with the whole earlier chat would have.
         expected_ms: the forecast of the time to the first token, without the transfer.
         places: terms of the cost of each place that the policy considered.
+        num_sources: number of nodes that could send a prefix.
         fetch: the chosen source's expected times to fetch and to compute, and the measured wait;
             empty: no source was chosen.
     """
@@ -94,6 +95,7 @@ class Turn:
     gap_max_ms: float
     num_output: int
     places: dict[str, dict[str, float]]
+    num_sources: int
     fetch: dict[str, float]
 
 
@@ -181,6 +183,7 @@ def turn_of(
             }
             for one in decision.candidates
         },
+        num_sources=len(decision.prefix_sources),
         fetch={
             name: value
             for one in decision.prefix_sources

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,10 +38,10 @@ from baton.kv.residency import BlockResidency
 # Extents are chosen among this many times the wanted number of blocks, the first in the free list.
 WINDOW_FACTOR = 8
 MAX_EXTRA = 2048  # maximum number of candidates beyond the wanted blocks
-# Never-used blocks are preferred to blank blocks for extents if the blank ones would form more than
-# `FEW_EXTENTS` runs with fewer than `SHORT_EXTENT` blocks on average: clearing new memory then
-# costs less than copying so many short ranges.
+# Never-used blocks become extents if the blank ones form more than `FEW_EXTENTS` runs with fewer
+# than `SHORT_EXTENT` blocks on average: clearing memory then costs less than many short copies.
 FEW_EXTENTS, SHORT_EXTENT = 2, 8
+_NO_REFERENCES: Mapping[int, int] = {}
 
 
 class BlocksStored(msgspec.Struct, frozen=True, gc=False):
@@ -197,9 +197,9 @@ class BlockPool:
             self._num_blank += is_blank
             self.num_free += 1
 
-    def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks are free: `touch` would take them off the free list."""
-        return sum(self._blocks[block_id].ref_count == 0 for block_id in block_ids)
+    def num_free_among(self, ids: Iterable[int], held: Mapping[int, int] = _NO_REFERENCES) -> int:
+        """Return how many of these blocks have no references but those that ``held`` counts."""
+        return sum(self._blocks[one].ref_count == held.get(one, 0) for one in ids)
 
     # ------------------------------------------------------------------ prefix cache
 

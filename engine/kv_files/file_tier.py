@@ -94,6 +94,11 @@ class _Read:
         """Return the blocks that the read fills."""
         return [block_id for _, job in self.jobs for block_id in job.block_ids]
 
+    @property
+    def share(self) -> float:
+        """Return the share of the blocks that this process has read."""
+        return sum(job.num_read for _, job in self.jobs) / len(self.block_ids)
+
     def num_done(self, *, is_plain: bool) -> int:
         """Return how many of the prefix's blocks this read has made usable for requests."""
         if is_plain:
@@ -271,10 +276,11 @@ class KVFileTier:
         if not self._may_read:
             misses["off"] += 1
             return None
+        begun = self._start_read(request.request_id, chain[:end], first)
         for read in self._reads:
-            if read.is_ahead:
+            if begun is not None and read.is_ahead:
                 self._let_go(read)
-        return self._start_read(request.request_id, chain[:end], first)
+        return begun
 
     def _start_read(
         self, request_id: str, chain: Sequence[BlockHash], first: int, most: int | None = None
@@ -373,8 +379,7 @@ class KVFileTier:
         computed_s = num_blocks * self._manager.block_size * self._token_s
         if seconds <= max(PATIENCE * computed_s, _LONG_READ_S) or not computed_s:
             return False
-        share = sum(job.num_done for _, job in read.jobs) / len(read.block_ids)
-        return seconds > share * computed_s
+        return seconds > read.share * computed_s
 
     def _end_read(self, read: _Read) -> None:
         """Release the blocks of an ended read, and let its requests go on."""
@@ -392,13 +397,13 @@ class KVFileTier:
 
     def _judge(self, read: _Read, seconds: float) -> None:
         """Turn reading off for a while if computing the blocks would have been faster."""
-        num_done = read.num_done(is_plain=self._groups.is_plain)
-        tokens = num_done * self._manager.block_size
-        # A read of a damaged file brings no blocks, too, but does not show how fast the disk is.
+        num_blocks = len(read.chain) - read.first
+        tokens = read.share * num_blocks * self._manager.block_size
+        # A damaged file brings no blocks either, but its time does not tell how fast the disk is.
         is_stuck = not tokens and not read.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
-            problem = f"{tokens} tokens were read in {seconds:.2g} s"
+            problem = f"{tokens:.0f} tokens were read in {seconds:.2g} s"
             self._reading.fail(f"{problem}, and computing takes {self._token_s:.2g} s per token")
         elif tokens:
             self._reading.succeed()
@@ -449,9 +454,8 @@ class KVFileTier:
         if self._writer.num_waiting >= MAX_WAITING_WRITES:
             self._counts.runs["skipped"] += 1
             return
-        first = self._groups.num_expired(0, len(chain))
-        missing = self._store.first_missing(self.identities[0], chain, first)
-        if len(chain) - missing < min(-(-MIN_TOKENS // size), len(chain) - first):
+        num_stored = self._groups.num_stored(chain, self._find_runs(chain))
+        if (len(chain) - num_stored) * size < MIN_TOKENS:
             return
         # To get a longer run, blocks that files already have may be written again.
         block_ids = self._manager.coordinator.longest_hit(chain)
@@ -512,6 +516,7 @@ class KVFileTier:
         """Write what is queued, and end the threads; may be called twice."""
         atexit.unregister(self.close)
         self.settle()
+        self._writer.submit(self._store.close)
         self._reader.close(0.0)
         self._writer.close(_CLOSE_S)
 

@@ -80,16 +80,22 @@ class FileGroups:
         if self.is_plain:
             pieces = plan_pieces(found[0], chain, first)
             return pieces[-1].end if pieces else first
-        finds = [self._find_in(group, chain, runs) for group, runs in enumerate(found)]
+        finds = [
+            _Find(_blocks_in(runs, chain), self._pool, group_suffix(group))
+            for group, runs in enumerate(found)
+        ]
         return len(longest_common_hit(self._retentions, chain, finds)[0])
 
-    def _find_in(self, group: int, chain: Sequence[BlockHash], runs: Found) -> _Lookup:
-        in_files: set[BlockHash] = set()
-        for at, run in runs:
-            num_equal = run.num_equal(chain, at)
-            size = run.name.num_blocks if num_equal is None else num_equal
-            in_files.update(chain[at : at + size])
-        return _Lookup(self._pool, group_suffix(group), in_files)
+    def num_stored(self, chain: Sequence[BlockHash], found: Sequence[Found]) -> int:
+        """Return how many leading blocks of a chain files have in all groups, without the cache.
+
+        A run whose hashes are unknown counts only if its last block belongs to the chain.
+
+        Args:
+            found: as in `reach`.
+        """
+        finds = [_Find(_blocks_in(runs, chain, only_known=True)) for runs in found]
+        return len(longest_common_hit(self._retentions, chain, finds)[0])
 
     def list_lacks(self, chain: Sequence[BlockHash], end: int) -> list[Lack]:
         """Return for each group which of a prefix's ``end`` blocks it lacks."""
@@ -107,15 +113,37 @@ class FileGroups:
         return self._pool.find(block_hash + group_suffix(group))
 
 
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    """Looks up a block of one group: returns -1 if a file has it, else the cached block or None."""
+def _blocks_in(
+    runs: Found, chain: Sequence[BlockHash], *, only_known: bool = False
+) -> set[BlockHash]:
+    """Return the blocks of a chain that runs have.
 
-    pool: BlockPool
-    suffix: bytes
+    Args:
+        only_known: whether to leave out runs whose number of blocks of the chain is unknown.
+    """
+    found: set[BlockHash] = set()
+    for at, run in runs:
+        size = run.num_equal(chain, at)
+        if size is None:
+            size = 0 if only_known else run.name.num_blocks
+        found.update(chain[at : at + size])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Find:
+    """A look-up of blocks in one group: -1 for blocks in files, else the cache's block.
+
+    Attributes:
+        pool: the cache; None: only files count.
+        suffix: ending of the group's hashes in the cache.
+    """
+
     in_files: set[BlockHash]
+    pool: BlockPool | None = None
+    suffix: bytes = b""
 
     def __call__(self, block_hash: BlockHash) -> int | None:
         if block_hash in self.in_files:
             return -1
-        return self.pool.find(block_hash + self.suffix)
+        return None if self.pool is None else self.pool.find(block_hash + self.suffix)

@@ -45,8 +45,9 @@ class ReadJob:
         block_ids: blocks to fill; nobody else uses them until `has_ended`.
         num_done: number of leading blocks that are filled and whose digests are right.
         causes: why not all blocks could be read (`MISS_CAUSES`).
-        stop: set to end the read early.
-        has_ended: whether the thread uses none of the blocks any more.
+        stop: set if no further file should be read.
+        own: the leader's part of a read by several ranks; None: there is one rank.
+        has_ended: whether the thread has let go of all blocks.
     """
 
     identity: str
@@ -56,7 +57,13 @@ class ReadJob:
     num_done: int = 0
     causes: tuple[str, ...] = ()
     stop: Event = field(default_factory=Event)
+    own: ReadJob | None = None
     has_ended: bool = False
+
+    @property
+    def num_read(self) -> int:
+        """Return how many blocks this process has read, even if other ranks still read them."""
+        return self.num_done if self.own is None else self.own.num_done
 
     @property
     def is_stopped(self) -> bool:

@@ -31,6 +31,7 @@ from engine.kv_files.run_store import RunStore
 
 START_TIMEOUT_S = 60.0
 _SCAN_S = 1.0
+_STOP_S = 0.05  # seconds between two looks whether the other ranks' reads should stop
 _ENTRY = f"{__name__}:serve_rank"
 
 
@@ -122,9 +123,9 @@ class RankStores:
         """Read the changed folders; see `RunStore.scan`."""
         self._own.scan()
 
-    def first_missing(self, identity: str, chain: Sequence[BlockHash], first: int = 0) -> int:
-        """Return the first place that no file of the leader has; see `RunStore.first_missing`."""
-        return self._own.first_missing(identity, chain, first)
+    def close(self) -> None:
+        """Watch the folder no more; see `RunStore.close`."""
+        self._own.close()
 
     def read(self, job: ReadJob) -> None:
         """Let all ranks read; see `RunStore.read`. Sets ``num_done`` only at the end."""
@@ -132,16 +133,40 @@ class RankStores:
             order = FileOrder(job.identity, list(job.chain), job.first, list(job.block_ids))
             _send(self._readers, order)
             own = ReadJob(job.identity, job.chain, job.first, job.block_ids, stop=job.stop)
+            job.own = own
             try:
                 self._own.read(own)
-            finally:  # the ranks use the blocks until they answer
-                if job.is_stopped or own.num_done < len(job.block_ids):
-                    _send(self._readers, StopRead())
-                found = [_receive_done(link) for link in self._readers]
+            finally:  # the ranks use the blocks until they have answered
+                found = self._outcomes(own)
             self._own.counts.bytes_read += sum(one.num_bytes for one in found)
             job.causes += tuple({*own.causes, *(cause for one in found for cause in one.causes)})
             _raise_first(found)
             job.num_done = min(own.num_done, *(one.num_done for one in found))
+            if job.num_done < own.num_done and not job.is_stopped:
+                self._forget_part(job)
+
+    def _outcomes(self, own: ReadJob) -> list[Done]:
+        """Return the outcomes of the other ranks; stop these once their blocks are of no use."""
+        is_over, is_told, found = own.num_done < len(own.block_ids), False, []
+        for link in self._readers:
+            while not (is_over or own.is_stopped or link.poll(_STOP_S)):
+                pass
+            if not is_told and (is_over or own.is_stopped):
+                is_told = True
+                _send(self._readers, Stop())
+            found.append(_done(link))
+        return found
+
+    def _forget_part(self, job: ReadJob) -> None:
+        """Forget the leader's files with blocks that another rank lacks.
+
+        No further prompt then waits for these files, and the next request with this prefix lets all
+        ranks write what they lack.
+        """
+        end = job.first + job.num_done
+        for at, run in self.index.runs_of(job.identity, job.chain):
+            if at + (run.num_equal(job.chain, at) or 0) > end:
+                self.index.remove(run.path)
 
     def write(self, job: WriteJob) -> None:
         """Let all ranks write; see `RunStore.write`."""

@@ -198,7 +198,7 @@ def check_header(
     content, digest = whole[: size - DIGEST_BYTES], whole[size - DIGEST_BYTES : size]
     try:
         header = _DECODER.decode(content[_PREFIX.size :])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnusableError("damaged", f"the header is malformed: {error}") from error
     if (header.identity, header.block_bytes) != (identity, block_bytes):
         raise UnusableError("foreign", "the blocks have other weights or another layout")

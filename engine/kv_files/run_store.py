@@ -151,6 +151,10 @@ class RunStore:
         """
         return f"{digest}.{group}" if group else digest
 
+    def close(self) -> None:
+        """Watch the folder no more; call on the thread that calls `scan`."""
+        self._watch.close()
+
     # ------------------------------------------------------------------ listing
 
     def scan(self) -> None:

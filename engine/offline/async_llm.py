@@ -34,20 +34,22 @@ from baton.api.errors import (
 from baton.api.outputs import Completion, TextDelta
 from baton.api.pooling import Classification, Embedding, Score
 from baton.api.sampling_params import SamplingParams
+from baton.kv.pins import PinTerms
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
 from engine.engine import Engine
 from engine.engine_loop import EngineLoop
 from engine.offline.answer import Answer
+from engine.offline.hints import terms_of
 from engine.offline.llm import LLM
 from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.prompts import (
     Conversation,
     Prompt,
     ReadPrompt,
-    adapter_per_prompt,
     as_list,
+    name_per_prompt,
     params_per_prompt,
     priority_per_prompt,
     without_images,
@@ -85,6 +87,7 @@ class _Call:
 
     Args:
         requests: one request per wanted output.
+        terms: what to keep of the prompt and the first answer; None: nothing.
         streams: whether the task reads the outputs piece by piece.
 
     Attributes:
@@ -93,8 +96,8 @@ class _Call:
         answers: the outputs so far; changed only by the engine's thread until they have ended.
     """
 
-    def __init__(self, requests: list[Request], *, streams: bool) -> None:
-        self.requests, self.streams = requests, streams
+    def __init__(self, requests: list[Request], terms: PinTerms | None, *, streams: bool) -> None:
+        self.requests, self.terms, self.streams = requests, terms, streams
         self.loop = asyncio.get_running_loop()
         self.is_read = False
         self.answers: list[Answer] = []
@@ -213,6 +216,8 @@ class AsyncLLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
+        session: str | Sequence[str] = "",
     ) -> list[Completion]:
         """Complete each prompt; see `LLM.generate` for arguments and results.
 
@@ -226,11 +231,13 @@ class AsyncLLM:
         """
         prompt_list = as_list(prompts)
         params_list = params_per_prompt(sampling_params, len(prompt_list))
-        names = adapter_per_prompt(adapter, len(prompt_list))
+        names = name_per_prompt("adapter", adapter, len(prompt_list))
+        sessions = name_per_prompt("session", session, len(prompt_list))
+        hints = [terms_of(pin_s, one) for one in sessions]
         priorities = priority_per_prompt(priority, len(prompt_list))
         calls = [
             self._make_call(*one, streams=False)
-            for one in zip(prompt_list, params_list, names, priorities, strict=True)
+            for one in zip(prompt_list, params_list, names, priorities, hints, strict=True)
         ]
         return await self._complete(calls, set(names))
 
@@ -241,6 +248,8 @@ class AsyncLLM:
         *,
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
+        pin_s: float = 0.0,
+        session: str | Sequence[str] = "",
     ) -> list[Completion]:
         """Answer each conversation, using the checkpoint's chat template; otherwise like
         `generate`.
@@ -249,7 +258,14 @@ class AsyncLLM:
             conversations: lists of messages with a ``role`` and a ``content``; one or many.
         """
         prompts = self._llm.encode_chats(conversations)
-        return await self.generate(prompts, sampling_params, adapter=adapter, priority=priority)
+        return await self.generate(
+            prompts,
+            sampling_params,
+            adapter=adapter,
+            priority=priority,
+            pin_s=pin_s,
+            session=session,
+        )
 
     async def stream(
         self,
@@ -258,6 +274,8 @@ class AsyncLLM:
         *,
         adapter: str = "",
         priority: int = 0,
+        pin_s: float = 0.0,
+        session: str = "",
     ) -> AsyncGenerator[TextDelta, None]:
         """Complete one prompt, piece by piece.
 
@@ -266,7 +284,8 @@ class AsyncLLM:
         (``aclose``) aborts the request.
         """
         params = sampling_params or SamplingParams()
-        call = self._make_call(prompt, params, adapter, priority, streams=True)
+        terms = terms_of(pin_s, session)
+        call = self._make_call(prompt, params, adapter, priority, terms, streams=True)
         try:
             await self._begin([call], {adapter})
             async for piece in call.read():
@@ -351,6 +370,14 @@ class AsyncLLM:
             self._tell()
 
         await self._thread.ask(abort)
+
+    async def prefetch(self, session: str, *, ttl_s: float) -> None:
+        """Keep a session's prefix, because its next turn comes soon; see `LLM.prefetch`."""
+        await self._thread.ask(functools.partial(self._llm.prefetch, session, ttl_s=ttl_s))
+
+    async def drop_pins(self, session: str) -> None:
+        """Keep the prefixes of a session no longer; see `LLM.drop_pins`."""
+        await self._thread.ask(functools.partial(self._llm.drop_pins, session))
 
     async def load_adapter(
         self, name: str, source: str | Path, *, pinned: bool = False
@@ -445,13 +472,14 @@ class AsyncLLM:
         params: SamplingParams,
         adapter: str,
         priority: int,
+        terms: PinTerms | None,
         *,
         streams: bool,
     ) -> _Call:
         """Check a prompt, and make its call; raises InvalidRequestError if a value is wrong."""
         make = self._llm._make_choices
         requests = make(prompt, params, adapter, priority, compiles_grammar=False)
-        return _Call(requests, streams=streams)
+        return _Call(requests, terms, streams=streams)
 
     async def _pool(
         self,
@@ -566,7 +594,7 @@ class AsyncLLM:
     def _begin_now(self, calls: Sequence[_Call], adapters: set[str]) -> None:
         self._llm.named_adapters.load_again(adapters)
         for call in calls:
-            call.answers = self._llm._begin(call.requests, streams=call.streams)
+            call.answers = self._llm._begin(call.requests, call.terms, streams=call.streams)
             self._open.add(call)
 
     def _begin_pool(self, pool: _Pool) -> None:

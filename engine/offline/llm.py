@@ -27,7 +27,7 @@ from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
-from baton.kv.pins import PinTerms, PrefixPin, check_pins
+from baton.kv.pins import PinTerms, check_prefetch_ttl
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -35,6 +35,7 @@ from engine.crash_dump import dump_crash
 from engine.make_engine import make_engine
 from engine.offline.answer import Answer
 from engine.offline.beams import OfflineBeams
+from engine.offline.hints import name_of, terms_of
 from engine.offline.named_adapters import NamedAdapters
 from engine.offline.pooling import OfflinePooling, PooledAnswer, pairs_of
 from engine.offline.progress_bar import progress_bar
@@ -42,8 +43,8 @@ from engine.offline.prompts import (
     Conversation,
     Prompt,
     ReadPrompt,
-    adapter_per_prompt,
     as_list,
+    name_per_prompt,
     params_per_prompt,
     priority_per_prompt,
     without_images,
@@ -55,6 +56,7 @@ from engine.weights import ServedWeights
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002
+_OWNER = PinTerms().owner  # there are no tenants in one process
 
 
 class LLM:
@@ -121,6 +123,7 @@ class LLM:
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
         pin_s: float = 0.0,
+        session: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt, and wait until all are complete.
@@ -133,6 +136,8 @@ class LLM:
                 first. Needs ``scheduling_policy="priority"``. Priorities do not change any token.
             pin_s: seconds for which prompts and answers stay in the prefix cache, as far as
                 ``pin_share`` allows; 0: as long as there is room.
+            session: your name for the conversation of all prompts, or one name per prompt, for
+                `prefetch` and `drop_pins`; empty: none.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -146,7 +151,9 @@ class LLM:
         self._check_awake()
         prompt_list = as_list(prompts)
         params_list = params_per_prompt(sampling_params, len(prompt_list))
-        names = adapter_per_prompt(adapter, len(prompt_list))
+        names = name_per_prompt("adapter", adapter, len(prompt_list))
+        sessions = name_per_prompt("session", session, len(prompt_list))
+        hints = [terms_of(pin_s, one) for one in sessions]
         priorities = priority_per_prompt(priority, len(prompt_list))
         self.named_adapters.load_again(set(names))
         choices = [
@@ -155,13 +162,26 @@ class LLM:
                 prompt_list, params_list, names, priorities, strict=True
             )
         ]
-        if pin_s:
-            self._pin([requests[0] for requests in choices], pin_s)
-        return [one.completion() for one in self._run(choices, progress=progress)]
+        return [one.completion() for one in self._run(choices, hints, progress=progress)]
 
-    def _run(self, choices: Sequence[list[Request]], *, progress: bool = False) -> list[Answer]:
-        """Run the requests of prompts until all have ended; return their answers in order."""
-        answers = [answer for requests in choices for answer in self._begin(requests)]
+    def _run(
+        self,
+        choices: Sequence[list[Request]],
+        hints: Sequence[PinTerms | None] = (),
+        *,
+        progress: bool = False,
+    ) -> list[Answer]:
+        """Run the requests of prompts until all have ended; return their answers in order.
+
+        Args:
+            hints: what to keep of each prompt; empty: nothing.
+        """
+        hints = hints or [None] * len(choices)
+        answers = [
+            answer
+            for requests, terms in zip(choices, hints, strict=True)
+            for answer in self._begin(requests, terms)
+        ]
         with progress_bar(len(answers), shown=progress) as advance:
             while self.engine.has_work or self.engine.features.is_awaited:
                 advance(self._step())
@@ -175,6 +195,7 @@ class LLM:
         adapter: str | Sequence[str] = "",
         priority: int | Sequence[int] = 0,
         pin_s: float = 0.0,
+        session: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each conversation, using the checkpoint's chat template; otherwise like
@@ -191,6 +212,7 @@ class LLM:
             adapter=adapter,
             priority=priority,
             pin_s=pin_s,
+            session=session,
             progress=progress,
         )
 
@@ -381,6 +403,8 @@ class LLM:
         *,
         adapter: str = "",
         priority: int = 0,
+        pin_s: float = 0.0,
+        session: str = "",
     ) -> Iterator[TextDelta]:
         """Complete one prompt, piece by piece; closing the iterator aborts the request.
 
@@ -388,11 +412,12 @@ class LLM:
         InvalidRequestError on the first iteration.
         """
         self._check_awake()
+        terms = terms_of(pin_s, session)
         self.named_adapters.load_again({adapter})
         requests = self._make_choices(
             prompt, sampling_params or SamplingParams(), adapter, priority
         )
-        answers = self._begin(requests, streams=True)
+        answers = self._begin(requests, terms, streams=True)
         try:
             while not all(answer.ended for answer in answers):
                 self._check_awake()
@@ -406,6 +431,29 @@ class LLM:
                 self._end(request.request_id)
             while self.engine.step_in_flight and not self._answers:
                 self._step()  # because maybe no later call ends this step
+
+    def prefetch(self, session: str, *, ttl_s: float) -> None:
+        """Keep the prefix of a session's last prompt and answer, because its next turn comes soon.
+
+        With ``kv_files``, a thread reads those blocks ahead that the prefix cache lacks. Does
+        nothing if the session is unknown.
+
+        Args:
+            session: name of the session, as in `generate`, `chat` and `stream`.
+            ttl_s: seconds for which to keep the prefix, as far as ``pin_share`` allows.
+
+        Raises InvalidRequestError if an argument is wrong, or the engine sleeps or is paused.
+        """
+        check_prefetch_ttl(ttl_s)
+        self._check_awake()
+        self.engine.features.hint_session(_OWNER, name_of(session), ttl_s)
+
+    def drop_pins(self, session: str) -> None:
+        """Keep the prefixes of a session no longer, because it does not come back.
+
+        Raises InvalidRequestError if no session is named.
+        """
+        self.engine.features.hint_session(_OWNER, name_of(session), 0.0)
 
     @property
     def weights(self) -> str:
@@ -513,15 +561,14 @@ class LLM:
             problem = "must be abort while the engine is paused with open requests, got drain"
             raise InvalidRequestError("when", problem)
 
-    def _pin(self, requests: list[Request], pin_s: float) -> None:
-        """Pin the prompts of requests, and their answers once they end."""
-        terms = PinTerms(prefixes=(PrefixPin(pin_s),))
-        check_pins(terms.prefixes)
-        for request in requests:
-            self.engine.features.pins.begin(request, terms)
+    def _begin(
+        self, choices: list[Request], terms: PinTerms | None = None, *, streams: bool = False
+    ) -> list[Answer]:
+        """Submit the requests of one prompt to the engine; return their answers, still empty.
 
-    def _begin(self, choices: list[Request], *, streams: bool = False) -> list[Answer]:
-        """Submit the requests of one prompt to the engine; return their answers, still empty."""
+        Args:
+            terms: what to keep of the prompt and the first answer; None: nothing.
+        """
         answers = []
         for index, request in enumerate(choices):
             answer = Answer(
@@ -536,9 +583,11 @@ class LLM:
         if choices[0].awaits_grammar:  # siblings cannot share an uncompiled grammar
             for request in choices:
                 self.engine.add_request(request)
-            return answers
-        choices[0].siblings = choices[1:]
-        self.engine.add_request(choices[0])
+        else:
+            choices[0].siblings = choices[1:]
+            self.engine.add_request(choices[0])
+        if terms is not None:
+            self.engine.features.pins.begin(choices[0], terms)
         return answers
 
     def _end(self, request_id: str) -> None:

@@ -48,14 +48,19 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]  # a list of prompts
 
 
-def adapter_per_prompt(adapter: str | Sequence[str], num_prompts: int) -> list[str]:
-    if not isinstance(adapter, Sequence) or not all(isinstance(name, str) for name in adapter):
-        problem = f"must be a name or a name per prompt, got {adapter!r:.80}"
-        raise InvalidRequestError("adapter", problem)
-    names = [adapter] * num_prompts if isinstance(adapter, str) else list(adapter)
+def name_per_prompt(field: str, given: str | Sequence[str], num_prompts: int) -> list[str]:
+    """Return an argument with names, such as those of adapters, as a list with a name per prompt.
+
+    Args:
+        field: name of the argument, for errors.
+    """
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        problem = f"must be a name or a name per prompt, got {given!r:.80}"
+        raise InvalidRequestError(field, problem)
+    names = [given] * num_prompts if isinstance(given, str) else list(given)
     if len(names) != num_prompts:
         problem = f"must be one or {num_prompts} (one per prompt), got {len(names)}"
-        raise InvalidRequestError("adapter", problem)
+        raise InvalidRequestError(field, problem)
     return names
 
 

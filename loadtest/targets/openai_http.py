@@ -186,7 +186,7 @@ def _usage(found: _Usage) -> Usage:
 def _parse(text: bytes) -> _Event:
     try:
         event = _decode_event(text)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TargetError("NOT_UNDERSTOOD", f"{error}") from None
     if event.error is not None:
         raise TargetError("STREAM_ERROR", str(event.error)[:_MAX_ERROR_CHARS])
@@ -356,7 +356,7 @@ async def _first_model(session: aiohttp.ClientSession, base_url: str) -> str:
             models = msgspec.json.decode(await response.read(), type=_Models)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise TargetError("CONNECTION", f"{url} does not answer: {error}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TargetError("NOT_UNDERSTOOD", f"the answer of {url}: {error}") from None
     if not models.data:
         raise ConfigError(f"model: must be given, {url} lists none")

@@ -46,7 +46,6 @@ class _Share:
     Attributes:
         num_tokens: tokens of the prefix; 0: nothing is sent.
         block_ids: this node's blocks with the prefix.
-        num_kept: number of these blocks that would be free if they were not sent.
         is_ending: whether this node has asked its sender to end the transfer.
     """
 
@@ -54,7 +53,6 @@ class _Share:
     received_at: float
     num_tokens: int
     block_ids: tuple[int, ...]
-    num_kept: int
     is_ending: bool = False
 
 
@@ -108,11 +106,10 @@ class Shares(SideWork):
             [image.span for image in command.images],
         )
         pool = self._engine.block_pool
-        num_kept = pool.num_free_among(found.block_ids)
-        if num_kept > self._engine.features.side_blocks.num_left:
-            found, num_kept = NOTHING_HELD, 0
+        if pool.num_free_among(found.block_ids) > self._engine.features.side_blocks.num_left:
+            found = NOTHING_HELD
         pool.touch(found.block_ids)
-        self._open[key] = _Share(command, received_at, found.num_tokens, found.block_ids, num_kept)
+        self._open[key] = _Share(command, received_at, found.num_tokens, found.block_ids)
         self._sender.start(
             *key,
             fetch_end(command.reader_engine_id),
@@ -138,8 +135,9 @@ class Shares(SideWork):
         )
 
     def _num_kept(self) -> int:
-        """Return how many blocks are not free only because this node is sending them."""
-        return sum(share.num_kept for share in self._open.values())
+        """Return how many blocks would be free if they were not sent."""
+        sent = Counter(block_id for share in self._open.values() for block_id in share.block_ids)
+        return self._engine.block_pool.num_free_among(sent, sent)
 
     def abort(self, abort: AbortAll) -> None:
         """Stop sending the prefixes that the abort concerns."""

@@ -12,6 +12,7 @@ attempts.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,10 @@ MIN_TOKENS = 32
 LONGEST_S = 1.0
 # Assumed seconds for the messages of a fetch, and bytes per second, until a fetch is measured.
 LATENCY_S, DEFAULT_BYTES_PER_S = 0.005, 1e9
-# After a prefix was lost, its holder sends its reader no prefixes for this many seconds.
+# Maximum number of holders that `add_fetchable` considers: it runs for each request, and looks at
+# each pair of a holder and a reader.
+MAX_HOLDERS = 4
+# After a lost prefix, the holder sends the same reader no prefixes for this many seconds.
 BARRED_S = 5.0
 _LONG_PREFIX = 4096
 
@@ -152,18 +156,17 @@ class PrefixSources:
     ) -> Mapping[str, int]:
         """Return how many tokens each node need not compute, because it has them or can fetch them.
 
-        Tokens that take time to fetch count in part: as the number that could be computed in the
-        saved time.
+        Tokens that take time to fetch count in part: as many as could be computed in the saved
+        time. Only the holders that have cached most are considered.
 
         Args:
             cached: leading prompt tokens that each node has in its cache, by engine id.
             readers: the nodes that may fetch, by engine id.
         """
-        counts = dict(cached)
-        for holder_id, reached in self._reach.bandwidths.items():
-            if holder_id not in cached:
-                continue
-            for reader in filter(None, map(readers.get, reached)):
+        counts, reach = dict(cached), self._reach.bandwidths
+        holders = heapq.nlargest(MAX_HOLDERS, filter(reach.get, cached), key=cached.__getitem__)
+        for holder_id in holders:
+            for reader in filter(None, map(readers.get, reach[holder_id])):
                 own = cached.get(reader.engine_id, 0)
                 num_lacking = cached[holder_id] - own
                 if num_lacking < MIN_TOKENS or not self._may_send(holder_id, reader.engine_id):

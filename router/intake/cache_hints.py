@@ -74,12 +74,6 @@ def session_hint(
     return SessionHint(owner_name(principal), session_name(principal, session_id), keep_s)
 
 
-def check_prefetch_ttl(ttl_s: float) -> None:
-    """Raise InvalidRequestError if a prefetch's time is not above 0, or is too long."""
-    if not 0 < ttl_s <= MAX_TTL_S:
-        raise InvalidRequestError("ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}")
-
-
 def send_hint(nodes: Iterable[Node], hint: SessionHint) -> int:
     """Send a hint to the serving nodes; return how many these are.
 

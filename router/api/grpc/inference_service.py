@@ -15,7 +15,7 @@ import structlog
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from baton.kv.pins import PrefixPin, check_num_pins, check_pins
+from baton.kv.pins import PrefixPin, check_num_pins, check_pins, check_prefetch_ttl
 from baton.link import wire
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
@@ -24,7 +24,7 @@ from baton.wire import types as wire_types
 from router.api.grpc import pooled
 from router.api.grpc.journal import Journal
 from router.calls.call import Call, Terms
-from router.intake.cache_hints import check_prefetch_ttl, make_pins, send_hint, session_hint
+from router.intake.cache_hints import make_pins, send_hint, session_hint
 from router.intake.choices import accept_choices, check_num_outputs, merge_streams
 from router.intake.images.image_reader import ImageFile
 from router.intake.intake import MAX_REQUEST_ID_CHARS

@@ -6,8 +6,9 @@ import msgspec
 from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
+from baton.kv.pins import check_prefetch_ttl
 from router.api.http.exchange import PRINCIPAL, SERVED, HttpOptions, read_body
-from router.intake.cache_hints import check_prefetch_ttl, retention_s, send_hint, session_hint
+from router.intake.cache_hints import retention_s, send_hint, session_hint
 
 
 class DropRequest(msgspec.Struct, kw_only=True):

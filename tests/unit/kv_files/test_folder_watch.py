@@ -11,6 +11,7 @@ import pytest
 from engine.kv_files.file_system import FileSystem, FoundFile
 from engine.kv_files.folder_watch import FolderWatch
 from tests.fakes.engine.kv_file_stores import chain_of, open_store, read, write
+from tests.unit.kv_files.test_file_tier import load, store_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports changes")
 
@@ -72,3 +73,10 @@ def test_a_user_who_may_watch_no_further_folder_has_no_watch(tmp_path: Path) -> 
     watch.watch_folder(tmp_path, "a")
     assert not watch.is_on
     assert watch.take_changed() is None
+
+
+def test_a_closed_engine_watches_no_folder(tmp_path: Path) -> None:
+    engine = load(tmp_path)
+    assert store_of(engine)._watch.is_on
+    engine.close()
+    assert not store_of(engine)._watch.is_on

@@ -116,6 +116,26 @@ def test_reading_ahead_gives_way_to_a_prompt_of_another_session(engine: Engine) 
     assert request.num_hit_tokens == 6 * 16, "reads hold at most half of all blocks"
 
 
+def test_reading_ahead_goes_on_if_a_prompt_finds_no_room_for_its_read(engine: Engine) -> None:
+    other = [9, *PROMPT]
+    ask(engine, prompt=other)
+    run(engine)
+    wait_until(lambda: tier_of(engine).counts().runs["written"] == 2, "both are written")
+    engine.block_pool.reset_prefix_cache()
+    files = trouble(engine)
+    files.gate.clear()
+    engine.features.hint_session(TERMS.owner, TERMS.session, 60.0)
+    assert files.stands.wait(60)
+    engine.features.side_blocks.add_holder(lambda: 16)  # half of all blocks
+    request = ask(engine, prompt=other)
+    (ahead,) = tier_of(engine)._reads
+    assert not request.awaits_prefix
+    assert not any(job.is_stopped for _, job in ahead.jobs)
+    files.gate.set()
+    wait_until(lambda: ahead.has_ended, "the read ends")
+    run(engine)
+
+
 def test_sessions_are_forgotten_by_owners_with_many() -> None:
     sessions = SessionPrefixes(1)  # 16 hashes
     sessions.remember(b"few", b"s", (b"h",) * 4)

@@ -200,6 +200,15 @@ def test_thousands_of_spoilt_files_are_refused(
     assert num_counted == num_spoilt
 
 
+def test_a_header_whose_text_is_no_utf_8_is_damaged(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    path = only_file(tmp_path)
+    path.write_bytes(path.read_bytes().replace(IDENTITY.encode(), b"\xc4(", 1))
+    assert read(*open_store(tmp_path), chain).causes == ("damaged",)
+    assert names(tmp_path) == []
+
+
 def test_files_of_other_identities_are_not_found(tmp_path: Path) -> None:
     chain = chain_of(1, NUM_BLOCKS)
     write(*open_store(tmp_path), chain)

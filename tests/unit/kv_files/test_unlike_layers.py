@@ -72,6 +72,21 @@ def test_a_restarted_engine_reads_windows_and_states(
     say_turns(3, folder, tmp_path / "files")
 
 
+def test_a_lost_window_is_written_again(tmp_path: Path) -> None:
+    folder = save(make_hugging_face_model(WINDOWS, max_position_embeddings=512), tmp_path)
+    files, prompt = tmp_path / "files", PROMPT
+    for num_hits in (0, 0, 1):
+        llm = load(folder, files)
+        said = answer(llm, prompt)
+        assert tier_of(llm).counts().hits == num_hits
+        llm.engine.close()
+        if prompt is PROMPT and tier_of(llm).counts().runs["written"] == 2:
+            for path in files.rglob("*.1/*/*.kv"):  # the group with a window
+                path.unlink()
+        else:
+            prompt = [*PROMPT, *said, *PROMPT[:50]]
+
+
 @pytest.mark.parametrize(
     "size",
     ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.large)],

@@ -351,6 +351,24 @@ def test_prefixes_that_are_sent_take_a_part_of_the_blocks_only(
     cluster.assert_at_rest()
 
 
+def test_a_prefix_that_is_sent_twice_counts_until_the_last_one_has_gone(
+    cluster: FetchCluster,
+) -> None:
+    prefix, side = second_prompt()[:CACHED], cluster.d.engine.features.side_blocks
+    for epoch in (1, 2):
+        cluster.share(("second", epoch), prefix)
+        cluster.step("d")
+        assert side.num_held == CACHED // BLOCK_SIZE
+    cluster.shares._end(("second#prefix", 1), "the test ends it")
+    cluster.run(0.5)
+    assert cluster.shares.num_transfers == 1
+    assert side.num_held == CACHED // BLOCK_SIZE
+    cluster.p.submit(CancelCommand("second", 2))
+    cluster.run(2.0)
+    assert side.num_held == 0
+    cluster.assert_at_rest()
+
+
 def run_until(cluster: FetchCluster, is_so: Callable[[], bool], *, lands: bool = False) -> None:
     """Let both nodes and the messages move until a condition holds; writes stay posted."""
     for _ in range(100):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import NodeRegistration, NodeRole, PeerReport, PeerUpdate, StepTime
 from router.fleet.node_pool import NodePool
-from router.fleet.prefix_sources import BARRED_S, LONGEST_S, PrefixSource
+from router.fleet.prefix_sources import BARRED_S, LONGEST_S, MAX_HOLDERS, PrefixSource
 from tests.fakes.router.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
@@ -241,3 +242,25 @@ def test_policies_count_what_can_be_fetched(fleet: Fleet) -> None:
     slow = Fleet(bandwidth=1e6)
     first = slow.d[0].node.engine_id
     assert slow.pool.prefix_sources.add_fetchable({first: 480}, {}) == {first: 480}
+
+
+def test_of_many_holders_only_those_with_most_are_considered(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, p = fleet.pool.prefix_sources, fleet.p.node
+    asked, terms = list[str](), sources._terms
+    cached = {}
+    for number in range(3 * MAX_HOLDERS):
+        name = f"more-{number}"
+        holder = fleet.holders[name] = fleet._join(name, NodeRole.DECODE)
+        fleet.report(holder, True)
+        cached[holder.node.engine_id] = 160 + 16 * number
+
+    def note_and_ask(holder_id: str, *rest: Any) -> Any:
+        asked.append(holder_id)
+        return terms(holder_id, *rest)
+
+    monkeypatch.setattr(sources, "_terms", note_and_ask)
+    counts = sources.add_fetchable(cached, {p.engine_id: p})
+    assert asked == list(cached)[: -MAX_HOLDERS - 1 : -1]
+    assert 0.8 * max(cached.values()) < counts[p.engine_id] < max(cached.values())
