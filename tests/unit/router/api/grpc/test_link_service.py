@@ -31,7 +31,6 @@ from baton.link.words import (
 from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import node_pb2, node_pb2_grpc, types_pb2
 from baton.wire import reading as wire_reading
-from router.api.grpc import link_service
 from router.api.grpc.link_service import NodeLinkService
 from router.fleet.node import LegDelta, LegWork
 from router.fleet.node_claims import (
@@ -60,27 +59,21 @@ class Reader:
 
 
 @contextlib.asynccontextmanager
-async def linked(pool: NodePool) -> AsyncIterator[Any]:
-    """A node's end of its link, before its registration."""
+async def joined(pool: NodePool) -> AsyncIterator[Any]:
+    """A decode node's end of its link, registered."""
     server = RpcServer(
         [node_pb2.DESCRIPTOR.services_by_name["NodeLink"]],
         lambda one: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(pool), one),  # type: ignore[no-untyped-call]  # generated
     )
     address = await server.start("127.0.0.1:0")
     async with open_channel(address) as channel, asyncio.timeout(30):
-        link = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
-        yield link
-        link.cancel()
-    await server.stop(0)
-
-
-@contextlib.asynccontextmanager
-async def joined(pool: NodePool) -> AsyncIterator[Any]:
-    """A decode node's end of its link, registered."""
-    async with linked(pool) as link:
+        stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
+        link = stub.Link()
         await link.write(wire.registration_to_proto(make_registration("d", NodeRole.DECODE)))
         assert (await link.read()).registered.problem == ""
         yield link
+        link.cancel()
+    await server.stop(0)
 
 
 @asynchronous
@@ -382,28 +375,21 @@ async def test_what_a_node_says_at_length_is_handed_over_with_turns_for_others()
     task.cancel()
 
 
-def test_a_node_whose_registration_is_late_may_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that is refused for good ends; this node was only stopped for a while, or slow."""
-    monkeypatch.setattr(link_service, "REGISTER_TIMEOUT_S", 0.01)
-
-    @asynchronous
-    async def run() -> None:
-        async with linked(make_pool()) as link:
-            answer = (await link.read()).registered
-        assert answer.problem == "no registration came within 0.01 s"
-        assert answer.may_retry
-
-    run()
-
-
 @asynchronous
 async def test_a_registration_of_many_parts_is_refused_unread() -> None:
-    async with linked(make_pool()) as link:
+    server = RpcServer(
+        [node_pb2.DESCRIPTOR.services_by_name["NodeLink"]],
+        lambda one: node_pb2_grpc.add_NodeLinkServicer_to_server(NodeLinkService(make_pool()), one),  # type: ignore[no-untyped-call]  # generated
+    )
+    address = await server.start("127.0.0.1:0")
+    async with open_channel(address) as channel, asyncio.timeout(30):
+        link = node_pb2_grpc.NodeLinkStub(channel).Link()  # type: ignore[no-untyped-call]  # generated
         registration = wire.registration_to_proto(make_registration("d", NodeRole.DECODE))
         registration.register.compatibility.update(dict.fromkeys(map(str, range(2000)), "x"))
         await link.write(registration)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await link.read()
+    await server.stop(0)
     assert caught.value.details() == "registration: has more than 1024 parts"
 
 
