@@ -53,8 +53,8 @@ from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
-from router.fleet.pairing import Reach, are_peers, num_pairs_lost, receives_from, why_no_pair
 from router.fleet.peers.introductions import Introductions
+from router.fleet.peers.pairing import Reach, are_peers, num_pairs_lost, receives_from, why_no_pair
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from router.fleet.prefix_sources import PrefixSource, PrefixSources

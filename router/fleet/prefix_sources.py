@@ -21,7 +21,7 @@ from baton.kv.prefixes import is_fetch_end
 from baton.link.words import PeerReport
 from router.fleet.load.measured_line import MeasuredLine
 from router.fleet.node import Node
-from router.fleet.pairing import Reach
+from router.fleet.peers.pairing import Reach
 
 # Fewer tokens are not worth the messages.
 MIN_TOKENS = 32

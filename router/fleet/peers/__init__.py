@@ -1,1 +1,1 @@
-"""How nodes learn of their peers."""
+"""Which nodes are peers, how nodes learn of their peers, and which pairs are connected."""

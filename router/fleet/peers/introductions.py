@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from baton.link.words import PeerReport, PeerReports, PeerUpdate, PeerUpdates
 from router.fleet.node import Node
-from router.fleet.pairing import (
+from router.fleet.peers.pairing import (
     Reach,
     are_peers,
     incompatibility,

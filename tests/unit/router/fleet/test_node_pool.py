@@ -20,7 +20,7 @@ from baton.link.words import (
 )
 from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, LegWork, Node
 from router.fleet.node_pool import NodePool
-from router.fleet.pairing import incompatibility
+from router.fleet.peers.pairing import incompatibility
 from tests.fakes.router.nodes import (
     HandNode,
     failure,
