@@ -242,6 +242,34 @@ async def test_a_peer_is_gone_only_when_no_router_has_it_any_more() -> None:
         await until(lambda: PeerUpdate("d0-0", removed=True) in scene.commands)
 
 
+def test_a_peer_that_left_while_the_router_was_away_is_forgotten_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a node tried to reach such peers for ever, and no message would end this."""
+    monkeypatch.setattr(router_links, "UNLISTED_S", 0.0)
+
+    @asynchronous
+    async def run() -> None:
+        first = Router()
+        scene = Scene(first.address)
+        async with scene.running():
+            async with served(first):
+                await until(lambda: first.pool.nodes)
+                for name in ("d0", "d1"):
+                    HandNode(first.pool, make_registration(name, NodeRole.DECODE))
+                await until(lambda: sum(isinstance(c, PeerUpdate) for c in scene.commands) == 2)
+                scene.links.emit(PeerReport("d0-0", True, "t"))
+            await until(lambda: scene.joins[-1:] == [False])
+            assert PeerUpdate("d0-0", removed=True) not in scene.commands  # KV goes on meanwhile
+            second = Router(listen=first.address)
+            HandNode(second.pool, make_registration("d1", NodeRole.DECODE))
+            async with served(second):
+                await until(lambda: PeerUpdate("d0-0", removed=True) in scene.commands)
+                assert not scene.links.reached
+
+    run()
+
+
 @asynchronous
 async def test_a_node_is_drained_when_every_router_knows_and_serves_again() -> None:
     one, other = Router(), Router()
