@@ -150,6 +150,7 @@ class IoLoop:
         self._closing = False
         self._num_rounds = 0
         self._in_round = False
+        self._has_posted = False  # whether this round has posted a write of KV
         self._thread = threading.Thread(target=self._run, name="kv-io", daemon=True)
 
     def start(self) -> None:
@@ -238,12 +239,12 @@ class IoLoop:
     def _pause_s(self) -> float:
         """Return how many seconds to pause before the next round.
 
-        Returns 0 if a GPU writes KV, or if writes can be posted and none is in flight.
+        Returns 0 if a GPU writes KV, or if this round's writes are complete and more wait. If a
+        round could post nothing, as while the peer's lease has expired, the next one waits.
         """
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
-        is_sending = self._core.is_moving and self._core.is_expecting
-        if is_sending and not self._writes and not self._is_on_device:
+        if self._has_posted and self._core.is_moving and not self._writes:
             return 0.0
         pauses = LISTENING if getattr(self._wake, "listens", False) else POLLING
         if self._core.is_moving:
@@ -257,6 +258,7 @@ class IoLoop:
 
     def round(self) -> None:
         """Give the state machine wishes, messages, ended writes and a tick; do its actions."""
+        self._has_posted = False
         while self._wishes:
             self._tell(self._wishes.popleft())
         self._read()
@@ -373,6 +375,7 @@ class IoLoop:
             is_done = place not in self._writes and pending.is_done()
         except (TransferError, ValueError) as error:
             return Posted(action, problem=str(error))
+        self._has_posted = True
         if not is_done:
             self._writes.setdefault(place, deque()).append(pending)
         return Posted(action, posting_s, is_done)

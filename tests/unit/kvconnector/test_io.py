@@ -188,3 +188,12 @@ def test_closing_closes_the_transport() -> None:
     scene.loop.close()
     assert "closes" not in InMemoryTransport._ends
     assert scene.deaths == []
+
+
+def test_a_thread_whose_writes_must_wait_rests_between_rounds() -> None:
+    """Regression: the thread took a whole core while a peer with granted blocks was silent."""
+    scene = Scene("waits")
+    scene.loop.close()
+    scene.machine.is_expecting = scene.machine.is_moving = True
+    scene.loop.round()
+    assert scene.loop._pause_s() > 0
