@@ -232,8 +232,13 @@ class RouterLinks:
                         link.emit(tuple(deltas))
 
     def beat(self, beat: NodeBeat) -> None:
-        """Report load and serving state to all routers."""
+        """Report load and serving state to all routers, and end the links of silent routers.
+
+        Call this once per beat interval.
+        """
         self.emit(self._drain.mark(beat, all_routers_know=self.all_know_drain))
+        for link in self._links.values():
+            link.count_beat()
 
     async def run(self) -> None:
         """Keep all links up; never returns.

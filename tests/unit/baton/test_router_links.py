@@ -20,7 +20,7 @@ from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import router_links
 from baton.link.drain import Drain
-from baton.link.node_end import NodeEnd
+from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd
 from baton.link.router_link import RouterLink
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
@@ -268,6 +268,22 @@ def test_a_peer_that_left_while_the_router_was_away_is_forgotten_later(
                 assert not scene.links.reached
 
     run()
+
+
+@asynchronous
+async def test_a_node_leaves_a_router_that_says_nothing_for_too_many_beats() -> None:
+    router = Router()
+    scene = Scene(router.address)
+    await router.server.start()  # it sends no beats
+    async with scene.running():
+        await until(lambda: scene.joins == [True])
+        for _ in range(MAX_MISSED_BEATS):
+            scene.links.beat(NodeBeat())
+        await until(lambda: not router.node.num_missed_beats)
+        assert scene.joins == [True]
+        scene.links.beat(NodeBeat())
+        await until(lambda: False in scene.joins)
+    await router.server.stop(None)
 
 
 @asynchronous
