@@ -73,7 +73,7 @@ class Peer:
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe, or the last writes of KV, measured.
         round_trip_s: shortest time between a message and its answer in the last `TRIPS_S` or twice
-            this time, while no write to the peer was in flight; both ends' loops may sleep in it.
+            this time, while no write to any peer was in flight; both ends' loops may sleep in it.
         recent_trip_s: the shortest round trip since the time ``tripped_at``.
         problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.
@@ -118,6 +118,7 @@ class Peers:
             receiver).
         is_busy: returns whether writes to a peer are in flight; until they end, the peer's
             connection is kept.
+        is_sending: returns whether writes to any peer are in flight.
         on_lost: called with the reason when a peer becomes suspect.
     """
 
@@ -128,12 +129,15 @@ class Peers:
         *,
         greets: bool,
         is_busy: Callable[[str], bool] = lambda engine_id: False,
+        is_sending: Callable[[], bool] = lambda: False,
         on_lost: Callable[[str, str], None] = lambda engine_id, reason: None,
     ) -> None:
         self._turn = turn
         self._own = own
         self._greets = greets
         self._is_busy = is_busy
+        self._is_sending = is_sending
+        self._written_at = -math.inf  # when a write to any peer was last posted or ended
         self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
         self._probe_numbers = itertools.count(1)
@@ -217,10 +221,16 @@ class Peers:
         """Renew the lease to write to a peer that has answered a message sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
         peer = self._peers[engine_id]
-        if not self._is_busy(engine_id):
+        # Messages wait behind KV, also behind KV for other peers: this time is not the path's, and
+        # would let every peer have more KV in flight, which would make messages wait longer.
+        if sent_at_s > self._written_at and not self._is_sending():
             self._note_round_trip(peer, max(0.0, self._turn.now - sent_at_s))
         if self._is_fresh(peer):
             self.confirm(engine_id)
+
+    def note_write(self) -> None:
+        """Note that a write to any peer was posted, or has ended."""
+        self._written_at = self._turn.now
 
     def _note_round_trip(self, peer: Peer, seconds: float) -> None:
         peer.recent_trip_s = min(peer.recent_trip_s, seconds)
