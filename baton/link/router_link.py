@@ -205,9 +205,9 @@ class RouterLink:
     async def _hold(self, channel: grpc.aio.Channel) -> None:
         """Register, then carry messages until the stream breaks."""
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
-        call = stub.Link(metadata=self._metadata)
         try:
-            async with self._turns:
+            async with self._turns:  # the router waits for a registration once the call is open
+                call = stub.Link(metadata=self._metadata)
                 first = await self._register(call)
         except TimeoutError:  # the router accepts connections but sends nothing
             return

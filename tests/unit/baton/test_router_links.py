@@ -397,16 +397,16 @@ async def test_a_node_that_one_router_removes_by_force_still_drains_for_the_othe
         await until(is_drained)
 
 
+async def ignore(_: bool) -> None:
+    pass
+
+
 @asynchronous
 async def test_messages_of_many_logprobs_are_made_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before, a node's loop stood still for 0.1 s when a prompt's logprobs went to the router."""
     registration = make_registration("p0", NodeRole.PREFILL)
-
-    async def ignore(_: bool) -> None:
-        pass
-
     link = RouterLink("x:1", registration, lambda _: None, on_joined=ignore, join_timeout_s=1)
     threads, real = list[int](), NodeEnd.say
 
@@ -430,6 +430,37 @@ async def test_messages_of_many_logprobs_are_made_beside_the_loop(
     assert await link._say(many) == [long]
     own = threading.get_ident()
     assert [thread == own for thread in threads] == [True, False, True]
+
+
+def test_a_call_is_opened_only_when_its_link_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: routers refused nodes that waited for their turn with an open call."""
+    opened = list[object]()
+
+    class Stub:
+        def __init__(self, channel: object) -> None:
+            self.channel = channel
+
+        def Link(self, metadata: object) -> None:  # as gRPC names it
+            opened.append(metadata)
+            raise TimeoutError
+
+    monkeypatch.setattr(node_pb2_grpc, "NodeLinkStub", Stub)
+
+    @asynchronous
+    async def run() -> None:
+        turns, registration = asyncio.Semaphore(1), make_registration("p0", NodeRole.PREFILL)
+        link = RouterLink(
+            "x:1", registration, lambda _: None, on_joined=ignore, join_timeout_s=1, turns=turns
+        )
+        async with turns:
+            running = asyncio.create_task(link.run())
+            await until(lambda: bool(turns._waiters))
+            assert not opened
+        await until(lambda: bool(opened))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run()
 
 
 def test_an_encode_node_does_not_make_a_prefill_node_ready() -> None:
