@@ -181,19 +181,22 @@ class Introductions:
         """Return whether both nodes have reported that they are connected, so that both know it.
 
         If one of them has forgotten the other, both are told in full, because they connect again
-        faster if both know that they must.
+        faster if both know that they must. The pair gets no requests until they report again.
         """
         self._take_early(one, other)
         self._take_early(other, one)
-        there, back = one.reports.get(other.engine_id), other.reports.get(one.engine_id)
-        return (
-            there is not None
-            and back is not None
-            and there.connected
-            and back.connected
-            # Nodes report only how they exchange KV, so they are told of other ends in any case
-            and not may_fetch(one.registration, other.registration)
-        )
+        reports = one.reports.get(other.engine_id), other.reports.get(one.engine_id)
+        if not all(report is not None and report.connected for report in reports):
+            self._forget_reports(one, other)
+            return False
+        # Nodes report only how they exchange KV, so they are told of other ends in any case
+        return not may_fetch(one.registration, other.registration)
+
+    def _forget_reports(self, one: Node, other: Node) -> None:
+        """Forget what two nodes reported on each other, because they will meet again."""
+        for node, peer in ((one, other), (other, one)):
+            if node.reports.pop(peer.engine_id, None) is not None:
+                self._reach.note_report(node, peer)
 
     def _take_early(self, node: Node, peer: Node) -> None:
         """Take over the report that a node sent on a peer before the peer joined."""

@@ -114,6 +114,7 @@ async def test_a_peer_that_has_forgotten_a_node_is_met_by_both() -> None:
     p0 = BatchNode(pool, "p0", P)
     p0.report("d0-0")
     (d0,) = join(pool, "d0")
+    assert pool.num_pairs_connected == 0
     await until_told(p0, d0)
     for node, other in ((p0, "d0-0"), (d0, "p0-0")):
         (news,) = node.news()
