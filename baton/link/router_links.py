@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 10.0
 _FIRST_RESOLVE_INTERVAL_S = 0.5
+_LINKED_INTERVAL_S = 2.0  # between two looks at links of which one is up
 # A router that has just been joined lists all living peers within this time. A peer that it does
 # not list has left while the router was away.
 UNLISTED_S = 60.0
@@ -267,10 +268,10 @@ class RouterLinks:
                     self._peers.forget_unlisted()
                 tasks = list(self._tasks.values())
                 if tasks:
+                    is_linked = any(link.joined for link in self._links.values())
+                    pause_s = _LINKED_INTERVAL_S if is_linked else _FIRST_RESOLVE_INTERVAL_S
                     done, _ = await asyncio.wait(
-                        tasks,
-                        timeout=_FIRST_RESOLVE_INTERVAL_S,
-                        return_when=asyncio.FIRST_COMPLETED,
+                        tasks, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
                     )
                     for task in done:
                         if not task.cancelled():  # by `leave`

@@ -120,6 +120,9 @@ class Peers:
             connection is kept.
         is_sending: returns whether writes to any peer are in flight.
         on_lost: called with the reason when a peer becomes suspect.
+
+    Attributes:
+        greets: as the argument.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Peers:
     ) -> None:
         self._turn = turn
         self._own = own
-        self._greets = greets
+        self.greets = greets
         self._is_busy = is_busy
         self._is_sending = is_sending
         self._written_at = -math.inf  # when a write to any peer was last posted or ended
@@ -189,7 +192,7 @@ class Peers:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
             peer.is_probing = known.is_probing
             # A receiver keeps the last probe's result: the sender decides whether to probe again
-            if not self._greets:
+            if not self.greets:
                 peer.is_probed, peer.path = known.is_probed, known.path
                 peer.bandwidth_bytes_per_s = known.bandwidth_bytes_per_s
         return peer
@@ -223,8 +226,10 @@ class Peers:
         peer = self._peers[engine_id]
         # Messages wait behind KV, also behind KV for other peers: this time is not the path's, and
         # would let every peer have more KV in flight, which would make messages wait longer.
-        if sent_at_s > self._written_at and not self._is_sending():
-            self._note_round_trip(peer, max(0.0, self._turn.now - sent_at_s))
+        # Longer times are those of a sleeping loop.
+        trip_s = max(0.0, self._turn.now - sent_at_s)
+        if trip_s < MAX_ROUND_TRIP_S and sent_at_s > self._written_at and not self._is_sending():
+            self._note_round_trip(peer, trip_s)
         if self._is_fresh(peer):
             self.confirm(engine_id)
 
@@ -333,14 +338,14 @@ class Peers:
     def rest_s(self) -> float:
         """Return the seconds until a beat is due, or a connected peer has been silent too long."""
         leases = [p.alive_at + LEASE_S for p in self if p.state is PeerState.CONNECTED]
-        beats = [peer.speak_at for peer in self] if self._greets else []
+        beats = [peer.speak_at for peer in self] if self.greets else []
         return max(0.0, min(leases + beats, default=math.inf) - self._turn.now)
 
     def tick(self) -> None:
         """Set silent peers to SUSPECT; send Hello and Beat when they are due."""
         for peer in self:
             self._lose_if_silent(peer)
-            if self._greets:
+            if self.greets:
                 self._speak(peer)
 
     @property
@@ -384,7 +389,7 @@ class Peers:
         """Set a peer to SUSPECT, and report PEER_FAILED once."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
-        if self._greets:  # greet the peer again, because a new probe must pass
+        if self.greets:  # greet the peer again, because a new probe must pass
             peer.is_probed = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)

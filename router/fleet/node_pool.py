@@ -68,6 +68,9 @@ MAX_KEPT_CHARS = 1024
 # Nodes hang up on a router that is silent for about a second. If this router was busy for longer
 # than `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
+# The router sends a beat at every second count of its nodes' beats: each message wakes threads of a
+# node, and nodes hang up only after `MAX_MISSED_BEATS` of their own beats without a message.
+COUNTS_PER_BEAT = 2
 
 
 class NodePool:
@@ -139,6 +142,7 @@ class NodePool:
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
         self._counted_at: float | None = None  # time of the last count of missed beats
+        self._num_counts = 0
         self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
         # Fleet for pooled prompts; None: make it when it is read next
@@ -482,7 +486,7 @@ class NodePool:
         raise NotFoundError(f"there is no node {name!r}")
 
     def count_missed_beats(self) -> None:
-        """Send a beat to each node and count its missed beats; remove silent nodes.
+        """Count the missed beats of each node, and send it a beat; remove silent nodes.
 
         Call this once per beat interval. Calls are counted instead of seconds, so that a stall of
         this router does not make nodes look silent.
@@ -490,8 +494,10 @@ class NodePool:
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = self.clock()
+        self._num_counts += 1
         for node in list(self._nodes.values()):
-            node.send(RouterBeat())
+            if self._num_counts % COUNTS_PER_BEAT == 1:
+                node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
             # The first missed beat is not counted, because the node's beat may be on its way.

@@ -197,3 +197,14 @@ def test_a_thread_whose_writes_must_wait_rests_between_rounds() -> None:
     scene.machine.is_expecting = scene.machine.is_moving = True
     scene.loop.round()
     assert scene.loop._pause_s() > 0
+
+
+def test_a_thread_is_at_rest_only_if_no_message_but_answers_to_beats_can_come() -> None:
+    scene = Scene("rests")
+    scene.loop.close()
+    assert scene.loop._is_at_rest()
+    scene.machine.is_expecting = True
+    assert not scene.loop._is_at_rest()
+    scene.machine.is_expecting = False
+    scene.loop.expect(True)
+    assert not scene.loop._is_at_rest()

@@ -163,6 +163,9 @@ def test_a_round_trip_counts_only_if_no_kv_was_in_flight_since_its_message() -> 
     scene.advance(0.002)
     scene.peers.renew("d", scene.turn.now - 0.001)
     assert scene.peers["d"].round_trip_s == pytest.approx(0.001)
+    scene.advance(2 * TRIPS_S)
+    scene.peers.renew("d", scene.turn.now - 0.25)  # the answer waited for a sleeping loop
+    assert scene.peers["d"].round_trip_s == pytest.approx(0.001)
 
 
 def test_a_beat_follows_a_start() -> None:

@@ -15,11 +15,12 @@ from baton.link.words import (
     NodeRole,
     PeerUpdate,
     RequestError,
+    RouterBeat,
     SendKVSnapshot,
     ServingState,
 )
 from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, LegWork, Node
-from router.fleet.node_pool import NodePool
+from router.fleet.node_pool import COUNTS_PER_BEAT, NodePool
 from router.fleet.peers.pairing import incompatibility
 from tests.fakes.router.nodes import (
     HandNode,
@@ -352,6 +353,7 @@ def test_whatever_a_node_says_is_a_sign_of_life() -> None:
         decode.reach(prefill)
         pool.count_missed_beats()
     assert len(pool.nodes) == 2
+    assert len(decode.of(RouterBeat)) == 20 / COUNTS_PER_BEAT
 
 
 def test_what_is_missing_is_waited_for_only_after_both_roles_were_there() -> None:
