@@ -143,6 +143,7 @@ class NodePool:
         self._engine_timeout_s = engine_timeout_s
         self._counted_at: float | None = None  # time of the last count of missed beats
         self._num_counts = 0
+        self._num_news = 0  # reports on peers after which a new fleet is needed
         self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
         # Fleet for pooled prompts; None: make it when it is read next
@@ -326,7 +327,7 @@ class NodePool:
         return self.awaited_until(return_s) > self.clock()
 
     async def wait_for_change(self) -> None:
-        """Wait until a node joins, leaves, changes its state, or reports on a peer."""
+        """Wait until a node joins, leaves, changes its state, or reports that a peer's changed."""
         await self._changed.wait()
 
     def node(self, engine_id: str) -> Node | None:
@@ -541,12 +542,17 @@ class NodePool:
         elif isinstance(event, AdminReply):
             node.replies.on_reply(event)
         elif isinstance(event, PeerReport):
-            self._take_report(node, event)
-            self._note_change()
+            self._take_reports(node, PeerReports((event,)))
         elif isinstance(event, PeerReports):
-            strangers = [one for one in event.reports if not self._take_report(node, one)]
-            self._introductions.note_reports(node, strangers)
-            self._introductions.tell_again(node, event)
+            self._take_reports(node, event)
+
+    def _take_reports(self, node: Node, event: PeerReports) -> None:
+        """Note reports on peers; make a new fleet unless only bandwidths have changed."""
+        num_before = self._num_news
+        strangers = [one for one in event.reports if not self._take_report(node, one)]
+        was_introduced = self._introductions.note_reports(node, strangers)
+        self._introductions.tell_again(node, event)
+        if self._num_news != num_before or was_introduced or event.unknown:
             self._note_change()
 
     def _take_report(self, node: Node, report: PeerReport) -> bool:
@@ -565,10 +571,23 @@ class NodePool:
             logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
         if by_prefixes:
             self.prefix_sources.note_report(node, peer, report)
+            self._num_news += 1
         else:
+            self._num_news += self._is_news(node.reports.get(peer.engine_id), report)
             node.reports[peer.engine_id] = report
             self._reach.note_report(node, peer)
         return True
+
+    def _is_news(self, known: PeerReport | None, report: PeerReport) -> bool:
+        """Return whether a report says more than another bandwidth; the highest one is news, too.
+
+        Bandwidths of pairs that send KV change every few seconds, and a new fleet of a thousand
+        nodes takes milliseconds.
+        """
+        if known is None or known.connected is not report.connected:
+            return True
+        best = 0.0 if self._fleet is None else self._fleet.best_bandwidth
+        return known.problem != report.problem or report.bandwidth_bytes_per_s > best
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
         was_draining, had = node.is_draining, node.beat.adapters

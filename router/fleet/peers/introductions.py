@@ -107,14 +107,16 @@ class Introductions:
         if not node.registration.batches_peers:
             self._introduce(node)
 
-    def note_reports(self, node: Node, strangers: Iterable[PeerReport]) -> None:
+    def note_reports(self, node: Node, strangers: Iterable[PeerReport]) -> bool:
         """Introduce a node that has sent `PeerReports`, if these are its first.
+
+        Returns whether the node was introduced now.
 
         Args:
             strangers: its reports on nodes that have not joined.
         """
         if node.engine_id in self._here:
-            return
+            return False
         now = self._clock()
         for engine_id, early in list(self._early.items()):
             if early.until > now:
@@ -124,6 +126,7 @@ class Introductions:
         reports = {one.engine_id: one for one in connected[:MAX_EARLY]}
         self._early[node.engine_id] = _Early(now + EARLY_S, reports)
         self._introduce(node)
+        return True
 
     def tell_again(self, node: Node, reports: PeerReports) -> None:
         """Introduce a node again to listed peers that it does not know any more."""

@@ -370,7 +370,7 @@ def test_who_waits_for_a_change_hears_of_each_kind() -> None:
         pool = make_pool()
         prefill, decode = join_pair(pool)
         for change in (
-            lambda: prefill.reach(decode),
+            lambda: prefill.reach(decode, connected=False),
             decode.leave,
             lambda: HandNode(pool, decode.node.registration),
         ):

@@ -161,6 +161,30 @@ async def test_a_peer_that_leaves_before_it_was_told_of_is_only_removed() -> Non
 
 
 @asynchronous
+async def test_another_bandwidth_makes_no_new_fleet() -> None:
+    """Regression: after each report, the next request made a fleet anew."""
+    pool = make_pool()
+    p0, d0 = join(pool, "p0", "d0")
+
+    def report(rate: float, problem: str = "") -> None:
+        pool.on_event(
+            p0.node, PeerReports((PeerReport(d0.engine_id, not problem, "t", problem, rate),))
+        )
+
+    report(100.0)
+    fleet = pool.fleet
+    [prefill], [decode] = fleet.prefills, fleet.decodes
+    report(50.0)
+    assert pool.fleet is fleet
+    assert fleet.bandwidth(prefill, decode) == 50.0
+    report(101.0)  # the highest bandwidth is a part of the fleet
+    assert pool.fleet is not fleet
+    assert pool.fleet.best_bandwidth == 101.0
+    report(0.0, "silent")
+    assert not pool.fleet
+
+
+@asynchronous
 async def test_large_peer_infos_are_divided_over_messages() -> None:
     pool = make_pool()
     (p0,) = join(pool, "p0")
