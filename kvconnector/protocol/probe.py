@@ -45,8 +45,8 @@ MAX_POSTED = 16
 # On a slow link, fewer writes are in flight, so that the probe does not fill the link for longer
 # than this time.
 FILLED_S = 0.75
-# If the first write takes longer, no second write would end while the slot is this end's, and the
-# first write's own time gives the bandwidth.
+# If the first write takes longer, a second one could end after the receiver has offered the slot to
+# another sender. So there is no second write, and the first write's time gives the bandwidth.
 MAX_FIRST_S = 2.6
 MARGIN_S = 0.5  # seconds before `OFFER_S` after which a probe is abandoned
 ROUND_S = 0.001  # maximum seconds per round for posting, which may copy; other peers wait meanwhile

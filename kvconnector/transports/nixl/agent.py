@@ -67,7 +67,7 @@ def _epoll_instances() -> dict[int, list[int]]:
 
 
 def _find_descriptor(known: Container[int]) -> int | None:
-    """Return the epoll instance of UCX's TCP sockets, of which NIXL does not tell.
+    """Return the epoll instance of UCX's TCP sockets; NIXL does not tell its number.
 
     UCX also makes an epoll instance for its own thread, which watches the ones of the sockets of
     all agents of this process.
