@@ -44,6 +44,8 @@ class DescriptorWaker:
         self._poller = select.poll()
         self._poller.register(self._flag, select.POLLIN)
         self._poller.register(descriptor, select.POLLIN)
+        self._flag_poller = select.poll()
+        self._flag_poller.register(self._flag, select.POLLIN)
         self._descriptor = descriptor
         self.listens = True
         self._count, self._counted_from = 0, time.monotonic()
@@ -61,6 +63,10 @@ class DescriptorWaker:
         if timeout_s >= self.LONG_S and any(one == self._descriptor for one, _ in found):
             self._count_wake()
         return found
+
+    def wait_for_flag(self, timeout: float) -> object:
+        """Wait until the flag is set, whatever the descriptor does, at most ``timeout`` seconds."""
+        return self._flag_poller.poll(1e3 * timeout)
 
     def _count_wake(self) -> None:
         self._count += 1

@@ -61,11 +61,14 @@ def parts_problem(message: node_pb2.NodeMessage) -> str:
 
     Call this before converting the message, because counting is much cheaper.
     """
-    step, events = message.deltas, message.kv_events
+    step, events, reports = message.deltas, message.kv_events, message.peer_reports
     if len(step.deltas) > MAX_READ_DELTAS:
         return f"deltas: must be at most {MAX_READ_DELTAS} in a message, got {len(step.deltas)}"
     num_parts = max(len(step.epochs), len(step.output_indexes), len(step.token_ids))
     num_parts += len(events.stored) + len(events.removed) + sum(map(_num_parts, step.deltas))
+    num_parts += len(reports.groups) + len(reports.unknown)
+    if num_parts <= MAX_PARTS:  # otherwise, counting itself would take long
+        num_parts += sum(len(group.engine_ids) for group in reports.groups)
     if num_parts > MAX_PARTS:
         return f"message: must have at most {MAX_PARTS} parts, got {num_parts}"
     return ""

@@ -47,8 +47,8 @@ from baton.v1 import node_pb2
 logger = logging.getLogger(__name__)
 
 # A router that sends nothing during more beats of this node has stopped, or the network is dead.
-MAX_MISSED_BEATS = 6
-# Maximum number of reports on peers in one message, and of characters of their problems.
+MAX_MISSED_BEATS = 7
+# Maximum number of reports on peers, and of characters of their problems, in one message.
 MAX_PEER_REPORTS, MAX_PROBLEM_CHARS = 2**10, 2**19
 
 Asked = RouterCommand | AdminCall | tuple[RequestDelta]

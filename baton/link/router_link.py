@@ -23,7 +23,6 @@ from baton.link.admin_answers import AdminAnswers, Answer
 from baton.link.message_cuts import has_many_logprobs
 from baton.link.node_end import NodeEnd, merge_reports, merge_steps
 from baton.link.words import (
-    BEAT_INTERVAL_S,
     AbortAll,
     AdminCall,
     AdminReply,
@@ -91,6 +90,7 @@ class RouterLink:
         self._node_name = registration.node_name
         self._telling: asyncio.Task[None] | None = None
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
+        self._is_silent = asyncio.Event()
         self._submit = submit
         self._on_joined = on_joined
         self._join_timeout_s = join_timeout_s
@@ -123,6 +123,12 @@ class RouterLink:
         """
         if self.joined:
             self._events.put_nowait(event)
+
+    def count_beat(self) -> None:
+        """Count a beat of this node; end the link if the router sends nothing any more."""
+        if self.joined and self._end.miss_beat():
+            logger.warning("the router is silent")
+            self._is_silent.set()
 
     def leave(self) -> AbortAll | None:
         """Implement `NodeEnd.leave`; call this after `run` was cancelled."""
@@ -199,9 +205,9 @@ class RouterLink:
     async def _hold(self, channel: grpc.aio.Channel) -> None:
         """Register, then carry messages until the stream breaks."""
         stub = node_pb2_grpc.NodeLinkStub(channel)  # type: ignore[no-untyped-call]  # generated
-        call = stub.Link(metadata=self._metadata)
         try:
-            async with self._turns:
+            async with self._turns:  # the router waits for a registration once the call is open
+                call = stub.Link(metadata=self._metadata)
                 first = await self._register(call)
         except TimeoutError:  # the router accepts connections but sends nothing
             return
@@ -215,9 +221,10 @@ class RouterLink:
         if self._end.batches_peers:  # the router waits even for an empty message
             self._events.put_nowait(PeerReports(tuple(self._connected_peers())))
         self._stop_telling()
+        self._is_silent.clear()
         await self._on_joined(True)
         logger.info("joined router %s as %s", self.router, self._node_name)
-        jobs = (self._write(call), self._read(call), self._watch())
+        jobs = (self._write(call), self._read(call), self._is_silent.wait())
         tasks = [asyncio.create_task(job) for job in jobs]
         try:
             # If one task ends, the link ends: a link that only reads or only writes is useless.
@@ -262,14 +269,6 @@ class RouterLink:
                     self._events.put_nowait(deltas)
                 case command:
                     self._submit(command)
-
-    async def _watch(self) -> None:
-        """Return once nothing has come from the router for too many beats."""
-        is_silent = False
-        while not is_silent:
-            await asyncio.sleep(BEAT_INTERVAL_S)
-            is_silent = self._end.miss_beat()
-        logger.warning("the router is silent")
 
     async def _say(self, event: NodeEvent) -> list[node_pb2.NodeMessage]:
         """Return the messages of an event; if it has many logprobs, a thread makes the messages."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -42,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 10.0
 _FIRST_RESOLVE_INTERVAL_S = 0.5
+_LINKED_INTERVAL_S = 2.0  # between two looks at links of which one is up
+# A router that has just been joined lists all living peers within this time. A peer that it does
+# not list has left while the router was away.
+UNLISTED_S = 60.0
 
 
 class ListedPeers:
@@ -75,16 +80,16 @@ class ListedPeers:
             note = self.reached.add if report.connected else self.reached.discard
             note(report.engine_id)
 
-    def handle_updates(self, address: str, command: PeerUpdate | PeerUpdates) -> PeerReports | None:
-        """Submit the updates of the router at this address; return an answer for it, or None."""
-        if isinstance(command, PeerUpdate):
-            self._handle_update(address, command)
+    def handle_peer_news(self, address: str, news: PeerUpdate | PeerUpdates) -> PeerReports | None:
+        """Pass on news of the router at this address; return an answer for the router, or None."""
+        if isinstance(news, PeerUpdate):
+            self._handle_update(address, news)
             return None
-        for update in command.updates:
+        for update in news.updates:
             self._handle_update(address, update)
-        for engine_id in self.connected.keys() & set(command.known):
+        for engine_id in self.connected.keys() & set(news.known):
             self._listed_by.setdefault(engine_id, set()).add(address)
-        unknown = tuple(one for one in command.known if one not in self.connected)
+        unknown = tuple(one for one in news.known if one not in self.connected)
         return PeerReports(unknown=unknown) if unknown else None
 
     def _handle_update(self, address: str, update: PeerUpdate) -> None:
@@ -108,11 +113,16 @@ class ListedPeers:
         for routers in self._listed_by.values():
             routers.discard(address)
 
-    def leave(self) -> None:
-        """Forget all peers, because the node leaves all routers."""
-        for engine_id in list(self._listed_by):
+    def forget_unlisted(self) -> None:
+        """Forget the peers that no router lists."""
+        for engine_id in [one for one, routers in self._listed_by.items() if not routers]:
             self._forget(engine_id)
             self._submit(PeerUpdate(engine_id, removed=True))
+
+    def leave(self) -> None:
+        """Forget all peers, because the node leaves all routers."""
+        self._listed_by = {engine_id: set() for engine_id in self._listed_by}
+        self.forget_unlisted()
         self.connected.clear()
         self.reached.clear()
 
@@ -166,6 +176,7 @@ class RouterLinks:
         self._seers: set[str] = set()  # addresses of routers that know that this node drains
         self._is_away = False  # True from `leave` until `join`
         self._resolve_at = 0.0
+        self._forget_at = math.inf  # time at which to forget the peers that no router lists
 
     @property
     def reached(self) -> set[str]:
@@ -222,8 +233,13 @@ class RouterLinks:
                         link.emit(tuple(deltas))
 
     def beat(self, beat: NodeBeat) -> None:
-        """Report load and serving state to all routers."""
+        """Report load and serving state to all routers, and end the links of silent routers.
+
+        Call this once per beat interval.
+        """
         self.emit(self._drain.mark(beat, all_routers_know=self.all_know_drain))
+        for link in self._links.values():
+            link.count_beat()
 
     async def run(self) -> None:
         """Keep all links up; never returns.
@@ -247,12 +263,15 @@ class RouterLinks:
                     await self._follow(await resolve_routers(self._routers))
                     if not self._links:
                         self._resolve_at = now
+                if now >= self._forget_at:
+                    self._forget_at = math.inf
+                    self._peers.forget_unlisted()
                 tasks = list(self._tasks.values())
                 if tasks:
+                    is_linked = any(link.joined for link in self._links.values())
+                    pause_s = _LINKED_INTERVAL_S if is_linked else _FIRST_RESOLVE_INTERVAL_S
                     done, _ = await asyncio.wait(
-                        tasks,
-                        timeout=_FIRST_RESOLVE_INTERVAL_S,
-                        return_when=asyncio.FIRST_COMPLETED,
+                        tasks, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
                     )
                     for task in done:
                         if not task.cancelled():  # by `leave`
@@ -317,7 +336,9 @@ class RouterLinks:
             self._seers.discard(address)
             if not joined:  # the router's list of peers is out of date
                 self._peers.forget_router(address)
-            await self._on_joined(any(link.joined for link in self._links.values()))
+            is_linked = any(link.joined for link in self._links.values())
+            self._forget_at = time.monotonic() + UNLISTED_S if is_linked else math.inf
+            await self._on_joined(is_linked)
 
         return RouterLink(
             address,
@@ -346,7 +367,7 @@ class RouterLinks:
                 if self._drain.state is not ServingState.SERVING:
                     self._seers.add(address)
             case PeerUpdate() | PeerUpdates():
-                answer = self._peers.handle_updates(address, command)
+                answer = self._peers.handle_peer_news(address, command)
                 if answer is not None:
                     self._links[address].emit(answer)
             case _:

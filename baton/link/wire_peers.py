@@ -6,7 +6,7 @@ which is much faster than one protobuf message for each update.
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Iterator, Sequence
 
 from baton.api.errors import InvalidRequestError
@@ -19,7 +19,9 @@ _INFOS = ("peer_info", "fetch_peer_info", "share_peer_info")
 def peer_reports_to_proto(event: link.PeerReports) -> node_pb2.PeerReports:
     groups: dict[tuple[bool, str, str, bool], list[link.PeerReport]] = {}
     for one in event.reports:
-        key = (one.connected, one.transport, one.problem, one.is_encode_node)
+        # One text that no message can hold must not stop the reports on all other peers
+        problem = one.problem.encode(errors="backslashreplace").decode()
+        key = (one.connected, one.transport, problem, one.is_encode_node)
         groups.setdefault(key, []).append(one)
     message = node_pb2.PeerReports(unknown=event.unknown)
     for (connected, transport, problem, is_encode_node), reports in groups.items():
@@ -41,15 +43,23 @@ def peer_reports_from_proto(message: node_pb2.PeerReports) -> link.PeerReports:
         rates = group.bandwidths_bytes_per_s[:]
         if len(rates) != len(group.engine_ids):
             raise InvalidRequestError("peer_reports", "must have columns of one length")
-        said = (group.connected, sys.intern(group.transport), group.problem)
+        said = (group.connected, _share(group.transport), group.problem)
         is_encode_node, report = group.is_encode_node, link.PeerReport
-        # All nodes of a role report the same peers; interned texts save memory.
-        engine_ids = map(sys.intern, group.engine_ids)
+        engine_ids = map(_share, group.engine_ids)
         reports += [
             report(engine_id, *said, rate, is_encode_node)
             for engine_id, rate in zip(engine_ids, rates, strict=True)
         ]
     return link.PeerReports(tuple(reports), tuple(message.unknown))
+
+
+@functools.lru_cache(maxsize=2**15)
+def _share(text: str) -> str:
+    """Return one object for equal texts: all nodes of a role report the same peers.
+
+    `sys.intern` would keep the texts of nodes that have left, in Python 3.12.
+    """
+    return text
 
 
 def peer_updates_to_proto(command: link.PeerUpdates) -> node_pb2.PeerUpdates:

@@ -14,10 +14,11 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 import psutil
 import uvloop
@@ -32,7 +33,7 @@ from sim_node.options import SimOptions
 
 HASH_BYTES = 32
 POLL_S, STEADY_S = 0.5, 5.0
-LIMIT_S = 60.0
+LIMIT_S, FILL_LIMIT_S = 60.0, 240.0
 
 
 async def serve_nodes(address: str, num_nodes: int, num_blocks: int) -> None:
@@ -73,13 +74,24 @@ class Fleet:
 
     Attributes:
         num_blocks: number of cached blocks of each node.
+        nodes: the process of the simulated nodes.
+        errors: file with the warnings and errors of this process.
     """
 
     programs: Programs
+    errors: IO[str]
     address: str
     http_address: str
     num_nodes: int
     num_blocks: int
+    nodes: subprocess.Popen[str] = field(init=False)
+
+    def start_nodes(self) -> None:
+        words = call_words(f"{__name__}:run_nodes", self.address, self.num_nodes, self.num_blocks)
+        self.nodes = subprocess.Popen(
+            words, cwd=ROOT, env=own_environment(), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
+        )  # fmt: skip
 
     def start_router(self) -> None:
         words = ("--listen", self.address, "--http-listen", self.http_address)
@@ -117,8 +129,13 @@ class Fleet:
         except OSError:
             return False
 
-    def wait_until_known(self, *names: str) -> dict[str, float]:
-        """Wait until all pairs and blocks are known; return how many seconds each took."""
+    def wait_until_known(self, *names: str, limit_s: float = LIMIT_S) -> dict[str, float]:
+        """Wait until all pairs or blocks are known; return after how many seconds each was.
+
+        Raises:
+            RuntimeError: the process of the simulated nodes has ended.
+            TimeoutError: they were not known within ``limit_s``.
+        """
         begin, after = time.monotonic(), dict[str, float]()
         every = {"pairs": (self.num_nodes // 2) ** 2, "blocks": self.num_nodes * self.num_blocks}
         while len(after) < len(names):
@@ -126,10 +143,18 @@ class Fleet:
             for name in names:
                 if counts[name] >= every[name]:
                     after.setdefault(name, round(now, 2))
-            if now > LIMIT_S:
-                raise TimeoutError(f"{counts}\n" + self.programs.log("router")[-2000:])
+            if self.nodes.poll() is not None:
+                raise RuntimeError(f"the nodes have ended, {counts}:\n{self.last_errors()}")
+            if now > limit_s:
+                log = self.programs.log("router")[-2000:]
+                raise TimeoutError(f"{counts}\n{self.last_errors()}\n{log}")
             time.sleep(POLL_S)
         return after
+
+    def last_errors(self) -> str:
+        """Return the last warnings and errors of the simulated nodes."""
+        self.errors.seek(0)
+        return self.errors.read()[-4000:]
 
 
 def cpu_s_of(process: psutil.Process) -> float:
@@ -146,21 +171,17 @@ def cpu_shares(*processes: psutil.Process) -> list[float]:
 
 def measure(num_nodes: int, num_blocks: int) -> Document:
     """Measure one number of nodes, each with this number of cached blocks."""
-    with Programs() as programs:
-        fleet = Fleet(programs, free_address(), free_address(), num_nodes, num_blocks)
+    with Programs() as programs, tempfile.TemporaryFile("w+") as errors:
+        fleet = Fleet(programs, errors, free_address(), free_address(), num_nodes, num_blocks)
         fleet.start_router()
         while not fleet.router_answers():
             time.sleep(POLL_S)
-        words = call_words(f"{__name__}:run_nodes", fleet.address, num_nodes, num_blocks)
-        nodes = subprocess.Popen(
-            words, cwd=ROOT, env=own_environment(), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        fleet.start_nodes()
         try:
-            return _play(fleet, nodes)
+            return _play(fleet, fleet.nodes)
         finally:
-            nodes.kill()
-            nodes.wait()
+            fleet.nodes.kill()
+            fleet.nodes.wait()
 
 
 def _play(fleet: Fleet, nodes: subprocess.Popen[str]) -> dict[str, Any]:
@@ -176,8 +197,8 @@ def _play(fleet: Fleet, nodes: subprocess.Popen[str]) -> dict[str, Any]:
     paired_mib = fleet.rss_mib()
     nodes.stdin.write("fill\n")
     nodes.stdin.flush()
-    fleet.wait_until_known("blocks")
-    print_stage(fleet, "caches are filled")
+    filled = fleet.wait_until_known("blocks", limit_s=FILL_LIMIT_S)
+    print_stage(fleet, f"caches are filled after {filled['blocks']} s")
     full_mib = fleet.rss_mib()
     fleet.programs.kill("router")
     fleet.start_router()

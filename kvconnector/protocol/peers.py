@@ -72,9 +72,8 @@ class Peer:
         is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe, or the last writes of KV, measured.
-        round_trip_s: shortest time between a message and its answer, while no write to the peer was
-            in flight, over the last one to two times `TRIPS_S`; includes sleeps of both ends'
-            loops.
+        round_trip_s: shortest time between a message and its answer in the last `TRIPS_S` or twice
+            this time, while no write to any peer was in flight; both ends' loops may sleep in it.
         recent_trip_s: the shortest round trip since the time ``tripped_at``.
         problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.
@@ -119,7 +118,11 @@ class Peers:
             receiver).
         is_busy: returns whether writes to a peer are in flight; until they end, the peer's
             connection is kept.
+        is_sending: returns whether writes to any peer are in flight.
         on_lost: called with the reason when a peer becomes suspect.
+
+    Attributes:
+        greets: as the argument.
     """
 
     def __init__(
@@ -129,12 +132,15 @@ class Peers:
         *,
         greets: bool,
         is_busy: Callable[[str], bool] = lambda engine_id: False,
+        is_sending: Callable[[], bool] = lambda: False,
         on_lost: Callable[[str, str], None] = lambda engine_id, reason: None,
     ) -> None:
         self._turn = turn
         self._own = own
-        self._greets = greets
+        self.greets = greets
         self._is_busy = is_busy
+        self._is_sending = is_sending
+        self._written_at = -math.inf  # when a write to any peer was last posted or ended
         self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
         self._probe_numbers = itertools.count(1)
@@ -186,7 +192,7 @@ class Peers:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
             peer.is_probing = known.is_probing
             # A receiver keeps the last probe's result: the sender decides whether to probe again
-            if not self._greets:
+            if not self.greets:
                 peer.is_probed, peer.path = known.is_probed, known.path
                 peer.bandwidth_bytes_per_s = known.bandwidth_bytes_per_s
         return peer
@@ -218,10 +224,18 @@ class Peers:
         """Renew the lease to write to a peer that has answered a message sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
         peer = self._peers[engine_id]
-        if not self._is_busy(engine_id):
-            self._note_round_trip(peer, max(0.0, self._turn.now - sent_at_s))
+        # Messages wait behind KV, also behind KV for other peers: this time is not the path's, and
+        # would let every peer have more KV in flight, which would make messages wait longer.
+        # Longer times are those of a sleeping loop.
+        trip_s = max(0.0, self._turn.now - sent_at_s)
+        if trip_s < MAX_ROUND_TRIP_S and sent_at_s > self._written_at and not self._is_sending():
+            self._note_round_trip(peer, trip_s)
         if self._is_fresh(peer):
             self.confirm(engine_id)
+
+    def note_write(self) -> None:
+        """Note that a write to any peer was posted, or has ended."""
+        self._written_at = self._turn.now
 
     def _note_round_trip(self, peer: Peer, seconds: float) -> None:
         peer.recent_trip_s = min(peer.recent_trip_s, seconds)
@@ -324,14 +338,14 @@ class Peers:
     def rest_s(self) -> float:
         """Return the seconds until a beat is due, or a connected peer has been silent too long."""
         leases = [p.alive_at + LEASE_S for p in self if p.state is PeerState.CONNECTED]
-        beats = [peer.speak_at for peer in self] if self._greets else []
+        beats = [peer.speak_at for peer in self] if self.greets else []
         return max(0.0, min(leases + beats, default=math.inf) - self._turn.now)
 
     def tick(self) -> None:
         """Set silent peers to SUSPECT; send Hello and Beat when they are due."""
         for peer in self:
             self._lose_if_silent(peer)
-            if self._greets:
+            if self.greets:
                 self._speak(peer)
 
     @property
@@ -375,7 +389,7 @@ class Peers:
         """Set a peer to SUSPECT, and report PEER_FAILED once."""
         peer.state = PeerState.SUSPECT
         peer.problem = reason
-        if self._greets:  # greet the peer again, because a new probe must pass
+        if self.greets:  # greet the peer again, because a new probe must pass
             peer.is_probed = False
         self._report(peer.engine_id, reason)
         self._on_lost(peer.engine_id, reason)

@@ -94,7 +94,12 @@ class SendMachine:
         self._is_verified = is_verified
         self._turn = Turn()
         self.peers = make_peers(
-            self._turn, own, greets=True, is_busy=self._has_writes, on_lost=self._fail_all
+            self._turn,
+            own,
+            greets=True,
+            is_busy=self._has_writes,
+            is_sending=self._is_sending,
+            on_lost=self._fail_all,
         )
         self._probes = Probes(self._turn, own, self.peers, digest)
         self.transfers: dict[TransferKey, Transfer] = {}
@@ -310,6 +315,7 @@ class SendMachine:
         return None
 
     def _on_posted(self, result: Posted) -> None:
+        self.peers.note_write()
         action = result.action
         transfer, piece = self.transfers[action.key], action.piece
         if result.problem:
@@ -328,6 +334,7 @@ class SendMachine:
         self._turn.add_action(Pause())  # `_post_next` runs after this action
 
     def _on_write_ended(self, result: WriteEnded) -> None:
+        self.peers.note_write()
         if not result.key[0]:  # `NO_TRANSFER`: a probe's write
             self._probes.take_ended(result)
             return
@@ -371,6 +378,9 @@ class SendMachine:
     def _has_writes(self, engine_id: str) -> bool:
         mine = (t for t in self.transfers.values() if t.engine_id == engine_id)
         return any(t.writes for t in mine) or self._probes.has_writes(engine_id)
+
+    def _is_sending(self) -> bool:
+        return self._probes.is_writing or any(t.writes for t in self.transfers.values())
 
     # ------------------------------------------------------------------ ends
 

@@ -13,7 +13,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.health import HealthState
 from router.fleet.load.node_load import NodeLoad
 from router.fleet.node import Node
-from router.fleet.pairing import Reach
+from router.fleet.peers.pairing import Reach
 
 
 def make_fleet(ready: Iterable[Node], reach: Reach, *, may_self_prefill: bool) -> Fleet:

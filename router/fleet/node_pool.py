@@ -53,8 +53,8 @@ from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
-from router.fleet.pairing import Reach, are_peers, num_pairs_lost, receives_from, why_no_pair
 from router.fleet.peers.introductions import Introductions
+from router.fleet.peers.pairing import Reach, are_peers, num_pairs_lost, receives_from, why_no_pair
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from router.fleet.prefix_sources import PrefixSource, PrefixSources
@@ -68,6 +68,9 @@ MAX_KEPT_CHARS = 1024
 # Nodes hang up on a router that is silent for about a second. If this router was busy for longer
 # than `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
+# The router sends a beat at every second count of its nodes' beats: each message wakes threads of a
+# node, and nodes hang up only after `MAX_MISSED_BEATS` of their own beats without a message.
+COUNTS_PER_BEAT = 2
 
 
 class NodePool:
@@ -139,6 +142,8 @@ class NodePool:
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
         self._counted_at: float | None = None  # time of the last count of missed beats
+        self._num_counts = 0
+        self._num_news = 0  # reports on peers after which a new fleet is needed
         self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
         # Fleet for pooled prompts; None: make it when it is read next
@@ -322,7 +327,7 @@ class NodePool:
         return self.awaited_until(return_s) > self.clock()
 
     async def wait_for_change(self) -> None:
-        """Wait until a node joins, leaves, changes its state, or reports on a peer."""
+        """Wait until a node joins, leaves, changes its state, or reports that a peer's changed."""
         await self._changed.wait()
 
     def node(self, engine_id: str) -> Node | None:
@@ -482,7 +487,7 @@ class NodePool:
         raise NotFoundError(f"there is no node {name!r}")
 
     def count_missed_beats(self) -> None:
-        """Send a beat to each node and count its missed beats; remove silent nodes.
+        """Count the missed beats of each node, and send it a beat; remove silent nodes.
 
         Call this once per beat interval. Calls are counted instead of seconds, so that a stall of
         this router does not make nodes look silent.
@@ -490,8 +495,10 @@ class NodePool:
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = self.clock()
+        self._num_counts += 1
         for node in list(self._nodes.values()):
-            node.send(RouterBeat())
+            if self._num_counts % COUNTS_PER_BEAT == 1:
+                node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
             # The first missed beat is not counted, because the node's beat may be on its way.
@@ -535,12 +542,17 @@ class NodePool:
         elif isinstance(event, AdminReply):
             node.replies.on_reply(event)
         elif isinstance(event, PeerReport):
-            self._take_report(node, event)
-            self._note_change()
+            self._take_reports(node, PeerReports((event,)))
         elif isinstance(event, PeerReports):
-            strangers = [one for one in event.reports if not self._take_report(node, one)]
-            self._introductions.note_reports(node, strangers)
-            self._introductions.introduce_again(node, event)
+            self._take_reports(node, event)
+
+    def _take_reports(self, node: Node, event: PeerReports) -> None:
+        """Note reports on peers; make a new fleet unless only bandwidths have changed."""
+        num_before = self._num_news
+        strangers = [one for one in event.reports if not self._take_report(node, one)]
+        was_introduced = self._introductions.note_reports(node, strangers)
+        self._introductions.introduce_again(node, event)
+        if self._num_news != num_before or was_introduced or event.unknown:
             self._note_change()
 
     def _take_report(self, node: Node, report: PeerReport) -> bool:
@@ -559,10 +571,23 @@ class NodePool:
             logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
         if by_prefixes:
             self.prefix_sources.note_report(node, peer, report)
+            self._num_news += 1
         else:
+            self._num_news += self._is_news(node.reports.get(peer.engine_id), report)
             node.reports[peer.engine_id] = report
             self._reach.note_report(node, peer)
         return True
+
+    def _is_news(self, known: PeerReport | None, report: PeerReport) -> bool:
+        """Return whether a report says more than another bandwidth; the highest one is news, too.
+
+        Bandwidths of pairs that send KV change every few seconds, and a new fleet of a thousand
+        nodes takes milliseconds.
+        """
+        if known is None or known.connected is not report.connected:
+            return True
+        best = 0.0 if self._fleet is None else self._fleet.best_bandwidth
+        return known.problem != report.problem or report.bandwidth_bytes_per_s > best
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
         was_draining, had = node.is_draining, node.beat.adapters

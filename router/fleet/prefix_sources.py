@@ -16,14 +16,14 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from baton.api.outputs import DecodeReceipt, PrefillReceipt
 from baton.kv.prefixes import is_fetch_end
 from baton.link.words import PeerReport
 from router.fleet.load.measured_line import MeasuredLine
 from router.fleet.node import Node
-from router.fleet.pairing import Reach
+from router.fleet.peers.pairing import Reach
 
 # Fewer tokens are not worth the messages.
 MIN_TOKENS = 32
@@ -100,6 +100,8 @@ class PrefixSources:
         self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and reader
         # By holder and reader: the time until which the holder sends the reader nothing.
         self._barred: dict[tuple[str, str], float] = {}
+        # For each node, the nodes on which it has reported, and those that have reported on it
+        self._partners: dict[str, set[str]] = {}
 
     def note_report(self, node: Node, peer: Node, report: PeerReport) -> None:
         """Note a node's report on the connection to a peer's end for prefixes."""
@@ -107,6 +109,8 @@ class PrefixSources:
         holder, reader = (node, peer) if by_holder else (peer, node)
         pair = holder.engine_id, reader.engine_id
         self._reports[*pair, by_holder] = report
+        for one, other in (pair, pair[::-1]):
+            self._partners.setdefault(one, set()).add(other)
         there, back = (self._reports.get((*pair, which)) for which in (True, False))
         # A reader gives up a prefix of a holder to which it is not connected yet.
         self._reach.note(*pair, there if back is not None and back.connected else None, back)
@@ -114,10 +118,13 @@ class PrefixSources:
     def forget(self, engine_id: str) -> None:
         """Forget a node that left."""
         self._reach.forget(engine_id)
-        tables: tuple[dict[Any, Any], ...] = (self._reports, self._lines, self._barred)
-        for table in tables:
-            for pair in [pair for pair in table if engine_id in pair]:
-                del table[pair]
+        for other in self._partners.pop(engine_id, ()):
+            self._partners[other].discard(engine_id)
+            for pair in ((engine_id, other), (other, engine_id)):
+                self._reports.pop((*pair, False), None)
+                self._reports.pop((*pair, True), None)
+                self._lines.pop(pair, None)
+                self._barred.pop(pair, None)
 
     def compare(
         self,

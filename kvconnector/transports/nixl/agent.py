@@ -8,6 +8,7 @@ all calls, and addresses come only from tables that are made here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import time
@@ -66,23 +67,24 @@ def _epoll_instances() -> dict[int, list[int]]:
 
 
 def _find_descriptor(known: Container[int]) -> int | None:
-    """Return the epoll instance of UCX's TCP sockets, which NIXL's API does not give.
+    """Return the epoll instance of UCX's TCP sockets; NIXL does not tell its number.
 
-    UCX makes two epoll instances: one watches the sockets, and one, for UCX's thread, watches
-    the first.
+    UCX also makes an epoll instance for its own thread, which watches the ones of the sockets of
+    all agents of this process.
 
     Returns None if messages may use another device, such as InfiniBand. Messages never use shared
     memory here, because it does not show that a peer has ended.
 
     Args:
-        known: descriptors of the epoll instances that existed before UCX started.
+        known: epoll instances that were there before the agent was made.
     """
     devices = os.environ["UCX_NET_DEVICES"].split(",")
     has_tcp = {"all", "tcp"} & set(os.environ.get("UCX_TLS", "all").split(","))
     if not has_tcp or not all(Path("/sys/class/net", device).exists() for device in devices):
         return None
-    new = {one: watched for one, watched in _epoll_instances().items() if one not in known}
-    inner = [one for one in new if any(one in watched for watched in new.values())]
+    instances = _epoll_instances()
+    watched = set(itertools.chain.from_iterable(instances.values()))
+    inner = [one for one in instances if one in watched and one not in known]
     return inner[0] if len(inner) == 1 else None
 
 

@@ -69,9 +69,15 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
     ) -> AsyncIterator[node_pb2.RouterMessage]:
         """Register the node by its first message; then read its events and send it commands."""
         first = await _first(request_iterator)
+        # The node, or this router, was too busy, or the node was stopped: it may try again
+        if first is None:
+            yield registered(
+                f"no registration came within {REGISTER_TIMEOUT_S:g} s", may_retry=True
+            )
+            return
         registration = (
             wire.registration_from_proto(first.register)
-            if first is not None and first.WhichOneof("message") == "register"
+            if first.WhichOneof("message") == "register"
             else None
         )
         if registration is None:

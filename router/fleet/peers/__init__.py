@@ -1,1 +1,1 @@
-"""Tells nodes which peers join and leave."""
+"""Which nodes are peers, how nodes learn of their peers, and which pairs are connected."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from baton.link.words import PeerReport, PeerReports, PeerUpdate, PeerUpdates
 from router.fleet.node import Node
-from router.fleet.pairing import (
+from router.fleet.peers.pairing import (
     Reach,
     are_peers,
     incompatibility,
@@ -107,14 +107,16 @@ class Introductions:
         if not node.registration.batches_peers:
             self._introduce(node)
 
-    def note_reports(self, node: Node, strangers: Iterable[PeerReport]) -> None:
-        """Introduce a node that has sent its first `PeerReports`; do nothing after later ones.
+    def note_reports(self, node: Node, strangers: Iterable[PeerReport]) -> bool:
+        """Introduce a node that has sent `PeerReports`, if these are its first.
+
+        Returns whether the node was introduced now.
 
         Args:
             strangers: the node's reports on peers that have not joined.
         """
         if node.engine_id in self._here:
-            return
+            return False
         now = self._clock()
         for engine_id, early in list(self._early.items()):
             if early.until > now:
@@ -124,6 +126,7 @@ class Introductions:
         reports = {one.engine_id: one for one in connected[:MAX_EARLY]}
         self._early[node.engine_id] = _Early(now + EARLY_S, reports)
         self._introduce(node)
+        return True
 
     def introduce_again(self, node: Node, reports: PeerReports) -> None:
         """Introduce a node and the peers that it reports as unknown to each other again."""
@@ -180,19 +183,23 @@ class Introductions:
     def _are_connected(self, one: Node, other: Node) -> bool:
         """Return whether both nodes have reported that they are connected to each other.
 
-        If only one node has reported this, both get full updates, because they then connect faster.
+        If one of them has forgotten the other, both are told in full, because they connect again
+        faster if both know that they must. The pair gets no requests until they report again.
         """
         self._take_early(one, other)
         self._take_early(other, one)
-        there, back = one.reports.get(other.engine_id), other.reports.get(one.engine_id)
-        return (
-            there is not None
-            and back is not None
-            and there.connected
-            and back.connected
-            # Reports say nothing about ends for cached prefixes, so such nodes get full updates.
-            and not may_fetch(one.registration, other.registration)
-        )
+        reports = one.reports.get(other.engine_id), other.reports.get(one.engine_id)
+        if not all(report is not None and report.connected for report in reports):
+            self._forget_reports(one, other)
+            return False
+        # Nodes report only how they exchange KV, so they are told of other ends in any case
+        return not may_fetch(one.registration, other.registration)
+
+    def _forget_reports(self, one: Node, other: Node) -> None:
+        """Forget what two nodes reported on each other, because they will meet again."""
+        for node, peer in ((one, other), (other, one)):
+            if node.reports.pop(peer.engine_id, None) is not None:
+                self._reach.note_report(node, peer)
 
     def _take_early(self, node: Node, peer: Node) -> None:
         """Store the report that a node sent on a peer before the peer joined."""

@@ -8,6 +8,7 @@ import pytest
 
 from baton.api.errors import InvalidRequestError
 from baton.link import wire
+from baton.link.message_cuts import MAX_PARTS, parts_problem
 from baton.link.node_end import MAX_PEER_REPORTS, NodeEnd, merge_reports
 from baton.link.words import NodeBeat, NodeRole, PeerReport, PeerReports, PeerUpdate
 from baton.v1 import node_pb2
@@ -94,6 +95,25 @@ def test_reports_are_merged_between_other_events_and_up_to_a_limit() -> None:
     many = merge_reports([one] * (MAX_PEER_REPORTS + 1))
     assert [len(batch.reports) for batch in many] == [MAX_PEER_REPORTS, 1]  # type: ignore[union-attr]  # no other event is there
     assert len(merge_reports([long] * 3)) == 2
+
+
+def test_a_report_that_no_message_can_hold_does_not_stop_the_others() -> None:
+    reports = PeerReports((PeerReport("d0", True, "t"), PeerReport("d1", False, problem="a\udcff")))
+    found = wire.node_event_from_proto(wire.node_event_to_proto(reports))
+    assert isinstance(found, PeerReports)
+    assert [one.engine_id for one in found.reports] == ["d0", "d1"]
+    assert found.reports[1].problem == "a\\udcff"
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "num_ids"), [(MAX_PARTS + 1, 0), (2, MAX_PARTS // 2)], ids=["groups", "reports"]
+)
+def test_no_message_has_more_reports_than_can_be_read(num_groups: int, num_ids: int) -> None:
+    """Each takes two bytes on the wire, and a hundred as an object."""
+    group = node_pb2.PeerReportGroup(engine_ids=[""] * num_ids)
+    reports = node_pb2.PeerReports(groups=[group] * num_groups)
+    problem = parts_problem(node_pb2.NodeMessage(peer_reports=reports))
+    assert problem.startswith(f"message: must have at most {MAX_PARTS} parts")
 
 
 def test_an_older_router_gets_one_message_for_each_report() -> None:

@@ -20,7 +20,7 @@ from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import router_links
 from baton.link.drain import Drain
-from baton.link.node_end import NodeEnd
+from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd
 from baton.link.router_link import RouterLink
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
@@ -242,6 +242,50 @@ async def test_a_peer_is_gone_only_when_no_router_has_it_any_more() -> None:
         await until(lambda: PeerUpdate("d0-0", removed=True) in scene.commands)
 
 
+def test_a_peer_that_left_while_the_router_was_away_is_forgotten_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a node tried to reach such peers for ever, and no message would end this."""
+    monkeypatch.setattr(router_links, "UNLISTED_S", 0.0)
+
+    @asynchronous
+    async def run() -> None:
+        first = Router()
+        scene = Scene(first.address)
+        async with scene.running():
+            async with served(first):
+                await until(lambda: first.pool.nodes)
+                for name in ("d0", "d1"):
+                    HandNode(first.pool, make_registration(name, NodeRole.DECODE))
+                await until(lambda: sum(isinstance(c, PeerUpdate) for c in scene.commands) == 2)
+                scene.links.emit(PeerReport("d0-0", True, "t"))
+            await until(lambda: scene.joins[-1:] == [False])
+            assert PeerUpdate("d0-0", removed=True) not in scene.commands  # KV goes on meanwhile
+            second = Router(listen=first.address)
+            HandNode(second.pool, make_registration("d1", NodeRole.DECODE))
+            async with served(second):
+                await until(lambda: PeerUpdate("d0-0", removed=True) in scene.commands)
+                assert not scene.links.reached
+
+    run()
+
+
+@asynchronous
+async def test_a_node_leaves_a_router_that_says_nothing_for_too_many_beats() -> None:
+    router = Router()
+    scene = Scene(router.address)
+    await router.server.start()  # it sends no beats
+    async with scene.running():
+        await until(lambda: scene.joins == [True])
+        for _ in range(MAX_MISSED_BEATS):
+            scene.links.beat(NodeBeat())
+        await until(lambda: not router.node.num_missed_beats)
+        assert scene.joins == [True]
+        scene.links.beat(NodeBeat())
+        await until(lambda: False in scene.joins)
+    await router.server.stop(None)
+
+
 @asynchronous
 async def test_a_node_is_drained_when_every_router_knows_and_serves_again() -> None:
     one, other = Router(), Router()
@@ -353,16 +397,16 @@ async def test_a_node_that_one_router_removes_by_force_still_drains_for_the_othe
         await until(is_drained)
 
 
+async def ignore(_: bool) -> None:
+    pass
+
+
 @asynchronous
 async def test_messages_of_many_logprobs_are_made_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before, a node's loop stood still for 0.1 s when a prompt's logprobs went to the router."""
     registration = make_registration("p0", NodeRole.PREFILL)
-
-    async def ignore(_: bool) -> None:
-        pass
-
     link = RouterLink("x:1", registration, lambda _: None, on_joined=ignore, join_timeout_s=1)
     threads, real = list[int](), NodeEnd.say
 
@@ -386,6 +430,37 @@ async def test_messages_of_many_logprobs_are_made_beside_the_loop(
     assert await link._say(many) == [long]
     own = threading.get_ident()
     assert [thread == own for thread in threads] == [True, False, True]
+
+
+def test_a_call_is_opened_only_when_its_link_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: routers refused nodes that waited for their turn with an open call."""
+    opened = list[object]()
+
+    class Stub:
+        def __init__(self, channel: object) -> None:
+            self.channel = channel
+
+        def Link(self, metadata: object) -> None:  # as gRPC names it
+            opened.append(metadata)
+            raise TimeoutError
+
+    monkeypatch.setattr(node_pb2_grpc, "NodeLinkStub", Stub)
+
+    @asynchronous
+    async def run() -> None:
+        turns, registration = asyncio.Semaphore(1), make_registration("p0", NodeRole.PREFILL)
+        link = RouterLink(
+            "x:1", registration, lambda _: None, on_joined=ignore, join_timeout_s=1, turns=turns
+        )
+        async with turns:
+            running = asyncio.create_task(link.run())
+            await until(lambda: bool(turns._waiters))
+            assert not opened
+        await until(lambda: bool(opened))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run()
 
 
 def test_an_encode_node_does_not_make_a_prefill_node_ready() -> None:

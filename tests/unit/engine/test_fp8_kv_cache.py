@@ -15,7 +15,7 @@ from baton.link.words import NodeRegistration, NodeRole
 from baton_kernels import FP8
 from engine import LLM
 from node_runtime.node_engine import FirstSteps, load_engine
-from router.fleet.pairing import incompatibility
+from router.fleet.peers.pairing import incompatibility
 from tests.fakes.handoff.kv_memories import memory_of
 from tests.numerics.tiny_models import make_hugging_face_model, save
 

@@ -188,3 +188,23 @@ def test_closing_closes_the_transport() -> None:
     scene.loop.close()
     assert "closes" not in InMemoryTransport._ends
     assert scene.deaths == []
+
+
+def test_a_thread_whose_writes_must_wait_rests_between_rounds() -> None:
+    """Regression: the thread took a whole core while a peer with granted blocks was silent."""
+    scene = Scene("waits")
+    scene.loop.close()
+    scene.machine.is_expecting = scene.machine.is_moving = True
+    scene.loop.round()
+    assert scene.loop._pause_s() > 0
+
+
+def test_a_thread_is_at_rest_only_if_no_message_but_answers_to_beats_can_come() -> None:
+    scene = Scene("rests")
+    scene.loop.close()
+    assert scene.loop._is_at_rest()
+    scene.machine.is_expecting = True
+    assert not scene.loop._is_at_rest()
+    scene.machine.is_expecting = False
+    scene.loop.expect(True)
+    assert not scene.loop._is_at_rest()

@@ -34,6 +34,15 @@ def make_transport(role: str) -> NixlTransport:
     return NixlTransport(name, memory_of(torch.zeros(4, *BLOCK_SHAPE)))
 
 
+def test_each_agent_of_a_process_finds_the_descriptor_of_its_sockets(
+    pair: tuple[NixlTransport, NixlTransport],
+) -> None:
+    """Regression: only the first did, so a node with several ends polled for the others."""
+    found = [transport.descriptor for transport in pair]
+    assert None not in found
+    assert len(set(found)) == 2
+
+
 def test_nothing_is_written_to_a_peer_that_is_kept(
     pair: tuple[NixlTransport, NixlTransport],
 ) -> None:

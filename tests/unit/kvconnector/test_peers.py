@@ -45,6 +45,7 @@ class Scene:
             peer_info("p"),
             greets=True,
             is_busy=lambda engine_id: self.is_busy,
+            is_sending=lambda: self.is_busy,
             on_lost=lambda engine_id, reason: self.lost.append(reason),
         )
         self.peers.meet(peer_info("d"))
@@ -145,6 +146,26 @@ def test_the_shortest_round_trip_without_kv_in_flight_counts_for_a_while() -> No
         scene.peers.renew("d", scene.turn.now - trip_s)
         found.append(scene.peers["d"].round_trip_s)
     assert found == pytest.approx([0.02, 0.02, 0.02, 0.002])
+
+
+def test_a_round_trip_counts_only_if_no_kv_was_in_flight_since_its_message() -> None:
+    """Regression: with KV for other peers always on the way, all peers got more and more room."""
+    scene = Scene()
+    scene.connect()
+    scene.advance(TRIPS_S)
+    scene.peers.renew("d", scene.turn.now - 0.01)
+    sent_at_s = scene.turn.now
+    scene.advance(0.001)
+    scene.peers.note_write()  # to another peer
+    scene.advance(0.001)
+    scene.peers.renew("d", sent_at_s)
+    assert scene.peers["d"].round_trip_s == pytest.approx(0.01)
+    scene.advance(0.002)
+    scene.peers.renew("d", scene.turn.now - 0.001)
+    assert scene.peers["d"].round_trip_s == pytest.approx(0.001)
+    scene.advance(2 * TRIPS_S)
+    scene.peers.renew("d", scene.turn.now - 0.25)  # the answer waited for a sleeping loop
+    assert scene.peers["d"].round_trip_s == pytest.approx(0.001)
 
 
 def test_a_beat_follows_a_start() -> None:

@@ -63,6 +63,13 @@ def test_a_readable_descriptor_ends_waits(scene: Scene) -> None:
     assert not scene.waker.wait(0.0)
 
 
+def test_a_wait_for_the_flag_is_not_ended_by_the_descriptor(scene: Scene) -> None:
+    scene.write()
+    assert not scene.waker.wait_for_flag(0.0)
+    scene.waker.set()
+    assert scene.waker.wait_for_flag(LONG_S)
+
+
 def test_a_descriptor_that_is_always_readable_is_given_up(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

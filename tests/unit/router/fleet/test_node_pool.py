@@ -15,12 +15,13 @@ from baton.link.words import (
     NodeRole,
     PeerUpdate,
     RequestError,
+    RouterBeat,
     SendKVSnapshot,
     ServingState,
 )
 from router.fleet.node import STALLED_FACTOR, STALLED_S, LegDelta, LegWork, Node
-from router.fleet.node_pool import NodePool
-from router.fleet.pairing import incompatibility
+from router.fleet.node_pool import COUNTS_PER_BEAT, NodePool
+from router.fleet.peers.pairing import incompatibility
 from tests.fakes.router.nodes import (
     HandNode,
     failure,
@@ -352,6 +353,7 @@ def test_whatever_a_node_says_is_a_sign_of_life() -> None:
         decode.reach(prefill)
         pool.count_missed_beats()
     assert len(pool.nodes) == 2
+    assert len(decode.of(RouterBeat)) == 20 / COUNTS_PER_BEAT
 
 
 def test_what_is_missing_is_waited_for_only_after_both_roles_were_there() -> None:
@@ -368,7 +370,7 @@ def test_who_waits_for_a_change_hears_of_each_kind() -> None:
         pool = make_pool()
         prefill, decode = join_pair(pool)
         for change in (
-            lambda: prefill.reach(decode),
+            lambda: prefill.reach(decode, connected=False),
             decode.leave,
             lambda: HandNode(pool, decode.node.registration),
         ):

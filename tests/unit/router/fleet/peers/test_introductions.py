@@ -114,6 +114,7 @@ async def test_a_peer_that_has_forgotten_a_node_is_met_by_both() -> None:
     p0 = BatchNode(pool, "p0", P)
     p0.report("d0-0")
     (d0,) = join(pool, "d0")
+    assert pool.num_pairs_connected == 0
     await until_told(p0, d0)
     for node, other in ((p0, "d0-0"), (d0, "p0-0")):
         (news,) = node.news()
@@ -157,6 +158,30 @@ async def test_a_peer_that_leaves_before_it_was_told_of_is_only_removed() -> Non
     d0.leave()
     await until_told(p0)
     assert p0.news() == [PeerUpdates((PeerUpdate("d0-0", removed=True),))]
+
+
+@asynchronous
+async def test_another_bandwidth_makes_no_new_fleet() -> None:
+    """Regression: after each report, the next request made a fleet anew."""
+    pool = make_pool()
+    p0, d0 = join(pool, "p0", "d0")
+
+    def report(rate: float, problem: str = "") -> None:
+        pool.on_event(
+            p0.node, PeerReports((PeerReport(d0.engine_id, not problem, "t", problem, rate),))
+        )
+
+    report(100.0)
+    fleet = pool.fleet
+    [prefill], [decode] = fleet.prefills, fleet.decodes
+    report(50.0)
+    assert pool.fleet is fleet
+    assert fleet.bandwidth(prefill, decode) == 50.0
+    report(101.0)  # the highest bandwidth is a part of the fleet
+    assert pool.fleet is not fleet
+    assert pool.fleet.best_bandwidth == 101.0
+    report(0.0, "silent")
+    assert not pool.fleet
 
 
 @asynchronous

@@ -163,13 +163,13 @@ class Reach:
 
     def __init__(self) -> None:
         self.bandwidths: dict[str, dict[str, float]] = {}
-        # (sender, receiver) of each pair in which a node reports that it is not connected
-        self._down: set[tuple[str, str]] = set()
+        # For each node, the other nodes of its pairs of which one reports that it is not connected
+        self._down: dict[str, set[str]] = {}
 
     @property
     def num_down(self) -> int:
-        """Number of pairs in which a node reports that it is not connected to the other node."""
-        return len(self._down)
+        """Number of pairs of which one node reports that it is not connected to the other."""
+        return sum(map(len, self._down.values())) // 2  # each pair is in two sets
 
     def list_slowest(self, senders: Iterable[str], most: int) -> list[tuple[float, str, str]]:
         """Return bandwidth, sender and receiver of at most ``most`` pairs, the slowest first.
@@ -196,9 +196,11 @@ class Reach:
         self.note(sender_id, receiver_id, there, back)
         is_down = (there and not there.connected) or (back and not back.connected)
         if is_down:
-            self._down.add((sender_id, receiver_id))
-        elif self._down:
-            self._down.discard((sender_id, receiver_id))
+            self._down.setdefault(sender_id, set()).add(receiver_id)
+            self._down.setdefault(receiver_id, set()).add(sender_id)
+        elif receiver_id in self._down.get(sender_id, ()):
+            self._down[sender_id].discard(receiver_id)
+            self._down[receiver_id].discard(sender_id)
 
     def note(
         self, sender: str, receiver: str, there: PeerReport | None, back: PeerReport | None
@@ -224,5 +226,5 @@ class Reach:
         self.bandwidths.pop(engine_id, None)
         for reached in self.bandwidths.values():
             reached.pop(engine_id, None)
-        if self._down:
-            self._down = {pair for pair in self._down if engine_id not in pair}
+        for other in self._down.pop(engine_id, ()):
+            self._down[other].discard(engine_id)
