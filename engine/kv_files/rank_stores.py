@@ -145,7 +145,7 @@ class RankStores:
             if job.num_done < own.num_done and not job.is_stopped:
                 self._forget_part(job)
 
-    def _outcomes(self, own: ReadJob) -> list[Done]:
+    def _outcomes(self, own: ReadJob) -> list[OrderDone]:
         """Return the outcomes of the other ranks; stop these once their blocks are of no use."""
         is_over, is_told, found = own.num_done < len(own.block_ids), False, []
         for link in self._readers:
@@ -153,8 +153,8 @@ class RankStores:
                 pass
             if not is_told and (is_over or own.is_stopped):
                 is_told = True
-                _send(self._readers, Stop())
-            found.append(_done(link))
+                _send(self._readers, StopRead())
+            found.append(_receive_done(link))
         return found
 
     def _forget_part(self, job: ReadJob) -> None:

@@ -351,7 +351,9 @@ class AsyncLLM:
         )
         while step := beams.next_prompts():
             one = beams.sampling_params
-            calls = [self._make_call(prompt, one, adapter, 0, streams=False) for prompt in step]
+            calls = [
+                self._make_call(prompt, one, adapter, 0, None, streams=False) for prompt in step
+            ]
             adapters = {request.adapter for call in calls for request in call.requests}
             beams.advance(await self._complete(calls, {adapter}), adapters)
         return beams.results()
