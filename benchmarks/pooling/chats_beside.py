@@ -26,6 +26,7 @@ from loadtest.session import Session
 from loadtest.targets import open_target
 from loadtest.targets.base import TargetOptions
 
+POOLING = ("--pooling", "last")  # without the option, a checkpoint with such files makes no text
 NUM_EMBEDDERS = 4  # clients, each with one open request
 TEXTS, TEXT_TOKENS = 8, 64  # tokens of a request for embeddings
 CASES = ("alone", "beside embeddings")
@@ -78,7 +79,7 @@ async def _play(folder: Path, plan: LoadPlan, dtype: str, case: str) -> dict[str
     """Start a deployment, play the chats, and return their figures."""
     options = UpOptions(
         model=str(folder),
-        router_args=("--no-local-prefill",),
+        router_args=("--no-local-prefill", *POOLING),
         node_args=("--dtype", dtype, "--kv-cache-memory", "512M"),
         cores=tuple(sorted(usable_cores())),
     )
