@@ -323,7 +323,7 @@ class NodeProcess:
             case DrainSeen():
                 self._router_knows = self.is_draining
             case PeerUpdate() | PeerUpdates():
-                answer = self._peers.take("", command)
+                answer = self._peers.handle_updates("", command)
                 if answer is not None:
                     self.emit(answer)
             case PrefillCommand() | DecodeCommand() | CancelCommand():
