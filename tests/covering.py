@@ -1,4 +1,4 @@
-"""Of a product of parameters: the cases of `make test`, and those of `make test-thorough`."""
+"""Divides a product of parameters into the cases of `make test` and of `make test-thorough`."""
 
 from __future__ import annotations
 

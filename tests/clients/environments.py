@@ -1,4 +1,4 @@
-"""An environment of its own for each client, made again when what it is made of changes."""
+"""A virtual environment for each client, made again when its requirements change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every client of the table, in its own environment, against a split system with a real model.
+"""Runs every client of the table, in its own environment, against a split system with a real model.
 
 `make test-clients` runs this; pytest does not find it by itself, as it fetches a model and
 gigabytes of packages. `-k litellm` runs one of them.

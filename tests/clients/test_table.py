@@ -1,4 +1,4 @@
-"""The page of clients says what is tried: every row has its script, every script its row."""
+"""Tests that the page of clients is right: every row has its script, every script its row."""
 
 from __future__ import annotations
 

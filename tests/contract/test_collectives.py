@@ -1,4 +1,4 @@
-"""Contract of every group of ranks: the same bits on all of them, and an end when one is gone."""
+"""Contract of every group of ranks: equal bits on all ranks, and an error when a rank is gone."""
 
 from __future__ import annotations
 

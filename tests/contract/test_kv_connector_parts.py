@@ -1,4 +1,4 @@
-"""Every KV connector when less than whole pushes travel: single layers, or what the peer lacks."""
+"""Contract of KV connectors for partial pushes: single layers, and blocks that the peer lacks."""
 
 from __future__ import annotations
 

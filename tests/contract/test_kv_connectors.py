@@ -1,4 +1,4 @@
-"""One suite for every KV connector, on real I/O threads: what arrives, where, and how it ends."""
+"""Contract of every KV connector, on real I/O threads: the bytes that arrive, and the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between nodes of several ranks, of any shapes: each byte arrives where it belongs.
+"""Contract of KV connectors between nodes of several ranks: each byte arrives where it belongs.
 
 The ranks' transports are real, each on a thread of its own, as it is in a process of its own.
 """

@@ -1,4 +1,4 @@
-"""Backends over attention libraries: what a library gets means what the reference op means.
+"""Contract of backends over attention libraries: their arguments mean what the reference op means.
 
 No library runs without a GPU, so stand-ins take their place here (tests/fakes/attention). The GPU
 suite runs the libraries that are installed there.

@@ -1,4 +1,4 @@
-"""The networks of Llama's kind, option by option: in float32 each is what transformers computes.
+"""Contract of models of Llama's kind: in float32, each option computes what transformers computes.
 
 Every registered architecture is in tests/numerics/test_families.py, with the engine around it.
 """

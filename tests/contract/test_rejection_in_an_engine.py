@@ -1,4 +1,4 @@
-"""Drafts kept by chance, for every proposer: they do not change the distribution of outputs.
+"""Contract of proposers: randomly kept drafts do not change the distribution of outputs.
 
 Each position of one prompt's outputs is compared with outputs without drafts and with other seeds.
 """

@@ -1,4 +1,4 @@
-"""A router by hand: real node processes join it, and a test gives each of them its commands.
+"""A router driven by hand: real node processes join it, and a test sends each its commands.
 
 It pairs every prefill node with every decode node, beats, and collects what nodes say. It sends a
 request again once, and only if a node was silent. Refuses to know: names, policies, other retries.

@@ -1,4 +1,4 @@
-"""Whole messages of every kind that a target takes: what fuzzing starts from."""
+"""Whole messages of every kind that a target reads; fuzzing starts from these."""
 
 from __future__ import annotations
 

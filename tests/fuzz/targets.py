@@ -1,4 +1,4 @@
-"""What takes bytes from strangers: one function per target, for every driver of this folder.
+"""The functions that read bytes from strangers: one target each, for all drivers of this folder.
 
 A target returns, or raises what `REFUSALS` names (one line for whoever sent the bytes). Anything
 else that it raises is a finding.

@@ -1,4 +1,4 @@
-"""A pair of nodes after a cut of their network: lost connections fail soon, and are replaced."""
+"""Tests of a pair of nodes after a network cut: lost connections fail soon and are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts of one machine are as separate as machines, and their network does what it is told."""
+"""Tests that hosts of one machine are as separate as machines, and that their network obeys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton admin audit` of real nodes, at rest and while they work."""
+"""Tests of `baton admin audit` with real nodes, at rest and at work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the clients `openai`, `anthropic` and `baton` say about prompts that come back."""
+"""Tests of the clients `openai`, `anthropic` and `baton` with hints about repeated prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node of several ranks ends as a whole when one rank dies; its requests go on elsewhere."""
+"""Tests that a node ends when one of its ranks dies, and that its requests go on elsewhere."""
 
 from __future__ import annotations
 

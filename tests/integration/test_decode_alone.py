@@ -1,4 +1,4 @@
-"""A router with decode nodes only: token for token what one process gives, and nothing is left."""
+"""Tests of a router with only decode nodes: the tokens of one process, and no block left held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn forms through real routers and nodes: the answers of one process, also behind a death."""
+"""Tests of drawn forms on real routers and nodes: one process's answers, also after a death."""
 
 from __future__ import annotations
 

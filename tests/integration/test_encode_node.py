@@ -1,4 +1,4 @@
-"""Encode, prefill and decode nodes over real processes: transformers' tokens, whatever dies."""
+"""Tests of real encode, prefill and decode nodes: transformers' tokens, even if one dies."""
 
 from __future__ import annotations
 

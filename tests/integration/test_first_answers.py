@@ -1,4 +1,4 @@
-"""A real model answers plain questions sensibly, with all kernels that this CPU can run."""
+"""Tests that a real model answers plain questions, with all kernels that this CPU can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kill nodes, break links and stop processes: only a request that kills nodes is refused."""
+"""Kill nodes, break links, stop processes: the router refuses only requests that kill nodes."""
 
 from __future__ import annotations
 

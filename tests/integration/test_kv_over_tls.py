@@ -1,4 +1,4 @@
-"""KV blocks over TLS, between real processes: the tokens of one process, whoever dies or stops."""
+"""Tests of KV over TLS between real processes: one process's tokens, even if a node dies."""
 
 from __future__ import annotations
 

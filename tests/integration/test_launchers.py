@@ -1,4 +1,4 @@
-"""Ranks that others start: torchrun, plain processes as SLURM names them, and a real Ray."""
+"""Tests of ranks with other launchers: torchrun, plain processes as with SLURM, and a real Ray."""
 
 from __future__ import annotations
 

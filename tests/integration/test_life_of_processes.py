@@ -1,4 +1,4 @@
-"""`baton up` ends everything it started, however it ends itself."""
+"""Tests that `baton up` ends all processes that it started, however it ends itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that have nothing to do have memory for KV blocks that nobody has had yet."""
+"""Tests that idle nodes populate the memory of KV blocks that no request has used yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's prefix index says what real nodes then find in their prefix caches.
+"""Tests that the router's prefix index agrees with the prefix caches of real nodes.
 
 The router's end of the links runs in the test, so that its index can be looked at; the nodes are
 processes.

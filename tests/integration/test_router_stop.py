@@ -1,4 +1,4 @@
-"""A router that is told to stop: every client hears it, over both APIs, and it ends soon."""
+"""Tests of a router that is told to stop: over both APIs every client is told, and it ends soon."""
 
 from __future__ import annotations
 

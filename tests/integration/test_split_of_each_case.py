@@ -1,4 +1,4 @@
-"""Split systems of all kinds of KV, weights and ranks: tokens of one process, no byte too many."""
+"""Tests of split systems of all kinds of KV, weights and ranks: equal tokens, minimal bytes."""
 
 from __future__ import annotations
 

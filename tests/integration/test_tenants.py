@@ -1,4 +1,4 @@
-"""Tenants of a real split system: what one of them can learn of another, and what it may take."""
+"""Tests of tenants in a real split system: what a tenant can learn of another, and its limits."""
 
 from __future__ import annotations
 

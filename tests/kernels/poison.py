@@ -1,4 +1,4 @@
-"""Memory as kernels must expect it: nothing that is not written by them is a number."""
+"""Poisons memory: every number that a kernel has not written is NaN, so that reading it shows."""
 
 from __future__ import annotations
 

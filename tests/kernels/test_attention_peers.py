@@ -1,4 +1,4 @@
-"""The attention benchmark takes every library that is there, and says which are not."""
+"""Tests that the attention benchmark measures all installed libraries, and names missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token gets from kernels that promise not to look at its company: the same bits, always.
+"""Tests that batch-invariant kernels give a token the same bits whatever else is in the batch.
 
 Triton's interpreter multiplies by numpy, which adds by where in a tile a row stands; a matrix unit
 does not. There sums are made in float64 and rounded, which leaves no trace of an order.

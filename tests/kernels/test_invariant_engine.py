@@ -1,4 +1,4 @@
-"""An engine of kernels that promise not to look at a token's company: alone and in company.
+"""Tests that batch-invariant kernels in an engine give a request equal bits in any batch.
 
 On a GPU with ``batch_invariant``; without one the same layers and kernels in Triton's interpreter.
 """

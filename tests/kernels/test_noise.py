@@ -1,4 +1,4 @@
-"""The Triton sampler's noise is Gumbel's, to a few roundings, and its bound is one."""
+"""Tests that the Triton sampler's noise is Gumbel noise up to roundings, and within its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GPU instructions make of words of codes, played here as the PTX ISA defines each of them.
+"""Tests of GPU instructions on packed codes, emulated as the PTX ISA defines them.
 
 Triton's interpreter cannot run them, and a GPU is hardly ever at hand.
 """

@@ -1,4 +1,4 @@
-"""Triton convolutions, recurrences and gated norms against their definitions, in any cut."""
+"""Triton convolutions, recurrences and gated norms against their definitions, for any chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention kernels beyond what every backend must do: splits, tiles, capture, dtypes."""
+"""Tests of attention kernels beyond the backends' contract: splits, tiles, capture, dtypes."""
 
 from __future__ import annotations
 

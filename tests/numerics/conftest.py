@@ -1,4 +1,4 @@
-"""Numbers of threads: those that a test computes with end with it."""
+"""Restores the numbers of threads that a test changes."""
 
 from __future__ import annotations
 

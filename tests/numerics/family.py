@@ -1,4 +1,4 @@
-"""What is tested of one architecture: a row of the table of families.
+"""One row of the table of families: what is tested of one architecture.
 
 Refuses to know: which architectures there are, what is asserted.
 """

@@ -1,4 +1,4 @@
-"""The rows of families of which some layers carry states; see family_checkpoints.py.
+"""The rows of families with layers that carry states; see family_checkpoints.py.
 
 Refuses to know: what is asserted.
 """

@@ -1,4 +1,4 @@
-"""What a packed weight keeps, for tests."""
+"""Reads the contents of a packed weight, for tests."""
 
 from __future__ import annotations
 

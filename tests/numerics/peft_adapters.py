@@ -1,4 +1,4 @@
-"""Adapters made by PEFT over transformers' own models: what ours must compute.
+"""Adapters made by PEFT over transformers' models; the reference for Baton's adapters.
 
 Refuses to know: what is asserted.
 """

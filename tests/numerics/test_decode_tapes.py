@@ -1,4 +1,4 @@
-"""Decode steps that run from a tape are the eager ones, bit for bit; what cannot be taped is not.
+"""Tests that taped decode steps give the bits of eager steps, or are not taped.
 
 Refuses to know: engines, schedulers.
 """

@@ -1,4 +1,4 @@
-"""engine.LLM equals transformers' greedy generate, token for token, however it gets there.
+"""Tests that engine.LLM gives the tokens of transformers' greedy generate, token for token.
 
 Chunks, block sizes, prefix hits, preemption and batches are ways to the same numbers.
 """

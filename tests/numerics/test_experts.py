@@ -1,4 +1,4 @@
-"""Routing and experts in C compute what the reference does, and the same in any company."""
+"""Tests that routing and experts in C compute what the reference does, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every registered architecture computes what transformers does, whichever way it gets there.
+"""Tests that every architecture computes what transformers does, in all ways of computing.
 
 A new line in the registry is in this suite by a row in tests/numerics/family_checkpoints.py.
 """

@@ -1,4 +1,4 @@
-"""A KV cache of float8: what is stored, what attention makes of it, and how far that is off."""
+"""Tests of a float8 KV cache: the stored values, the attention over them, and its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file in Baton is what transformers makes of it: weights, logits, greedy tokens, text."""
+"""Tests that Baton and transformers read equal weights, logits, tokens and text from GGUF."""
 
 from __future__ import annotations
 

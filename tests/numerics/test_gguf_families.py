@@ -1,4 +1,4 @@
-"""A GGUF file of every architecture: its fields, its tensors and its tokens are the checkpoint's.
+"""Tests of a GGUF file of every architecture: fields, tensors and tokens equal the checkpoint's.
 
 transformers makes a checkpoint, and tests/fakes/checkpoints/gguf_conversion.py converts it.
 """

@@ -1,4 +1,4 @@
-"""What GPUs keep of checkpoints in few bits, and what they make of others; by definition, on a CPU.
+"""Tests, by definition on a CPU, of which weights GPUs keep in few bits and how they round others.
 
 The kernels are compared with that definition in `tests/kernels`.
 """

@@ -1,4 +1,4 @@
-"""Memory in huge pages: tensors that lie one behind another, none in another's place."""
+"""Tests of memory in huge pages: tensors follow each other and never overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts whose images an encode node encodes: one process's tokens, also when it stands still."""
+"""Tests of prompts with an encode node: one process's tokens, also if the node stands still."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with images get the tokens of transformers, however they are cut, cached or preempted."""
+"""Tests that prompts with images get transformers' tokens, also if cut, cached or preempted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps as groups of integers stays so on a CPU: the same numbers, packed.
+"""Tests that integer groups of a checkpoint stay integers on a CPU: equal numbers, packed.
 
 Refuses to know: engines, how products of integers are computed.
 """

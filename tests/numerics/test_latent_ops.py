@@ -1,4 +1,4 @@
-"""What multi-head latent attention is made of: ops in C against their definitions, and its form.
+"""Tests of the ops of multi-head latent attention: C against definitions, and the choice of form.
 
 Refuses to know: layers, models (``test_latent_attention.py``).
 """

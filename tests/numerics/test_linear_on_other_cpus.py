@@ -1,4 +1,4 @@
-"""Products in C for every instruction set: this machine's own ones, others by an emulator.
+"""Tests of products in C for every instruction set: of this machine, and of others by an emulator.
 
 For Arm it needs `gcc-aarch64-linux-gnu`, `libc6-dev-arm64-cross` and `qemu-user`, else it is not
 run and says so. QEMU knows neither AVX-512 nor AVX-VNNI. Refuses to know: how long they take.

@@ -1,4 +1,4 @@
-"""A row's bits do not depend on how many come along: ops on rows in C, 1 to 70 at a time.
+"""Tests that a row's bits do not depend on the number of rows: ops in C, 1 to 70 rows at a time.
 
 Refuses to know: attention (``test_rows_in_any_company.py``), how weights are packed.
 """

@@ -1,4 +1,4 @@
-"""Where there is a compiler there are native kernels: tests that skip without them did not."""
+"""Tests that native kernels exist if there is a compiler, so that other tests did not skip."""
 
 from __future__ import annotations
 

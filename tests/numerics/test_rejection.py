@@ -1,4 +1,4 @@
-"""Rejection sampling: what is drawn with drafts has the distribution of what is drawn without.
+"""Tests of rejection sampling: with and without drafts, tokens have the same distribution.
 
 Where each row has settings of its own, ``BATON_DRAWS`` says how many are drawn, by default some
 thousands; `make speculation-long` draws a million there, too, and tells the p values.

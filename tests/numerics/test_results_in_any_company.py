@@ -1,4 +1,4 @@
-"""A request's tokens and logprobs, to the bit, alone and in company, in every type on a CPU.
+"""Tests that a request's tokens and logprobs have equal bits alone and in a batch, in every dtype.
 
 In company it is cut into chunks, loses its blocks to others and is computed again, finds prefixes,
 and is decoded beside others. BATON_REQUESTS says how many requests all cases draw together (usually

@@ -1,4 +1,4 @@
-"""A row's bits do not depend on who comes along: ops in C, alone and in company, in every type.
+"""Tests that a row's bits do not depend on the other rows: ops in C, in every dtype.
 
 Refuses to know: engines and requests (``test_results_in_any_company.py``).
 """

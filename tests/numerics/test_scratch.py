@@ -1,4 +1,4 @@
-"""Kernels' own memory: a thread that ends leaves none behind, nor does the team that it brought."""
+"""Tests of the kernels' scratch memory: a thread that ends frees it, as does its team."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of checkpoints that see images, too: in each layout, from full and from sparse files."""
+"""Tests of the text network of checkpoints with images: every layout, full and sparse files."""
 
 from __future__ import annotations
 

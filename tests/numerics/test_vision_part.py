@@ -1,4 +1,4 @@
-"""The vision encoder without its text network makes the numbers that it makes within the model."""
+"""Tests that the vision encoder alone computes what it computes within the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a kernel may be from its definition, one table for all kernels.
+"""The largest allowed errors of kernels against their definitions, in one table.
 
 Both compute in float32 and round to the dtype, at places that can differ by one: a few units in
 the last place, and as an absolute error where terms cancel. Refuses to know: kernels.

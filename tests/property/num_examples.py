@@ -1,4 +1,4 @@
-"""How much a test draws: little in `make test`, much in the `-long` targets of the Makefile."""
+"""The number of examples that a test draws: few in `make test`, many in the `-long` targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client's stream over attempts that fail at will: no gap, no repeat, one end, nothing left.
+"""Property tests of a client's stream over failing attempts: no gap, no repeat, one end.
 
 Nodes here say the right tokens, in any order, twice, late, and with errors between, to a client
 that reads now and then; the value of each token is its index, so that a wrong place shows.

@@ -1,4 +1,4 @@
-"""State machine over BlockPool: free or referenced, and only the right contents are found."""
+"""State machine over BlockPool: blocks are free or referenced, and hits have the right contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Property tests of the fair queue: who is next, whatever came and went; shares; no starving."""
+"""Property tests of the fair queue: the next request, shares of tenants, and no starvation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State machine over the handoff: two real nodes, a network that does everything wrong.
+"""State machine over the hand-off: two real nodes, and a network with every kind of fault.
 
 Whatever is reordered, doubled, lost, cancelled, failed or killed: no KV is wrong when a request
 runs on it, every transfer ends once, every block comes back, and without faults everybody finishes

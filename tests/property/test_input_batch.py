@@ -1,4 +1,4 @@
-"""State machine over Scheduler and InputBatch: rows that stay must say what a fresh fill says."""
+"""State machine over Scheduler and InputBatch: kept rows equal rows that are filled anew."""
 
 from __future__ import annotations
 

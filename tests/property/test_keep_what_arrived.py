@@ -1,4 +1,4 @@
-"""When a transfer ends early, what the watermark covers is found again, and nothing else is."""
+"""Property tests: when a transfer ends early, exactly the blocks below the watermark are cached."""
 
 from __future__ import annotations
 

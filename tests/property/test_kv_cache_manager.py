@@ -1,4 +1,4 @@
-"""State machine over KVCacheManager: a prefix hit gives blocks that hold that very prefix."""
+"""State machine over KVCacheManager: a prefix hit gives blocks with exactly this prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For any numbers of ranks each byte of each receiver is written once, with what belongs there."""
+"""Property tests: between any numbers of ranks, each byte is written once, with the right value."""
 
 from __future__ import annotations
 

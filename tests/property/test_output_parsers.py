@@ -1,4 +1,4 @@
-"""Property test: any output in any pieces is parsed alike, by every parser, and none raises."""
+"""Property tests: every parser reads an output equally in any pieces, and none raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State machine over the way of a block's name: pools, feeds, a network that loses, the index.
+"""State machine over the prefix index: block pools, event feeds, a lossy network, the index.
 
 What the index says of a node whose messages all arrived is what the node's own pool would find.
 """

@@ -1,4 +1,4 @@
-"""State machine over Scheduler: with next to no memory, nothing is lost, repeated or leaked."""
+"""State machine over Scheduler: with very few blocks, no request is lost, repeated or leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's state machine again, with steps that run while everything else happens.
+"""The scheduler's state machine with steps in flight while all else happens.
 
 What a step writes is there when it begins and once more when it ends, so that who is given a
 block too early finds foreign content in it.

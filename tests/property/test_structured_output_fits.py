@@ -1,4 +1,4 @@
-"""Property test: every output that ends where its grammar lets it end fits what was asked for.
+"""Property tests: every output that its grammar lets end matches the requested structure.
 
 Outputs are drawn at random from the tokens that the matcher allows: a model cannot be worse.
 """

@@ -1,4 +1,4 @@
-"""Unit tests of the alert rules: Prometheus' own tests of them pass, and each has its page."""
+"""Tests of the alert rules: Prometheus's own rule tests pass, and each alert has its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a dead prefill node's blocks are free: it has ended, and what it had sent is taken in."""
+"""Tests of a dead prefill node's blocks: free once its last bytes are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode node that is given no prefill node: it computes the prompt, and token 1, itself."""
+"""Tests of a decode node without a prefill node: it computes the prompt and token 1 itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode node computes itself: a short rest of a prompt, and nothing under pressure."""
+"""Tests of the short rests of prompts that a decode node computes, and of preempted requests."""
 
 from __future__ import annotations
 

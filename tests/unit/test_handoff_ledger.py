@@ -1,4 +1,4 @@
-"""What the ledgers of both nodes say while blocks are on their way."""
+"""Tests of both nodes' ledgers while blocks are being sent."""
 
 from __future__ import annotations
 

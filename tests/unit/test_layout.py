@@ -1,4 +1,4 @@
-"""The house stays as its plan says: no package that shadows others, every file says its job."""
+"""Tests of the layout: no package shadows another, and every file states its job."""
 
 from __future__ import annotations
 

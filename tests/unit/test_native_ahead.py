@@ -1,4 +1,4 @@
-"""Libraries that are built ahead: the best one for a CPU, none that others could have written."""
+"""Tests of libraries built ahead: the best for a CPU is loaded, and none that others can write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of the C library: nobody else's file is loaded, whatever lies there."""
+"""Tests of the C library's cache: no other user's file is loaded."""
 
 from __future__ import annotations
 

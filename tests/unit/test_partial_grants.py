@@ -1,4 +1,4 @@
-"""What a decode node has of a prompt does not travel: its own cache, and what arrived before."""
+"""Tests that a hand-off sends no block that the decode node has cached or received before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody speaks for another peer: neither over the network nor by a peer info in its name."""
+"""Tests that no peer can speak for another, over the network or with a forged peer info."""
 
 from __future__ import annotations
 

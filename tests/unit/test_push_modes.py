@@ -1,4 +1,4 @@
-"""When a prompt's blocks leave the prefill node: after it, by chunks, some layers at a time."""
+"""Tests of push modes: a prompt's blocks are sent after it, by chunks, or by layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coding agents that Baton is tried with: how each is asked, and how its tools are called."""
+"""The coding agents that Baton is tested with: how each gets a prompt and calls its tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coding agents as their makers publish them, over a router as it is and a model with a script.
+"""Tests of published coding agents against a real router whose model follows a script.
 
 `make test-clients` runs this after `run_all.py`; `-k codex` runs one agent. Each agent works
 through a session: it writes a file, changes the file, runs a command, gets an answer that is cut,

@@ -1,4 +1,4 @@
-"""The scripted session: what an agent is asked turn by turn, and what the model says to it.
+"""The scripted session: the user's message for each turn, and the model's scripted answers.
 
 Each text of a rule (`after`) occurs in one place of a session only, so the latest one in a prompt
 tells how far the session has come. Markers that no command line shows (``sum-42``) prove that a

@@ -1,4 +1,4 @@
-"""Settings of an agent, read from the page that tells users: what is tried is what is written."""
+"""Settings of an agent, read from the page for users, so that tests use the documented settings."""
 
 from __future__ import annotations
 

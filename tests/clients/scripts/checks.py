@@ -1,4 +1,4 @@
-"""What the scripts of the clients share: where Baton is, what is asked, and the run of the checks.
+"""Shared code of the clients' scripts: Baton's address, the prompts, and the run of the checks.
 
 The standard library alone: each script runs in its client's own environment.
 """

@@ -1,4 +1,4 @@
-"""`grpc-requests`: the gRPC API as its reflection tells it, without any of Baton's files."""
+"""`grpc-requests`: uses the gRPC API through reflection, without any of Baton's files."""
 
 from __future__ import annotations
 

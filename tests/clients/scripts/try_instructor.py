@@ -1,4 +1,4 @@
-"""Instructor: models out of answers, in the modes that send a schema; whole, in part, as lists."""
+"""Instructor: reads models from answers in the modes that send a schema: whole, partial, lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats that an engine answers in this process: what a router makes of a body, and of an output."""
+"""Chats that an engine answers in this process, through the router's code for requests."""
 
 from __future__ import annotations
 

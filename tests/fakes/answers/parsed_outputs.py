@@ -1,4 +1,4 @@
-"""What parsers find in an output, put together, for tests that compare it."""
+"""Joins the deltas that parsers find in an output, for tests that compare them."""
 
 from __future__ import annotations
 

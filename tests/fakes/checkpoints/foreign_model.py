@@ -1,4 +1,4 @@
-"""A model that only its weights tell from another: the same folder with one tensor changed."""
+"""A model that differs from another only in its weights: one tensor is changed."""
 
 from __future__ import annotations
 

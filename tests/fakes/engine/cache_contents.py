@@ -1,4 +1,4 @@
-"""What a prefix cache gives out, held against what must be in it."""
+"""Compares the blocks that a prefix cache gives with the contents that they must have."""
 
 from __future__ import annotations
 

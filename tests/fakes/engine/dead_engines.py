@@ -1,4 +1,4 @@
-"""Engines that a test killed in the middle of their work: nobody can ask their blocks back."""
+"""Engines that a test stops in the middle of their work, so that their blocks are never freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prepared step tells of its KV cache groups."""
+"""The description of KV cache groups in a prepared step, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler and its random words as tests call them: of requests as they are now."""
+"""The sampler and its random words, called with requests as tests have them."""
 
 from __future__ import annotations
 

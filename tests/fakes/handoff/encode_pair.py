@@ -1,4 +1,4 @@
-"""An encode node and a prefill node's arrivals, whole and real, over one process's memory.
+"""A real encode node and the real arrivals of a prefill node, over one process's memory.
 
 Time moves by hand, and the KV I/O loops run on the caller's thread. Refuses to know: what is
 asserted.

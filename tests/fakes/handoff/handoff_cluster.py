@@ -1,4 +1,4 @@
-"""A prefill and a decode node, whole and real, but for time and network: both move by hand.
+"""A real prefill node and a real decode node; a test moves time and network by hand.
 
 Everything runs on the caller's thread: the nodes' steps, the rounds of their KV I/O threads, and
 the network between them. Plays the router, too: it places requests and cancels failed ones.

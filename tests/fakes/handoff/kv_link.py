@@ -1,4 +1,4 @@
-"""A real sender and receiver with their memories, and what a test does with them.
+"""A real sender and receiver with their memories, and methods with which tests drive them.
 
 Refuses to know: which connector is between them, what is asserted.
 """

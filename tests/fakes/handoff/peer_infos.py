@@ -1,4 +1,4 @@
-"""Peer infos of nodes that have no memory, for tests of what is said about them."""
+"""Peer infos of nodes without memory, for tests of peer infos alone."""
 
 from __future__ import annotations
 

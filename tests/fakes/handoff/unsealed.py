@@ -1,4 +1,4 @@
-"""Messages and peer infos as a transport alone makes them, for tests below the seals."""
+"""Messages and peer infos without seals, as a transport makes them, for tests of transports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a tree listen on, read from /proc as an auditor would."""
+"""Lists the sockets on which a tree of processes listens, read from /proc as an auditor would."""
 
 from __future__ import annotations
 

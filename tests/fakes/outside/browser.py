@@ -1,4 +1,4 @@
-"""A real browser, headless: the page that it makes of a file, and what it complains about."""
+"""A real headless browser: returns the page that a file gives, and the browser's complaints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of files that speaks as the Hugging Face hub does, as far as a download needs.
+"""A file server with the part of the Hugging Face hub's API that a download needs.
 
 Refuses to know: what is in the files.
 """

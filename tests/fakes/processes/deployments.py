@@ -1,4 +1,4 @@
-"""Deployments of real processes, what their routers say, and many outputs asked for at once."""
+"""Deployments of real processes, the answers of their routers, and requests of many outputs."""
 
 from __future__ import annotations
 

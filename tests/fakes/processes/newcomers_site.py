@@ -1,4 +1,4 @@
-"""A place to make a newcomer's mistakes in: routers of several kinds, and a folder for files."""
+"""A place for a newcomer's mistakes: routers of several kinds, and a folder for files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intakes with defaults for everything that a test does not ask for."""
+"""Intakes with defaults for all arguments that a test does not give."""
 
 from __future__ import annotations
 

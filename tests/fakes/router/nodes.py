@@ -1,4 +1,4 @@
-"""Nodes driven by hand, for tests of the router: no process, no link, only what they say."""
+"""Nodes that a test drives by hand, without process or link: a test sends their events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy that has some requests computed where they are decoded; all others go by another."""
+"""A policy that lets decode nodes compute some requests alone, and places all others by another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client whose right answer is known, and that holds each piece of its stream against it."""
+"""A client with a known right answer; it compares each piece of its stream with this answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated nodes on virtual time: what they say, and when, without an event loop."""
+"""Simulated nodes on virtual time, without an event loop: their events, and the events' times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the nodes, the router and the network of a whole system are like. Knows not what they do."""
+"""The parameters of nodes, router and network of a whole system. Refuses to know: their actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of `Access`: who a call's principal is, what it may, and how wrong keys are slowed."""
+"""Unit tests of `Access`: a call's principal and rights, and the delays of wrong keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a certificate is, by its URIs."""
+"""Unit tests of the identity in a certificate's URIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of conversations with images: contents that are parts, whatever a template reads."""
+"""Unit tests of conversations with images: contents with parts, for templates of all kinds."""
 
 from __future__ import annotations
 

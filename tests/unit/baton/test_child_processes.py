@@ -1,4 +1,4 @@
-"""Processes that ours start: nothing of the folder that the user is in is executed."""
+"""Tests that child processes execute nothing from the user's current folder."""
 
 from __future__ import annotations
 

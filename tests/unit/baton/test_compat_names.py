@@ -1,4 +1,4 @@
-"""Unit tests of metrics by another engine's names: each of them is there, with our numbers."""
+"""Unit tests of metrics under another engine's names: all names, with Baton's numbers."""
 
 from __future__ import annotations
 

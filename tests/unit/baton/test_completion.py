@@ -1,4 +1,4 @@
-"""Shell completion: scripts for each shell, and what a shell is told for what a user has typed."""
+"""Unit tests of shell completion: scripts for each shell, and completions of typed words."""
 
 from __future__ import annotations
 

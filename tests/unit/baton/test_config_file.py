@@ -1,4 +1,4 @@
-"""Options from files: who wins, what is refused and how it is said; what `config show` prints."""
+"""Unit tests of configuration files: precedence, one-line refusals, and `config show`."""
 
 from __future__ import annotations
 

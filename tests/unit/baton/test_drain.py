@@ -1,4 +1,4 @@
-"""Unit tests of a node's way to rest."""
+"""Unit tests of how a node drains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which addresses others can reach, and what is refused there."""
+"""Unit tests of the addresses that others can reach, and of what is refused on these."""
 
 from __future__ import annotations
 

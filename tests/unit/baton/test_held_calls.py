@@ -1,4 +1,4 @@
-"""Unit tests of what one caller's calls may hold of a gRPC server."""
+"""Unit tests of HeldCalls: the memory and streams that one caller may hold."""
 
 from __future__ import annotations
 

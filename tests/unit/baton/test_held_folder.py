@@ -1,4 +1,4 @@
-"""HeldFolder: what killed processes leave is removed, and no living process's folder is."""
+"""Unit tests of HeldFolder: folders of killed processes are removed, those of living ones stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the hub's names, and of which file a quantization means."""
+"""Unit tests of hub ids, and of the file that a quantization's name means."""
 
 from __future__ import annotations
 

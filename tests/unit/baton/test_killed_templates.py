@@ -1,4 +1,4 @@
-"""Kill the template of both users of worker processes while they work: no request notices."""
+"""Kill the template process of both users of worker processes at work: no request fails."""
 
 from __future__ import annotations
 

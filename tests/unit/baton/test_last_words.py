@@ -1,4 +1,4 @@
-"""Why a process ended, in words: its own error, its signal, or memory that ran out."""
+"""Unit tests of the reason of a process's end: its own error, a signal, or too little memory."""
 
 from __future__ import annotations
 

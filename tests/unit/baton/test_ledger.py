@@ -1,4 +1,4 @@
-"""Unit tests of the ledger: what balances, what is an orphan, and what operators are told of it."""
+"""Unit tests of the ledger: balance, orphans, and the text for operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both ends of a link, without a stream between them."""
+"""Unit tests of both ends of a link, without a stream between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines: what others said is in one of ours, and none of theirs looks like one."""
+"""Unit tests of log lines: texts of others cannot look like a log line of Baton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a folder decides tokens: each of its files is seen, and what does not matter is not."""
+"""Unit tests of a folder's identity: files that decide tokens change it, others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins: what is allowed, what is imported when, and what a broken one costs."""
+"""Unit tests of plug-ins: permission, the time of import, and the cost of a broken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users import of `baton`, and files of theirs that have the names of our packages."""
+"""Tests of the names that users import from `baton`, also beside user files with equal names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quoted Lark: a quoted grammar takes a text in a JSON string where the grammar takes the text."""
+"""Unit tests of quoted Lark: it accepts a JSON string of every text that the grammar accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `baton up` makes of Ray's options, and where nodes on other machines look for the router."""
+"""Unit tests of `baton up` with Ray: Ray's options, and the router's address on other machines."""
 
 from __future__ import annotations
 

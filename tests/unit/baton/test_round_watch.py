@@ -1,4 +1,4 @@
-"""Unit tests of RoundWatch: which thread stands in one round, counted in beats."""
+"""Unit tests of RoundWatch: the thread that stays in one round, counted in beats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's links to several routers: real gRPC links of this process, nodes and calls by hand."""
+"""Unit tests of a node's links to several routers: real gRPC links, nodes and calls by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RpcFront: whom it accepts, and what becomes of connections when gRPC has closed its side."""
+"""Unit tests of RpcFront: accepted connections, and connections that gRPC has closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton up` after its start: what dies is started again and told, but not for ever."""
+"""Unit tests of `baton up` after its start: it restarts dead programs, but not forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of sampling defaults: what a checkpoint recommends, and who wins over whom."""
+"""Unit tests of sampling defaults: a checkpoint's recommendations and their precedence."""
 
 from __future__ import annotations
 

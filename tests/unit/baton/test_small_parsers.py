@@ -1,4 +1,4 @@
-"""Unit tests of what is typed on a command line: bytes, addresses; and of the shares of cores."""
+"""Unit tests of parsers of the command line: bytes and addresses; and of shares of cores."""
 
 from __future__ import annotations
 

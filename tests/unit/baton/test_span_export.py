@@ -1,4 +1,4 @@
-"""Unit tests of the exporter: what a collector gets, and what becomes of spans that it does not."""
+"""Unit tests of the span exporter: exported spans, and spans that no collector takes."""
 
 from __future__ import annotations
 

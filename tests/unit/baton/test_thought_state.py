@@ -1,4 +1,4 @@
-"""Unit tests of thoughts: what may come next follows from the tokens alone."""
+"""Unit tests of ThoughtState: the tokens alone decide which tokens may follow."""
 
 from __future__ import annotations
 

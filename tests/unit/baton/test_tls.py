@@ -1,4 +1,4 @@
-"""TLS options and files: what is wrong is one line; what changes is read again."""
+"""Unit tests of TLS options and files: one-line errors, and changed files are read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS between real servers and clients of this process: who gets in, what the others are told."""
+"""Tests of TLS between real servers and clients: accepted clients, and messages for others."""
 
 from __future__ import annotations
 

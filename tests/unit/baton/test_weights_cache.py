@@ -1,4 +1,4 @@
-"""Files of packed weights: whole or not there, checked at each boot, bounded in size."""
+"""Unit tests of packed weights in files: complete or absent, checked at each boot, limited."""
 
 from __future__ import annotations
 

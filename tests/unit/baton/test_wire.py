@@ -1,4 +1,4 @@
-"""Unit tests of wire: every value of ours survives the way to bytes and back."""
+"""Unit tests of wire: every value survives the conversion to bytes and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the number of parts of a message, found out before it is read."""
+"""Unit tests of the number of parts of a message, which is known before the message is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdapterTable: who gets a slot, who keeps it, who leaves, and what is read again."""
+"""Unit tests of AdapterTable: slots are given, kept and freed; adapters are read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Freed memory stays in the process: what asks for as much again gets no new pages."""
+"""Tests that freed memory stays in the process and is used again without new pages."""
 
 from __future__ import annotations
 

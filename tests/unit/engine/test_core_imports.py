@@ -1,4 +1,4 @@
-"""Unit test of what the engine's core loads: no tensors, and nothing that the link says."""
+"""Tests that the engine's core imports no tensors and none of the link's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores a rank gets."""
+"""Unit tests of the cores that a rank gets."""
 
 from __future__ import annotations
 

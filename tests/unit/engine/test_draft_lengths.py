@@ -1,4 +1,4 @@
-"""Unit tests of how many drafts pay: costs that were measured, rates, and what follows."""
+"""Unit tests of numbers of drafts: measured costs, acceptance rates, and the resulting choice."""
 
 from __future__ import annotations
 

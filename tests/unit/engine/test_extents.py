@@ -1,4 +1,4 @@
-"""Extents: as many blocks as wanted, each once, in few runs; and what the pool makes of them."""
+"""Unit tests of extents: the wanted number of blocks, each once, in few runs."""
 
 from __future__ import annotations
 

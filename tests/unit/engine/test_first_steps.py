@@ -1,4 +1,4 @@
-"""Test the steps that a node computes before it joins: their thread, and what is told of them."""
+"""Unit tests of the steps before a node joins: their thread, and their log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine with a KV cache of float8: its size, its tokens, its scales, and whom it may meet."""
+"""Tests of an engine with a float8 KV cache: size, tokens, scales, and possible peers."""
 
 from __future__ import annotations
 

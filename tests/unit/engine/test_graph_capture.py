@@ -1,4 +1,4 @@
-"""Unit tests of what graphs are taken to cost: on a device that is a number of free bytes."""
+"""Unit tests of the estimated memory of graphs, on a simulated device with free bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of KVEventFeed: what routers are told, when, and in which messages."""
+"""Unit tests of KVEventFeed: which events routers get, when, and in which messages."""
 
 from __future__ import annotations
 

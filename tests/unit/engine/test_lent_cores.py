@@ -1,4 +1,4 @@
-"""Unit tests of LentCores: who computes where, with real locks and real threads."""
+"""Unit tests of LentCores: which cores compute for which node, with real locks and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of Meeting: ranks find their way in, however many strangers stand before the door."""
+"""Unit tests of Meeting: ranks connect, however many strangers connect first."""
 
 from __future__ import annotations
 

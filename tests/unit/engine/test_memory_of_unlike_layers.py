@@ -1,4 +1,4 @@
-"""What a long sequence holds in a model with windows, full attention and states, by block."""
+"""Tests of the blocks that a long sequence holds with windows, full attention and states."""
 
 from __future__ import annotations
 

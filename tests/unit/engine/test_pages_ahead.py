@@ -1,4 +1,4 @@
-"""Memory of KV blocks to come: as much as is asked for, and what was in it stays."""
+"""Unit tests of PagesAhead: it populates the wanted memory, and keeps the contents of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the prefix cache: what is found, what is computed, what is forgotten first."""
+"""Unit tests of the prefix cache: hits, computed tokens, and the order of eviction."""
 
 from __future__ import annotations
 

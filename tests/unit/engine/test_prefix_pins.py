@@ -1,4 +1,4 @@
-"""Limits of the work and the memory that pins of long prompts take."""
+"""Unit tests of the limits on work and memory for pins of long prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of scheduling by priority: who starts first, who is preempted, who gets a grant."""
+"""Unit tests of priorities: the order of starts, preemptions and grants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who watches over a rank tells that it was stopped, ends it, and ends with it."""
+"""Tests of the watcher of a rank: it reports a stopped rank, ends it, and ends with it."""
 
 from __future__ import annotations
 

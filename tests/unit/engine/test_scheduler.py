@@ -1,4 +1,4 @@
-"""Unit tests of Scheduler: who runs, in what order, with how many tokens and whose blocks."""
+"""Unit tests of Scheduler: which requests run, in which order, with how many tokens and blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of Scheduler with grammars: who waits for one holds up nobody and loses nothing."""
+"""Unit tests of Scheduler with grammars: waiting for a mask delays no other request."""
 
 from __future__ import annotations
 

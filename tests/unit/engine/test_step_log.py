@@ -1,4 +1,4 @@
-"""Debug lines of steps: what is computed, who waits and why, who ended; nothing when off."""
+"""Unit tests of debug lines of steps: computed, waiting and ended requests; no cost if off."""
 
 from __future__ import annotations
 

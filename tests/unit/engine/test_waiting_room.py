@@ -1,4 +1,4 @@
-"""Unit tests of WaitingRoom: lines, counts, and who is in none of them."""
+"""Unit tests of WaitingRoom: its queues, its counts, and requests that are in no queue."""
 
 from __future__ import annotations
 

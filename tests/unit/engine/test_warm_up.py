@@ -1,4 +1,4 @@
-"""Unit tests of warming up: which steps are computed before anybody waits, and that they are."""
+"""Unit tests of the warm-up: which steps are computed before the first request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of an engine with files: what a later engine reads, and what troubles cost."""
+"""Unit tests of an engine with KV files: blocks that a later engine reads, and faulty disks."""
 
 from __future__ import annotations
 

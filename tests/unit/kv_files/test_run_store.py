@@ -1,4 +1,4 @@
-"""Unit tests of the files with KV: what is found again, what is refused, what leaves first."""
+"""Unit tests of KV files: look-ups, refused files, and the order of removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the switch: how long a direction stays off."""
+"""Unit tests of Switch: how long a direction stays off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NIXL's metadata: what says that it is of somebody else does not reach NIXL."""
+"""Tests that metadata in another peer's name does not reach NIXL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the KV connector does otherwise where KV is in a GPU's memory; the GPU is stood in for."""
+"""Tests of the KV connector with KV in GPU memory, for which a stand-in is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests: every damaged block is found, asked for again, and never believed."""
+"""Tests of digests: every damaged block is found and requested again, and none is used."""
 
 from __future__ import annotations
 

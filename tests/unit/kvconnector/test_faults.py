@@ -1,4 +1,4 @@
-"""Unit tests of faults on request: each does what it says, as often as it says, and no more."""
+"""Unit tests of injected faults: each happens as often as its spec says."""
 
 from __future__ import annotations
 

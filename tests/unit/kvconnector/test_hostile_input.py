@@ -1,4 +1,4 @@
-"""What comes from the network is data: nothing in it raises what nobody expects, or costs much."""
+"""Tests of hostile messages: none raises an unexpected error, and none costs much."""
 
 from __future__ import annotations
 

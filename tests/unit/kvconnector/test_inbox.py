@@ -1,4 +1,4 @@
-"""Inbox: what is refused and counted, and that no peer takes another's turn."""
+"""Unit tests of Inbox: refused messages are counted, and no peer delays another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of IoLoop: whose wishes are heard where, and how its thread ends."""
+"""Unit tests of IoLoop: where wishes and events are handled, and how the thread ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of NIXL in words: a code that says nothing comes with where the reason is."""
+"""Unit tests of NIXL's errors as text: an unclear code says where its reason is logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of Peers: who is suspected when, who may be written to, and how a link comes back."""
+"""Unit tests of Peers: which peers are suspected or writable, and how a link comes back."""
 
 from __future__ import annotations
 

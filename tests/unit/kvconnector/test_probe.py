@@ -1,4 +1,4 @@
-"""Self-tests on a scripted network: no pair is connected whose bytes do not arrive."""
+"""Tests of self-tests on a scripted network: a pair is connected only if its bytes arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of Repeats: what is said again when, and until when."""
+"""Unit tests of Repeats: which messages are sent again, when, and until when."""
 
 from __future__ import annotations
 

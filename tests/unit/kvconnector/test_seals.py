@@ -1,4 +1,4 @@
-"""Seals: a message is heard once, by whom it was for, and from whom it says."""
+"""Unit tests of seals: a message is accepted once, by its addressee, from its true sender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audits between faults: a router that says what a node holds, and whose fault a leak is."""
+"""Unit tests of audits between faults: a router's answer, and which node a leak belongs to."""
 
 from __future__ import annotations
 

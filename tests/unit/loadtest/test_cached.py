@@ -1,4 +1,4 @@
-"""What a server's cache had of the prompts, and when that is the result."""
+"""Unit tests of the prompt tokens that a server had cached, and of when a report has them."""
 
 from __future__ import annotations
 

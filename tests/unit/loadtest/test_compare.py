@@ -1,4 +1,4 @@
-"""Comparisons of deployments whose latencies are known: the verdict is what the numbers say."""
+"""Tests of comparisons of deployments with known latencies: the verdict follows the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets: files as other load generators read them, and what is sent of them."""
+"""Unit tests of data sets: files in other load generators' formats, and the requests from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults on a schedule: what is written is what is done, and what it cost is what it did cost."""
+"""Tests of scheduled faults: they happen as written, and the report has their true cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up traces: their statistics, and the same ones from the same seed."""
+"""Unit tests of generated traces: their statistics, and equal traces from equal seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load's images: what is drawn and sent, and what its report says of them."""
+"""Unit tests of a load's images: drawing, sending, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a result: every number is the JSON's, in a real browser, without a network."""
+"""Tests of a result's page in a real browser without a network: its numbers are the JSON's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers behind the plots are those of the script, and of the summary."""
+"""Unit tests of the numbers behind plots: they equal the script's and the summary's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace files: the public format, what is written reads back, prompts share what ids share."""
+"""Unit tests of trace files: the public format, reading back, and prefixes shared by equal ids."""
 
 from __future__ import annotations
 

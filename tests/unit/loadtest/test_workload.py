@@ -1,4 +1,4 @@
-"""What a plan asks for is what is sent, and the seed decides all of it."""
+"""Unit tests of workloads: the sent requests follow the plan, and the seed decides all of them."""
 
 from __future__ import annotations
 

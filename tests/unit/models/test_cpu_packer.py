@@ -1,4 +1,4 @@
-"""Weights packed while they are read are those of a loaded model that is packed; in little memory.
+"""Tests that packing while reading gives the weights of a packed loaded model, in little memory.
 
 Refuses to know: what computes with them.
 """

@@ -1,4 +1,4 @@
-"""Unit tests of quantized weights whose parts have any shape and type: one line, or numbers."""
+"""Unit tests of quantized weights with parts of any shape and type: numbers, or one line."""
 
 from __future__ import annotations
 

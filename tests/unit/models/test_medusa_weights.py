@@ -1,4 +1,4 @@
-"""Unit tests of models.drafters.medusa: what a file of heads may hold, and a line for the rest."""
+"""Unit tests of models.drafters.medusa: accepted files of heads, and one-line refusals."""
 
 from __future__ import annotations
 

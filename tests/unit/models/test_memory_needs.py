@@ -1,4 +1,4 @@
-"""What a model is said to need is what a loaded one has; in the engine, in one line, on the screen.
+"""Tests that the predicted memory of a model equals a loaded model's, and is shown in one line.
 
 Refuses to know: how weights are packed.
 """

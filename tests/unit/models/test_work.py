@@ -1,4 +1,4 @@
-"""What a model's steps compute and read, beside what is counted by hand for a small model."""
+"""Tests that a model's computed FLOPs and bytes equal a count by hand for a small model."""
 
 from __future__ import annotations
 

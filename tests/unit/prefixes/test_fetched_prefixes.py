@@ -1,4 +1,4 @@
-"""A prefill node gets cached prefixes from a decode node; what goes wrong costs only time."""
+"""Tests of prefixes that a prefill node fetches from a decode node; faults cost only time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router does beside its requests: a failure there is told, and the rest goes on."""
+"""Tests that a failure in the router's background work is logged, and the router goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of how descriptors are shared out."""
+"""Unit tests of how the router divides its descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of a request's spans at the router: what they say, and that they say it of all."""
+"""Unit tests of a request's spans at the router: their contents, for every kind of request."""
 
 from __future__ import annotations
 

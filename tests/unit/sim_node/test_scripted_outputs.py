@@ -1,4 +1,4 @@
-"""Scripted outputs: which rule answers a prompt, and what a node says then."""
+"""Unit tests of scripted outputs: the rule for a prompt, and the node's answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated nodes on virtual time: what they say and when."""
+"""Tests of simulated nodes on virtual time: their events and times."""
 
 from __future__ import annotations
 

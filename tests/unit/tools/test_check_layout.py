@@ -1,4 +1,4 @@
-"""The layout check finds what it is for, and nothing in a tree that is as it should be."""
+"""Tests that the layout check finds each kind of problem, and none in a correct tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of tools.families: a family's name stands in its file and in the registry alone."""
+"""Unit tests of tools.families: a family's name occurs only in its file and the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU suite takes for busy and for idle, on a device of which the whole time is known."""
+"""Tests of busy and idle times in the GPU suite, on a device whose times are known."""
 
 from __future__ import annotations
 

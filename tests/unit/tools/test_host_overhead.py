@@ -1,4 +1,4 @@
-"""What is recorded of the host's part of GPU steps holds its targets, and is what the code does."""
+"""Tests that the recorded host times of GPU steps meet their targets and belong to the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick check of the hand-off's model: it holds, and each seeded mistake is found."""
+"""Tests of the quick model check of the hand-off: it passes, and finds each seeded mistake."""
 
 from __future__ import annotations
 

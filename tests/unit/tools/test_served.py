@@ -1,4 +1,4 @@
-"""Serving beside peers: what is kept of the generator's file, the tokenizer, and the verdicts."""
+"""Tests of served benchmarks: the generator's file, the tokenizer, and the verdicts."""
 
 from __future__ import annotations
 

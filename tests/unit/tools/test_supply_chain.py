@@ -1,4 +1,4 @@
-"""What the lock must hold, and what is found when it does not."""
+"""Tests of the lock's rules, and of the problems found if it breaks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of figures is what its script makes of the files, and no file can break it."""
+"""Tests of the page of figures: it follows the results files, and no file can break it."""
 
 from __future__ import annotations
 

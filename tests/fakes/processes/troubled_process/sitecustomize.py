@@ -1,4 +1,4 @@
-"""Make trouble in a real process, for tests: refuse it a resource, and have a thread raise then.
+"""Makes trouble in a real process: refuses a resource, and then raises in a thread.
 
 A Python process with this folder in PYTHONPATH imports this module when it starts. The module does
 what the environment asks for:

@@ -1,4 +1,4 @@
-"""Adapters' files: what is read, what names them, and what is refused in one line."""
+"""Unit tests of adapters' files: reading, digests, and one-line refusals."""
 
 from __future__ import annotations
 

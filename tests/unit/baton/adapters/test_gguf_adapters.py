@@ -1,4 +1,4 @@
-"""GGUF files with adapters: what is read, what names them, and what is refused in one line."""
+"""Unit tests of GGUF files with adapters: reading, digests, and one-line refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: however bytes are cut they are read the same, and no bytes do harm."""
+"""Unit tests of frames: they are read equally from any pieces, and no bytes do harm."""
 
 from __future__ import annotations
 

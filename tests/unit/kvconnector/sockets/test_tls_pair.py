@@ -1,4 +1,4 @@
-"""Sender and receiver over TLS: what the protocol makes of what the transport can do."""
+"""Tests of sender and receiver over TLS: unreachable peers, and cancelled transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TlsTransport against strangers and peers that misbehave: it costs little, and spoils nothing."""
+"""Tests of TlsTransport against strangers and misbehaving peers: low cost, no damage."""
 
 from __future__ import annotations
 

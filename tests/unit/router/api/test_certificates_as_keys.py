@@ -1,4 +1,4 @@
-"""Certificates where keys would do: over gRPC and HTTPS, who calls is who the certificate names."""
+"""Tests of client certificates in place of keys: over gRPC and HTTPS, they name the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two base models behind one address: each request reaches the nodes of its name, over each API."""
+"""Tests of two base models at one address: each API sends a request to its model's nodes."""
 
 from __future__ import annotations
 

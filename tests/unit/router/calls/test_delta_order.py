@@ -1,4 +1,4 @@
-"""Unit tests of DeltaOrder: what is next comes, once, whatever else a leg says."""
+"""Unit tests of DeltaOrder: each delta is passed on once and in order, whatever a leg sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of Dispatcher: one call over hand-driven nodes, in every order of what they say."""
+"""Unit tests of Dispatcher: one call over hand-driven nodes, with their events in every order."""
 
 from __future__ import annotations
 

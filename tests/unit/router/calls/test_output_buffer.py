@@ -1,4 +1,4 @@
-"""Unit tests of OutputBuffer: what is not taken is one piece, and no larger than the output."""
+"""Unit tests of OutputBuffer: unread tokens form one piece, no larger than the output."""
 
 from __future__ import annotations
 

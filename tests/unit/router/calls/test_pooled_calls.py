@@ -1,4 +1,4 @@
-"""Pooled calls go to prefill nodes alone."""
+"""Tests that pooled calls go only to prefill nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the request log: what becomes of a call is what its record says."""
+"""Unit tests of the request log: a record agrees with what happened to its call."""
 
 from __future__ import annotations
 

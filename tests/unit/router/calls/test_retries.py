@@ -1,4 +1,4 @@
-"""Unit tests of retries: what the next attempt is told, on which nodes, and when there is none."""
+"""Unit tests of retries: the next attempt's command and nodes, and calls that are not retried."""
 
 from __future__ import annotations
 

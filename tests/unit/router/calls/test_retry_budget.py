@@ -1,4 +1,4 @@
-"""The retry budget, and nodes that are silent: what waits, for how long, and what ends."""
+"""Tests of the retry budget and of silent nodes: which calls wait, how long, and which end."""
 
 from __future__ import annotations
 

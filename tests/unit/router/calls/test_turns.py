@@ -1,4 +1,4 @@
-"""Test that calls which could all go on at once leave the event loop to others in between."""
+"""Tests that calls that could all continue at once leave turns of the event loop to others."""
 
 from __future__ import annotations
 

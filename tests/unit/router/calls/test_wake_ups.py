@@ -1,4 +1,4 @@
-"""Unit tests of WakeUps: at once while there is time, in waves when there is none."""
+"""Unit tests of WakeUps: an idle router wakes readers at once, a busy router in waves."""
 
 from __future__ import annotations
 

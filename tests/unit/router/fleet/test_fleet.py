@@ -1,4 +1,4 @@
-"""Unit tests of Fleet: who is in it, and what is left of it."""
+"""Unit tests of Fleet: its nodes, and the fleet without ruled-out nodes."""
 
 from __future__ import annotations
 

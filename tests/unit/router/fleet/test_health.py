@@ -1,4 +1,4 @@
-"""Health: who is ejected, for how long, and how it comes back."""
+"""Unit tests of health: which nodes are ejected, for how long, and how they come back."""
 
 from __future__ import annotations
 

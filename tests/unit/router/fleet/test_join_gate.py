@@ -1,4 +1,4 @@
-"""Unit tests of JoinGate and of joining over a link: a name belongs to the node that lives."""
+"""Unit tests of JoinGate and of joining over a link: a name belongs to its living process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of NodePool: who may join, who is paired, and what becomes of legs."""
+"""Unit tests of NodePool: which nodes may join, which are paired, and how legs end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where cached prefixes come from: a connected node, and only if this is faster than computing."""
+"""Unit tests of PrefixSources: only connected nodes, and only if fetching beats computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model is served when nodes bring several: nobody takes over silently, and none forever."""
+"""Unit tests of the identity served when nodes have several models: no silent change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes whose engine stands still while they beat: others do their work, until they go on."""
+"""Tests of nodes that send beats while their engine stands still: others take over their work."""
 
 from __future__ import annotations
 

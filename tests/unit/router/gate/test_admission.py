@@ -1,4 +1,4 @@
-"""Admission: limits, the order of the queue, refusals, and what is left behind: nothing."""
+"""Unit tests of Admission: limits, order of the queue, refusals; nothing is left behind."""
 
 from __future__ import annotations
 

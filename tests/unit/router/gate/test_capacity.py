@@ -1,4 +1,4 @@
-"""Capacity: until when so much work would be done, whatever one node says of itself."""
+"""Unit tests of Capacity: the estimated end of given work, even if a node reports wrong numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the router's overload state: what it follows, what it refuses, when it ends."""
+"""Unit tests of the overload state: its signals, its refusals, and its end."""
 
 from __future__ import annotations
 

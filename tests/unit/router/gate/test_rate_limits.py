@@ -1,4 +1,4 @@
-"""Unit tests of rate limits: what fits, when there is room again, and what is given back."""
+"""Unit tests of rate limits: allowed calls, the time until more are allowed, and refunds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of cache salts: who shares one, and that nobody else learns or guesses it."""
+"""Unit tests of cache salts: which clients share a salt, and that no other client can learn it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of choices: n outputs of prompts are so many calls whose streams run side by side."""
+"""Unit tests of choices: n outputs of a prompt are n calls with parallel streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of grammar checks: what is found is remembered, and for who asked alone."""
+"""Unit tests of grammar checks: results are remembered, only for the client who asked."""
 
 from __future__ import annotations
 

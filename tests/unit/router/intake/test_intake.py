@@ -1,4 +1,4 @@
-"""Unit tests of intake: what of a request reaches its call, and its limits."""
+"""Unit tests of Intake: which fields of a request reach its call, and their limits."""
 
 from __future__ import annotations
 

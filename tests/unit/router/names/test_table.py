@@ -1,4 +1,4 @@
-"""Unit tests of the table of names: what a request's name stands for, and how that changes."""
+"""Unit tests of the table of names: which model a name means, and how that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the cost policy: each term decides where nothing else does."""
+"""Unit tests of the cost policy: each term decides if all other terms are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of what each simple policy is for; what all must do is in the contract suite."""
+"""Unit tests of the purpose of each simple policy; the contract suite tests common rules."""
 
 from __future__ import annotations
 

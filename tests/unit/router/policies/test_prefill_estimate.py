@@ -1,4 +1,4 @@
-"""The real router over simulated nodes: what it expects of prompts and of steps is what they take.
+"""Tests of the router's estimates for prompts and steps against simulated nodes.
 
 Four kinds of load on two kinds of machine, on virtual time; a cold prefill node in each.
 """

@@ -1,4 +1,4 @@
-"""The admin service over hand-driven nodes and real sockets: who may call, what changes, errors."""
+"""Tests of the admin service over hand-driven nodes and real sockets: rights, changes, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators ask of nodes travels over the nodes' links: the router dials nobody."""
+"""Tests that operators' calls to nodes use the nodes' links: the router opens no connection."""
 
 from __future__ import annotations
 

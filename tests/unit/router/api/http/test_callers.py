@@ -1,4 +1,4 @@
-"""Unit tests of who calls over HTTP: sessions, priorities, API keys."""
+"""Unit tests of callers over HTTP: sessions, priorities, API keys."""
 
 from __future__ import annotations
 

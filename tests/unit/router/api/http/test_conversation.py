@@ -1,4 +1,4 @@
-"""What a chat asks of its output: a call that must be made fits the function's own schema."""
+"""Unit tests of a chat's constraints: a required call matches the function's schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of requests over HTTP that cost much: what is made once, and what is refused."""
+"""Unit tests of costly requests over HTTP: work that is shared, and requests that are refused."""
 
 from __future__ import annotations
 

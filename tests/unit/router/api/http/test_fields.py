@@ -1,4 +1,4 @@
-"""Unit tests of fields of other servers over HTTP: what each does, and what is said of the rest."""
+"""Unit tests of other servers' fields over HTTP: the effect of each, and the answer to the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of tools over the three HTTP APIs: what comes out, and what may be sent back."""
+"""Tests of tool calls over the three HTTP APIs: calls in answers, and results in requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encode nodes are no halves of pairs: their number and their losses count for no request."""
+"""Tests that encode nodes are in no pair, so their number and losses affect no request."""
 
 from __future__ import annotations
 

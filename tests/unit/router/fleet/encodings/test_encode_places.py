@@ -1,4 +1,4 @@
-"""Where images are encoded: by cost, at most once in the fleet, never on a node that failed."""
+"""Tests of the choice of encode nodes: by cost, once per fleet, never a node that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of MeasuredLine: known lines, odd prompts, and what is forgotten."""
+"""Unit tests of MeasuredLine: known lines, odd prompts, and forgotten measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of NodeLoad: what is counted, what a node's own account corrects, what is measured."""
+"""Unit tests of NodeLoad: counted work, corrections by the node's beats, and measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises: how much later what is on a decode node may get on."""
+"""Unit tests of promises: how much delay the requests of a decode node can bear."""
 
 from __future__ import annotations
 

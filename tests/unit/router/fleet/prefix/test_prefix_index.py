@@ -1,4 +1,4 @@
-"""Unit tests of PrefixIndex: who has how much of a prompt, exactly or as far as one can know."""
+"""Unit tests of PrefixIndex: how much of a prompt each node has, exactly or estimated."""
 
 from __future__ import annotations
 

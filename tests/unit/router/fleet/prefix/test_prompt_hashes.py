@@ -1,4 +1,4 @@
-"""Unit tests of PromptHashes: the same names as on nodes, computed once."""
+"""Unit tests of PromptHashes: the nodes' hashes, computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of argument types: the schema says what a text stands for, however it says so."""
+"""Unit tests of argument types: the schema decides what an argument's text stands for."""
 
 from __future__ import annotations
 

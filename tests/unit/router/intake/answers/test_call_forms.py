@@ -1,4 +1,4 @@
-"""Unit tests of call forms: an output is an answer that fits, or calls that the parser reads."""
+"""Unit tests of call forms: an output is a matching answer, or calls that the parser can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of divided texts: a stop string ends an answer, and nothing but an answer."""
+"""Unit tests of divided texts: a stop string ends an answer, but no reasoning or call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held calls: whatever is drawn under a grammar of calls is calls that fit, as the parser reads."""
+"""Tests that every output of a grammar of calls parses as valid calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of the log of prompts: there where it is asked for, and nowhere else."""
+"""Unit tests of the prompt log: prompts are logged only if an option asks for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of usage: what a tenant is charged, and what it is told of a cache that it shares."""
+"""Unit tests of usage: the tokens charged to a tenant, and what a shared cache reveals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit tests of families of models: what each one writes is read, and its template is known.
+"""Unit tests of model families: their outputs are parsed, and their templates are known.
 
 The outputs are of the kinds that other servers test their parsers with.
 """

@@ -1,4 +1,4 @@
-"""Unit tests of parsers of calls: what is found is the same wherever an output is cut."""
+"""Unit tests of parsers of calls: the result does not depend on where an output is cut."""
 
 from __future__ import annotations
 
