@@ -98,6 +98,8 @@ class AdaptedLinear(nn.Module):
 # A wrapped layer, to which adapters may add.
 _Site = AdaptedLinear | AdaptedEmbedding | AdaptedExperts | AdaptedLatents
 _Packed = Sequence[tuple[_Site, Any]]  # one adapter's matrices, each with the layer it changes
+# The pieces of an adapter by layer, and the squared norms of the rows that DoRA pieces adapt.
+_Read = tuple[Mapping[_Site, list[Piece]], dict[Piece, Tensor]]
 
 
 class AdapterSlots:
@@ -166,14 +168,16 @@ class AdapterSlots:
     def pack(self, adapter: Adapter) -> int:
         """Pack an adapter's weights for `load`; return their size in bytes.
 
-        Safe from any thread, unless ranks sum the norms of a DoRA adapter. The packed weights are
-        kept as long as ``adapter`` lives.
+        Safe from any thread if a single rank has the model; several ranks pack at the same time,
+        and exchange whether they can. The packed weights are kept as long as ``adapter`` lives.
 
         Raises AdapterError if the adapter does not fit the model.
         """
-        if adapter not in self._packed:
+        # Several ranks always pack together: each other rank gets a new copy of the adapter, and
+        # would wait in a sum for a rank that has packed the adapter before.
+        if adapter not in self._packed or self._group.size > 1:
             self.check(adapter.files)
-            found = self._with_norms(self._pieces(adapter))
+            found = self._with_norms(self._read(adapter))
             self._packed[adapter] = [
                 (site, site.make(adapter.files, pieces, self._dtype, _width()))
                 for site, pieces in found.items()
@@ -246,19 +250,41 @@ class AdapterSlots:
                     found[self._sites[path]].append(Piece(factors, of_path))
         return found
 
-    def _with_norms(self, found: Mapping[_Site, list[Piece]]) -> dict[_Site, list[Piece]]:
+    def _read(self, adapter: Adapter) -> _Read:
+        """Read an adapter, and compute what ranks sum for it; raise if any rank has failed.
+
+        Otherwise, the other ranks would wait in the sum for the rank that failed.
+        """
+        problem: Exception | None = None
+        pieces: Mapping[_Site, list[Piece]] = {}
+        squares: dict[Piece, Tensor] = {}
+        try:
+            pieces = self._pieces(adapter)
+            squares = {
+                piece: torch.cat(
+                    [site.squares(part, up, piece.down) for part, up, _ in piece.rows()]
+                )
+                for site, of_site in pieces.items()
+                if not isinstance(site, AdaptedEmbedding)
+                for piece in of_site
+                if piece.factors.magnitude is not None
+            }
+        except (AdapterError, MemoryError, RuntimeError) as error:
+            problem = error
+        if self._group.size > 1:
+            num_failed = self._group.all_reduce(torch.tensor([float(problem is not None)]))
+            if float(num_failed) and problem is None:
+                problem = MemoryError("another rank has too little memory")
+        if problem is not None:
+            raise problem
+        return pieces, squares
+
+    def _with_norms(self, read: _Read) -> dict[_Site, list[Piece]]:
         """Add the norms of the adapted weights' rows to each piece that uses DoRA.
 
-        If ranks divide columns, one all-reduce sums the squared norms of all these rows. Nothing
-        that can fail on a single rank comes before this all-reduce, so no rank waits forever.
+        If ranks divide columns, one all-reduce sums the squared norms of all these rows.
         """
-        squares = {
-            piece: torch.cat([site.squares(part, up, piece.down) for part, up, _ in piece.rows()])
-            for site, pieces in found.items()
-            if not isinstance(site, AdaptedEmbedding)
-            for piece in pieces
-            if piece.factors.magnitude is not None
-        }
+        found, squares = read
         summed = [piece for piece in squares if piece.is_summed]
         if summed:
             every = self._group.all_reduce(torch.cat([squares[piece] for piece in summed]))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from baton.adapters.digest import AdapterError
-from baton.adapters.files import Adapter
 from baton.engine_config import EngineConfig
 from engine.executors import rank_process
 from engine.executors.rank_process import Start
@@ -22,10 +21,11 @@ from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.integration.test_images_on_ranks import ThreadRank
 
 
+@pytest.mark.parametrize("where", ["_pieces", "_with_norms"])  # before and after ranks agree
 @pytest.mark.parametrize("short", ["leader", "other"])
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: 9 bytes")])
 def test_an_adapter_without_memory_on_a_rank_is_refused_alone(
-    short: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, short: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(
         device="cpu",
@@ -54,16 +54,18 @@ def test_an_adapter_without_memory_on_a_rank_is_refused_alone(
         read = adapters.read(write_query_adapter(tmp_path, "adapter", seed=1))
         slots: Any = (worker_of(executor) if short == "leader" else workers[0])._adapters
 
-        def pack(adapter: Adapter) -> int:
+        def fail(*_: Any) -> Any:
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "pack", pack)
+            patch.setattr(slots, where, fail)
             with pytest.raises(AdapterError, match=r": does not fit in this machine's memory$"):
                 adapters.load(read)
         assert adapters.views() == []
         executor.check_health()
         adapters.load(read)
         assert adapters.digests == (read.digest,)
+        assert adapters.unload(read.digest)
+        assert adapters.load_again(read.digest)  # the leader has packed it before
     finally:
         engine.close()

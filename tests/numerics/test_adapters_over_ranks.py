@@ -133,6 +133,9 @@ def test_mixed_rows_equal_peft_over_ranks(
         assert llm.engine.metrics().cached_prompt_tokens_total > 0
         for row in (0, -1):  # with two ranks in a stage, the first or the second one has the row
             refuse_on_one_rank(llm, dense, row)
+        for digest in llm.engine.adapters.digests:
+            assert llm.engine.adapters.unload(digest)
+            assert llm.engine.adapters.load_again(digest)
         dense.assert_right(llm)
 
 
