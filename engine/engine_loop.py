@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 from baton.api.errors import BatonError, EngineDeadError
-from baton.telemetry.round_watch import Rounds
+from baton.telemetry.round_watch import Progress, Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class EngineLoop:
         self._stopping = False
         self._num_rounds = 0
         self._in_round = False
+        self._progress = Progress()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -96,9 +97,9 @@ class EngineLoop:
     def rounds(self) -> Rounds:
         """Return the number of completed steps, and whether a step is running.
 
-        Safe from any thread.
+        Signs of progress within steps (`note_progress`) count, too. Safe from any thread.
         """
-        return Rounds(self._num_rounds, self._in_round)
+        return Rounds(self._num_rounds + self._progress.num_signs, self._in_round)
 
     def stop(self) -> None:
         """Stop the thread after the running step, and wait until it has ended."""
@@ -107,6 +108,7 @@ class EngineLoop:
         self._thread.join()
 
     def _run(self) -> None:
+        self._progress.count_this_thread()
         try:
             while not self._stopping:
                 self._wake.clear()

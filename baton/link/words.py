@@ -181,7 +181,8 @@ class NodeBeat:
         serving_state: ``DRAINED`` only if every router knows of the drain, and the node has no
             requests, no transfers, and no blocks that a peer may still write.
         num_uncomputed_tokens: prompt tokens that this node has still to compute.
-        num_rounds: completed rounds of the engine's thread, idle ones included.
+        num_rounds: completed rounds of the node's threads, idle ones included, plus signs of
+            progress within rounds.
         stalled_s: how long one of the node's threads has been in one round; 0: none is stalled.
         longest_round_s: duration of the longest completed round.
         stalled_thread: name of the stalled thread.

@@ -7,15 +7,45 @@ threads look stuck.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+_of_thread = threading.local()
+
 
 class Rounds(NamedTuple):
-    """The number of rounds that a thread has ended, and whether it is in a round now."""
+    """How far a thread has come.
+
+    Attributes:
+        num_ended: number of ended rounds, plus signs of progress within rounds.
+        in_round: whether the thread is in a round now.
+    """
 
     num_ended: int
     in_round: bool
+
+
+class Progress:
+    """Counter of a thread's signs of progress within its rounds.
+
+    Attributes:
+        num_signs: the count; may be read on any thread.
+    """
+
+    def __init__(self) -> None:
+        self.num_signs = 0
+
+    def count_this_thread(self) -> None:
+        """Count the signs of progress of the current thread from now on."""
+        _of_thread.progress = self
+
+
+def note_progress() -> None:
+    """Give a sign that the current thread is not stuck, although its round may be long."""
+    progress: Progress | None = getattr(_of_thread, "progress", None)
+    if progress is not None:
+        progress.num_signs += 1
 
 
 class RoundWatch:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from baton.telemetry.round_watch import note_progress
 from models.layers.computing import Computing
 from models.layers.linear import JoinedLinear
 from models.vision.specs import TransformerSpec
@@ -234,6 +235,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor, runs: Runs, rotation: Rotation = None) -> Tensor:
         """Compute all layers: turn ``x``, ``[num_patches, hidden_size]``, into the same shape."""
         for layer in self.layers:
+            note_progress()  # on CPUs, an image may take longer than a thread may stand still
             x = layer(x, runs, rotation)
         return x
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from baton.telemetry.round_watch import note_progress
 from models.layers.mlp import GatedMLP
 from models.layers.norm import RMSNorm
 from models.vision.layers import (
@@ -110,6 +111,7 @@ class _QwenTransformer(nn.Module):
         spec, deep = self._spec, list[Tensor]()
         everything = ((1, len(x)),)
         for index, layer in enumerate(self.blocks):
+            note_progress()  # as in `Layers`
             is_full = windows is None or index in spec.full_layers
             x = layer(x, everything if is_full else windows, rotation)
             if index in spec.deep_layers:

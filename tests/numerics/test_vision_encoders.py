@@ -17,6 +17,7 @@ from baton.api.errors import InvalidRequestError, ModelLoadError
 from baton.media.expand import as_written, expand_images
 from baton.media.image_header import read_header
 from baton.media.layouts import layout_of
+from baton.telemetry.round_watch import Progress
 from models import ModelConfig, load_model
 from models.cpu.packing import CpuPacker
 from models.decoder import DecoderForCausalLM
@@ -75,6 +76,17 @@ def test_embeddings_are_those_of_transformers(
         assert tokens.token_ids.count(layout.placeholder_token_id) == len(found)
         assert np.prod(tokens.grid) == len(found)
         assert found.shape[1] == model.vision.width
+
+
+def test_every_layer_shows_that_its_thread_is_not_stuck(checkpoint: VisionCheckpoint) -> None:
+    model, progress = load(checkpoint, None), Progress()
+    progress.count_this_thread()
+    assert model.vision is not None
+    arrays = Preprocessor(checkpoint.folder).pixels(file_of(drawn_image(40, 30)))
+    with torch.inference_mode():
+        model.vision.encode({name: torch.from_numpy(one) for name, one in arrays.items()})
+    config = checkpoint.theirs.config.vision_config
+    assert progress.num_signs == (getattr(config, "depth", 0) or config.num_hidden_layers)
 
 
 def test_without_images_only_the_text_is_loaded(checkpoint: VisionCheckpoint) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from baton.telemetry.round_watch import note_progress
 from engine import engine_loop
 from engine.engine_loop import EngineLoop
 from tests.fakes.time.waiting import TIMEOUT_S, wait_until
@@ -52,6 +53,26 @@ def test_it_steps_until_there_is_no_more_to_do_and_then_sleeps() -> None:
     wait_until(lambda: steps.work == 0)
     loop.stop()
     assert 5 <= steps.count <= 6  # one more at most, to find out that it stops
+
+
+def test_a_long_step_may_show_that_it_is_not_stuck() -> None:
+    shows, goes_on = threading.Event(), threading.Event()
+
+    def step() -> bool:
+        note_progress()
+        shows.set()
+        goes_on.wait(TIMEOUT_S)
+        return False
+
+    loop = EngineLoop(step, never, name="t")
+    assert loop.rounds.num_ended == 0
+    loop.start()
+    assert shows.wait(TIMEOUT_S)
+    assert (loop.rounds.num_ended, loop.rounds.in_round) == (1, True)
+    note_progress()  # of a thread that nobody watches
+    assert loop.rounds.num_ended == 1
+    goes_on.set()
+    loop.stop()
 
 
 def test_every_wake_is_followed_by_a_step() -> None:
