@@ -22,8 +22,8 @@ from baton.engine_config import DEFAULT_ENCODER_CACHE_TOKENS
 from baton.link.words import NodeRole, StepTime
 from router.fleet.node import Node
 
-# Encoding on a prefill node also delays the other prompts there, now and in the next seconds, so its
-# seconds are multiplied by this factor.
+# Encoding on a prefill node also delays the other prompts there, now and in the next seconds, so
+# its seconds are multiplied by this factor.
 HOLD_FACTOR = 8.0
 # An encode node whose encodings did not arrive gets no images for this many seconds.
 BARRED_S = 5.0
