@@ -157,7 +157,8 @@ def test_an_error_of_a_node_is_bounded_whatever_it_answers() -> None:
 
 @pytest.mark.parametrize("name", ["encoder_s", "pixels_wait_s", "fetch_wait_s"])
 def test_times_in_receipts_are_numbers(name: str) -> None:
-    receipt = dataclasses.replace(PREFILL_RECEIPT, **{name: float("nan")})
+    changes: dict[str, Any] = {name: float("nan")}
+    receipt = dataclasses.replace(PREFILL_RECEIPT, **changes)
     delta = RequestDelta("a", 0, (), epoch=1, prefill=receipt)
     node = make_registration("p", NodeRole.PREFILL)
     assert "receipt: times must be" in event_problem(node, (delta,), Vocabulary(9, 9))
