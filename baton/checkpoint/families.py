@@ -49,8 +49,8 @@ FAMILIES: Mapping[str, FamilyNames] = {
         ["llama"],
     ),
     "mistral": FamilyNames(
-        ["MinistralForCausalLM", "MistralForCausalLM", "Mistral3ForConditionalGeneration",
-         "MixtralForCausalLM"],
+        ["LlavaForConditionalGeneration", "MinistralForCausalLM", "MistralForCausalLM",
+         "Mistral3ForConditionalGeneration", "MixtralForCausalLM"],
         ["mistral3"],
     ),
     "nemotron_h": FamilyNames(["NemotronHForCausalLM"], ["nemotron_h", "nemotron_h_moe"]),

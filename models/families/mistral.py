@@ -15,7 +15,7 @@ from models.family import GELU, Family, TextPart
 from models.fields import MAX_PARTS
 from models.model_fields import ModelFields
 from models.recipe import ExpertsSpec, Recipe
-from models.vision.specs import read_pixtral
+from models.vision.specs import read_llava, read_pixtral
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 _MIXTRAL_NAMES = {
@@ -61,6 +61,10 @@ MistralForCausalLM = Family(recipe=_mistral, defaults=_DEFAULTS, activations=GEL
 MinistralForCausalLM = Family(recipe=_ministral, defaults=_DEFAULTS)
 Mistral3ForConditionalGeneration = TextPart(
     by_type={"mistral": "MistralForCausalLM"}, vision=read_pixtral
+)
+# Pixtral's files have this architecture. The vision encoders of other LLaVAs are not supported.
+LlavaForConditionalGeneration = TextPart(
+    by_type={"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}, vision=read_llava
 )
 # Jiang et al., arXiv:2401.04088.
 MixtralForCausalLM = Family(

@@ -5,6 +5,8 @@
     pixels [3, height, width] -> patches [rows * columns, hidden] -> layers with rotary positions ->
     squares of neighbours joined -> product [placeholders, hidden] -> two products [.., text size]
 
+In Pixtral, each patch has a placeholder, and no squares are joined.
+
 Refuses to know: how images are resized (`baton/media/layouts/pixtral.py`), the text network.
 """
 
@@ -36,7 +38,7 @@ _NAMES = LayerNames("attention_norm", "attention", "ffn_norm", "feed_forward")
 
 
 class PixtralEncoder(VisionEncoder):
-    """The vision part of Mistral 3.
+    """The vision part of Pixtral and of Mistral 3.
 
     Args:
         spec: sizes of the encoder.
@@ -100,19 +102,25 @@ class _Projector(nn.Module):
         super().__init__()
         size, merge, bias = spec.layers.hidden_size, spec.merge, spec.projector_bias
         self._merge, self._activation = merge, ACTIVATIONS[spec.projector_activation]
-        self.norm = RMSNorm(size, spec.merger_eps)
-        merging = nn.Linear(size * merge**2, size, bias=False)
-        self.patch_merger = nn.ModuleDict({"merging_layer": merging})
+        self._has_merger = spec.merger_eps is not None
+        if spec.merger_eps is not None:
+            self.norm = RMSNorm(size, spec.merger_eps)
+            merging = nn.Linear(size * merge**2, size, bias=False)
+            self.patch_merger = nn.ModuleDict({"merging_layer": merging})
         self.linear_1 = nn.Linear(size, text_size, bias=bias)
         self.linear_2 = nn.Linear(text_size, text_size, bias=bias)
 
     def forward(self, x: Tensor, sides: tuple[int, int]) -> Tensor:
         """Map patches ``[n, hidden_size]`` to embeddings ``[n / merge^2, text_size]``."""
+        merged = self._merged(x, sides) if self._has_merger else x
+        result: Tensor = self.linear_2(self._activation(self.linear_1(merged)))
+        return result
+
+    def _merged(self, x: Tensor, sides: tuple[int, int]) -> Tensor:
         merge, (rows, columns) = self._merge, (side // self._merge for side in sides)
         x = self.norm(x).view(*sides, -1)[: rows * merge, : columns * merge]
         cut = x.reshape(rows, merge, columns, merge, -1)
         # A joined vector is ordered by feature, then by place in the square, as by torch's unfold.
         joined = cut.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)
-        merged = self.patch_merger["merging_layer"](joined)
-        result: Tensor = self.linear_2(self._activation(self.linear_1(merged)))
+        result: Tensor = self.patch_merger["merging_layer"](joined)
         return result

@@ -69,7 +69,7 @@ class TilesSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralSpec:
-    """A transformer over an image of any size, with rotary positions, and a merger (Mistral 3).
+    """A transformer over an image of any size, with rotary positions (Pixtral, Mistral 3).
 
     Attributes:
         layers: the transformer's layers.
@@ -77,7 +77,7 @@ class PixtralSpec:
         patch_size: number of pixels along a side of a patch.
         theta: base of the rotary frequencies.
         merge: number of patches along each side of a square that becomes one embedding.
-        merger_eps: epsilon of the merger's norm.
+        merger_eps: epsilon of the merger's norm; None: there is no merger (Pixtral).
         projector_activation: activation between the projector's linear layers.
         projector_bias: whether the projector's linear layers have biases.
     """
@@ -87,7 +87,7 @@ class PixtralSpec:
     patch_size: int
     theta: float
     merge: int
-    merger_eps: float
+    merger_eps: float | None
     projector_activation: str
     projector_bias: bool
 
@@ -274,15 +274,42 @@ def read_gemma4(fields: Fields) -> Gemma4Spec:
 
 def read_pixtral(fields: Fields) -> PixtralSpec:
     """Read the vision part of Mistral 3 (Agrawal et al., arXiv:2410.07073)."""
-    vision = _vision_fields(fields)
-    kind = vision.text("model_type", "pixtral")
-    if kind != "pixtral":
-        raise vision.wrong("model_type", f"{kind!r} is not supported; supported: pixtral")
     layer = fields.get("vision_feature_layer")
     if layer not in (None, -1):
         raise fields.wrong("vision_feature_layer", f"{layer!r} is not supported; supported: -1")
-    hidden_size = vision.integer("hidden_size", 1024)
     text = fields.child("text_config") if fields.has("text_config") else Fields({}, "")
+    return replace(
+        _pixtral(fields, "pixtral"),
+        merge=fields.integer("spatial_merge_size", 2),
+        merger_eps=text.number("rms_norm_eps", 1e-5),
+        projector_bias=fields.boolean("multimodal_projector_bias", False),
+    )
+
+
+def read_llava(fields: Fields) -> PixtralSpec:
+    """Read the vision part of Pixtral, whose architecture is LLaVA's."""
+    for name, default, only in (
+        ("vision_feature_layer", -2, -1),
+        ("vision_feature_select_strategy", "default", "full"),
+    ):
+        found = fields.get(name) if name in fields.names() else default
+        if found != only:
+            raise fields.wrong(name, f"{found!r} is not supported; supported: {only}")
+    return _pixtral(fields, "clip_vision_model")
+
+
+def _pixtral(fields: Fields, default: str) -> PixtralSpec:
+    """Read Pixtral's encoder and projector, without a merger.
+
+    Args:
+        fields: fields of the whole model.
+        default: kind of encoder if the file does not say.
+    """
+    vision = _vision_fields(fields)
+    kind = vision.text("model_type", default)
+    if kind != "pixtral":
+        raise vision.wrong("model_type", f"{kind!r} is not supported; supported: pixtral")
+    hidden_size = vision.integer("hidden_size", 1024)
     return PixtralSpec(
         layers=TransformerSpec(
             num_layers=vision.integer("num_hidden_layers", 24, maximum=MAX_PARTS),
@@ -295,10 +322,10 @@ def read_pixtral(fields: Fields) -> PixtralSpec:
         num_channels=vision.integer("num_channels", 3),
         patch_size=vision.integer("patch_size", 16),
         theta=_theta(vision),
-        merge=fields.integer("spatial_merge_size", 2),
-        merger_eps=text.number("rms_norm_eps", 1e-5),
+        merge=1,
+        merger_eps=None,
         projector_activation=_activation(fields, "projector_hidden_act", "gelu"),
-        projector_bias=fields.boolean("multimodal_projector_bias", False),
+        projector_bias=fields.boolean("multimodal_projector_bias", True),
     )
 
 

@@ -279,6 +279,7 @@ FAMILIES: dict[str, Family] = {
         },
         refused={"moe_layer_freq": 2, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
+    "LlavaForConditionalGeneration": Family({"plain": {}}),
     "MistralForCausalLM": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
     "Mistral3ForConditionalGeneration": Family({"plain": {}, "window": {"sliding_window": WINDOW}}),
     "MixtralForCausalLM": Family(

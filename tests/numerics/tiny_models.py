@@ -112,7 +112,7 @@ def _config(config_class: Any, values: dict[str, Any]) -> Any:
     vision = _vision_values(config_class, values["hidden_size"])
     implementation = {"attn_implementation": values["attn_implementation"]}
     tied = {"tie_word_embeddings": values.get("tie_word_embeddings", False)}
-    if config_class.__name__ == "Mistral3Config":
+    if config_class.__name__ in ("LlavaConfig", "Mistral3Config"):
         values = {"model_type": "mistral", **values}
     return config_class(text_config=values, vision_config=vision, **implementation, **tied)
 
@@ -123,8 +123,8 @@ def _vision_values(config_class: Any, text_size: int) -> dict[str, Any]:
     if name in ("Idefics3Config", "SmolVLMConfig"):
         sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 8}
         return {"num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
-    if name in ("Gemma3Config", "Mistral3Config"):
-        kind = {"Gemma3Config": "siglip_vision_model", "Mistral3Config": "pixtral"}[name]
+    if name in ("Gemma3Config", "LlavaConfig", "Mistral3Config"):
+        kind = "siglip_vision_model" if name == "Gemma3Config" else "pixtral"
         sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 8}
         return {"model_type": kind, "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
     if name == "Gemma4Config":

@@ -5,6 +5,7 @@ Refuses to know: what is asserted about ours.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,7 @@ class VisionFamily:
         processor: fields of ``processor_config.json``.
         options: options of the image processor's calls that the processor gives.
         text: fields of the text part's config.
-        whole: fields of the whole model's config; a text is a token, whose id is meant.
+        whole: fields of the whole model's config; one of ``tokens`` stands for its id.
         around: text that the processor puts before and behind an image.
     """
 
@@ -158,10 +159,10 @@ _PIXTRAL = {
 }
 
 
-def _pixtral(found: Any) -> str:
+def _pixtral(found: Any, side: int = 8) -> str:
     """Expand like ``PixtralProcessor.replace_image_token``, whose module needs torchvision."""
     height, width = found["image_sizes"][0].tolist()
-    text = ("[IMG]" * (width // 8) + "[IMG_BREAK]") * (height // 8)
+    text = ("[IMG]" * (width // side) + "[IMG_BREAK]") * (height // side)
     return f"{text.removesuffix('[IMG_BREAK]')}[IMG_END]"
 
 
@@ -285,6 +286,22 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         options={"return_row_col_info": True},
         whole={"scale_factor": 4, "image_token_id": "<image>"},
     ),
+    "LlavaForConditionalGeneration": VisionFamily(
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        {**_PIXTRAL, "model_type": "pixtral"},
+        ("PixtralImageProcessorPil", {"patch_size": 4, "size": {"longest_edge": 40}}),
+        functools.partial(_pixtral, side=4),
+        {"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 1},
+        options={"patch_size": 4},
+        text={"model_type": "mistral"},
+        whole={
+            "image_token_index": "[IMG]",
+            "image_seq_length": 1,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "tie_word_embeddings": False,
+        },
+    ),
     "Mistral3ForConditionalGeneration": VisionFamily(
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         _PIXTRAL,
@@ -323,7 +340,7 @@ def make_vision_checkpoint(architecture: str, folder: Path) -> VisionCheckpoint:
     family = VISION_FAMILIES[architecture]
     tokenizer = make_tokenizer(family.tokens)
     whole = {
-        name: tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
+        name: tokenizer.convert_tokens_to_ids(value) if value in family.tokens else value
         for name, value in family.whole.items()
     }
     model_class = getattr(transformers, architecture)

@@ -39,7 +39,8 @@ class PixtralLayout:
         self._longest = files.image_integer("size", "longest_edge", default=1024)
         self._patch_size = token_pixels(files)
         patch_size = files.model_integer("vision_config", "patch_size", default=16)
-        merge = files.model_integer("spatial_merge_size", default=2)
+        is_pixtral = files.model.get("model_type") == "llava"
+        merge = files.model_integer("spatial_merge_size", default=1 if is_pixtral else 2)
         if patch_size * merge != self._patch_size:
             problem = f"a token has {self._patch_size} pixels a side, but {patch_size * merge} in"
             raise files.wrong("patch_size", f"{problem} config.json")

@@ -25,6 +25,7 @@ _BY_ARCHITECTURE = {
     "Gemma3ForConditionalGeneration": "Gemma3Processor",
     "Gemma4ForConditionalGeneration": "Gemma4Processor",
     "Idefics3ForConditionalGeneration": "Idefics3Processor",
+    "LlavaForConditionalGeneration": "PixtralProcessor",
     "Mistral3ForConditionalGeneration": "PixtralProcessor",
     "Qwen2VLForConditionalGeneration": "Qwen2VLProcessor",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2_5_VLProcessor",
