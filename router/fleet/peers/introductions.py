@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 # joins leaves time for everything else. Each message costs the router, and all nodes together,
 # about 0.2 ms with its answer.
 MESSAGES_PER_S = 1_000.0
+# News about connected peers only change a node's list of peers, so they wait this many seconds for
+# more. After a restart of a router, its nodes join again one after another.
+KNOWN_S = 2.0
 # Bytes of the peer infos in one message; a longer message would hold up beats and commands.
 MAX_NEWS_BYTES = 2**20
 # Reports of one node on peers that have not joined yet: their number, and for how long they are
@@ -49,12 +52,14 @@ class _News:
     """News of peers that one node must get.
 
     Attributes:
+        due: time of the event loop at which the news are sent.
         joined: updates about peers that joined, by engine id; None: the reader is connected to the
             peer already.
         removed: engine ids of peers that left; told before ``joined``.
     """
 
     reader: Node
+    due: float = math.inf
     joined: dict[str, PeerUpdate | None] = field(default_factory=dict)
     removed: dict[str, None] = field(default_factory=dict)
 
@@ -97,8 +102,8 @@ class Introductions:
         self._here: dict[str, Node] = {}  # introduced nodes, by engine id
         self._early: dict[str, _Early] = {}  # by engine id of the node that reported; oldest first
         self._news: dict[str, _News] = {}  # by engine id of the reader
-        self._is_due = False
-        self._rest_until = -math.inf
+        self._sending: asyncio.TimerHandle | None = None  # the next call of `_send_news`
+        self._rest_until = -math.inf  # as `_News.due`
 
     # ------------------------------------------------------------------ nodes
 
@@ -213,30 +218,44 @@ class Introductions:
         """Tell a node about a compatible peer, with the next news if the node reads these."""
         if reader.registration.batches_peers:
             update = None if is_known else update_about(peer, reader)
-            self._news_for(reader).joined[peer.engine_id] = update
+            news = self._news_for(reader, KNOWN_S if is_known else 0.0)
+            news.joined[peer.engine_id] = update
         else:
             reader.send(update_about(peer, reader))
 
-    def _news_for(self, reader: Node) -> _News:
-        """Return the news for a node, which are sent soon."""
+    def _news_for(self, reader: Node, wait_s: float = 0.0) -> _News:
+        """Return the news for a node, which are sent in ``wait_s`` seconds or before."""
         news = self._news.get(reader.engine_id)
         if news is None:
             news = self._news[reader.engine_id] = _News(reader)
-            if not self._is_due:
-                self._is_due = True
-                rest_s = max(self._rest_until - self._clock(), 0.0)
-                asyncio.get_running_loop().call_later(rest_s, self._send_news)
+        due = asyncio.get_running_loop().time() + wait_s
+        if due < news.due:
+            news.due = due
+            self._send_at(due)
         return news
 
+    def _send_at(self, due: float) -> None:
+        """Call `_send_news` at this time, or once messages may be sent again."""
+        at = max(due, self._rest_until)
+        if self._sending is not None:
+            if self._sending.when() <= at:
+                return
+            self._sending.cancel()
+        self._sending = asyncio.get_running_loop().call_at(at, self._send_news)
+
     def _send_news(self) -> None:
-        self._is_due = False
-        news, self._news = self._news, {}
-        num_messages = 0
-        for one in news.values():
+        """Send the news that are due."""
+        self._sending = None
+        now, num_messages = asyncio.get_running_loop().time(), 0
+        due = [one for one in self._news.values() if one.due <= now]
+        for one in due:
+            del self._news[one.reader.engine_id]
             for message in one.messages():
                 one.reader.send(message)
                 num_messages += 1
-        self._rest_until = self._clock() + num_messages / MESSAGES_PER_S
+        self._rest_until = now + num_messages / MESSAGES_PER_S
+        if self._news:
+            self._send_at(min(one.due for one in self._news.values()))
 
 
 def _num_bytes(update: PeerUpdate) -> int:
