@@ -102,7 +102,8 @@ class Introductions:
         self._here: dict[str, Node] = {}  # introduced nodes, by engine id
         self._early: dict[str, _Early] = {}  # by engine id of the node that reported; oldest first
         self._news: dict[str, _News] = {}  # by engine id of the reader
-        self._sending: asyncio.TimerHandle | None = None  # the next call of `_send_news`
+        self._sending: asyncio.Handle | None = None  # the next call of `_send_news`
+        self._sending_at = math.inf  # as `_News.due`
         self._rest_until = -math.inf  # as `_News.due`
 
     # ------------------------------------------------------------------ nodes
@@ -238,10 +239,11 @@ class Introductions:
         """Call `_send_news` at this time, or once messages may be sent again."""
         at = max(due, self._rest_until)
         if self._sending is not None:
-            if self._sending.when() <= at:
+            if self._sending_at <= at:
                 return
             self._sending.cancel()
         self._sending = asyncio.get_running_loop().call_at(at, self._send_news)
+        self._sending_at = at
 
     def _send_news(self) -> None:
         """Send the news that are due."""

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+import uvloop
 
 from baton.link.words import NodeRole, PeerReport, PeerReports, PeerUpdate, PeerUpdates
 from router.fleet.node_pool import NodePool
@@ -69,6 +70,17 @@ async def test_a_storm_of_joins_is_one_message_to_each_node() -> None:
     for decode in (d0, d1, d2):
         (news,) = decode.news()
         assert [update.engine_id for update in news.updates] == ["p0-0", "p1-0"]
+
+
+def test_news_are_sent_on_the_event_loop_of_routers() -> None:
+    """Regression: uvloop's handles of calls that are due at once know no time."""
+
+    async def run() -> None:
+        pool = make_pool()
+        p0, d0, d1 = join(pool, "p0", "d0", "d1")
+        await until_told(p0, d0, d1)
+
+    uvloop.run(run())
 
 
 @asynchronous
