@@ -37,7 +37,10 @@ logger = logging.getLogger(__name__)
 # time for other work. With its answer, a message takes about 0.2 ms on the router and on all nodes
 # together.
 MESSAGES_PER_S = 1_000.0
-# Maximum bytes of peer infos in one message; a longer message would delay beats and commands.
+# News about connected peers only change a node's list of peers, so they wait this many seconds for
+# more. After a restart of a router, its nodes join again one after another.
+KNOWN_S = 2.0
+# Bytes of the peer infos in one message; a longer message would hold up beats and commands.
 MAX_NEWS_BYTES = 2**20
 # Maximum number of one node's reports on peers that have not joined yet, and for how many seconds
 # they are kept. After a restart of a router, its nodes join again within seconds.
@@ -49,12 +52,14 @@ class _News:
     """The news of peers that one node must be told.
 
     Attributes:
-        joined: updates about peers that joined, by engine id; None: the reader is already connected
-            to the peer.
+        due: time of the event loop at which the news are sent.
+        joined: updates about peers that joined, by engine id; None: the reader is connected to the
+            peer already.
         removed: engine ids of peers that left; told before ``joined``.
     """
 
     reader: Node
+    due: float = math.inf
     joined: dict[str, PeerUpdate | None] = field(default_factory=dict)
     removed: dict[str, None] = field(default_factory=dict)
 
@@ -97,8 +102,9 @@ class Introductions:
         self._here: dict[str, Node] = {}  # introduced nodes, by engine id
         self._early: dict[str, _Early] = {}  # by engine id of the reporting node; oldest first
         self._news: dict[str, _News] = {}  # by engine id of the reader
-        self._is_due = False
-        self._rest_until = -math.inf
+        self._sending: asyncio.Handle | None = None  # the next call of `_send_news`
+        self._sending_at = math.inf  # as `_News.due`
+        self._rest_until = -math.inf  # as `_News.due`
 
     # ------------------------------------------------------------------ nodes
 
@@ -213,30 +219,45 @@ class Introductions:
         """Tell a node about a compatible peer: with its next news, or at once to an old release."""
         if reader.registration.batches_peers:
             update = None if is_known else update_about(peer, reader)
-            self._news_for(reader).joined[peer.engine_id] = update
+            news = self._news_for(reader, KNOWN_S if is_known else 0.0)
+            news.joined[peer.engine_id] = update
         else:
             reader.send(update_about(peer, reader))
 
-    def _news_for(self, reader: Node) -> _News:
-        """Return the news that will soon be sent to a node; schedule the sending if needed."""
+    def _news_for(self, reader: Node, wait_s: float = 0.0) -> _News:
+        """Return the news for a node, which are sent in ``wait_s`` seconds or before."""
         news = self._news.get(reader.engine_id)
         if news is None:
             news = self._news[reader.engine_id] = _News(reader)
-            if not self._is_due:
-                self._is_due = True
-                rest_s = max(self._rest_until - self._clock(), 0.0)
-                asyncio.get_running_loop().call_later(rest_s, self._send_news)
+        due = asyncio.get_running_loop().time() + wait_s
+        if due < news.due:
+            news.due = due
+            self._send_at(due)
         return news
 
+    def _send_at(self, due: float) -> None:
+        """Call `_send_news` at this time, or once messages may be sent again."""
+        at = max(due, self._rest_until)
+        if self._sending is not None:
+            if self._sending_at <= at:
+                return
+            self._sending.cancel()
+        self._sending = asyncio.get_running_loop().call_at(at, self._send_news)
+        self._sending_at = at
+
     def _send_news(self) -> None:
-        self._is_due = False
-        news, self._news = self._news, {}
-        num_messages = 0
-        for one in news.values():
+        """Send the news that are due."""
+        self._sending = None
+        now, num_messages = asyncio.get_running_loop().time(), 0
+        due = [one for one in self._news.values() if one.due <= now]
+        for one in due:
+            del self._news[one.reader.engine_id]
             for message in one.messages():
                 one.reader.send(message)
                 num_messages += 1
-        self._rest_until = self._clock() + num_messages / MESSAGES_PER_S
+        self._rest_until = now + num_messages / MESSAGES_PER_S
+        if self._news:
+            self._send_at(min(one.due for one in self._news.values()))
 
 
 def _num_bytes(update: PeerUpdate) -> int:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import pytest
+import uvloop
+
 from baton.link.words import NodeRole, PeerReport, PeerReports, PeerUpdate, PeerUpdates
 from router.fleet.node_pool import NodePool
+from router.fleet.peers import introductions
 from router.fleet.peers.introductions import MAX_NEWS_BYTES
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration
 from tests.fakes.router.router_scene import asynchronous
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let news about connected peers be sent at once."""
+    monkeypatch.setattr(introductions, "KNOWN_S", 0.0)
 
 
 class BatchNode(HandNode):
@@ -60,6 +70,17 @@ async def test_a_storm_of_joins_is_one_message_to_each_node() -> None:
     for decode in (d0, d1, d2):
         (news,) = decode.news()
         assert [update.engine_id for update in news.updates] == ["p0-0", "p1-0"]
+
+
+def test_news_are_sent_on_the_event_loop_of_routers() -> None:
+    """Regression: uvloop's handles of calls that are due at once know no time."""
+
+    async def run() -> None:
+        pool = make_pool()
+        p0, d0, d1 = join(pool, "p0", "d0", "d1")
+        await until_told(p0, d0, d1)
+
+    uvloop.run(run())
 
 
 @asynchronous
@@ -182,6 +203,27 @@ async def test_another_bandwidth_makes_no_new_fleet() -> None:
     assert pool.fleet.best_bandwidth == 101.0
     report(0.0, "silent")
     assert not pool.fleet
+
+
+def test_news_about_connected_peers_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a restarted router told each node again and again, while others joined."""
+    monkeypatch.setattr(introductions, "KNOWN_S", 1000.0)
+
+    @asynchronous
+    async def run() -> None:
+        pool = make_pool()
+        p0, d0 = BatchNode(pool, "p0", P), BatchNode(pool, "d0", D)
+        p0.report("d0-0")
+        d0.report("p0-0")
+        join(pool, "d1")
+        await until_told(p0)
+        assert p0.news() == [PeerUpdates((PeerUpdate("d1-0", b"info of d1-0"),), ("d0-0",))]
+        assert not d0.news()
+        join(pool, "p1")
+        await until_told(d0)
+        assert d0.news() == [PeerUpdates((PeerUpdate("p1-0", b"info of p1-0"),), ("p0-0",))]
+
+    run()
 
 
 @asynchronous
