@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from baton.api.outputs import FinishReason
@@ -25,7 +24,7 @@ from baton.link.words import (
 from decode_node.node import DecodeNode
 from engine.make_engine import make_engine
 from kvconnector.base import TransferEventKind
-from kvconnector.ends import Receiver, Sender
+from kvconnector.ends import Receiver
 from kvconnector.protocol.messages import Message
 from kvconnector.protocol.seals import peek
 from prefill_node.node import PrefillNode
@@ -55,6 +54,7 @@ from tests.fakes.router.sometimes_alone import SometimesAlone
 from tests.fakes.system.checked_client import Client
 from tests.fakes.system.node_process import NodeProcess
 from tests.fakes.system.system_setup import Setup
+from tests.fakes.system.written_blocks import check_writes
 from tests.fakes.time.virtual_clock import VirtualClock
 from tests.fakes.time.virtual_loop import VirtualLoop
 
@@ -416,49 +416,7 @@ class System:
 
     def check_writes(self) -> None:
         """Check that blocks a peer may write are held, name no content, and are offered once."""
-        writable: dict[tuple[str, int], tuple[str, str, int]] = {}
-        for process, sender in self._senders():
-            for transfer in sender.machine.transfers.values():
-                is_over = transfer.commit_is_sent and transfer.is_complete  # it waits for Verified
-                if transfer.granted is None or transfer.failure is not None or is_over:
-                    continue
-                key = (process.engine_id, transfer.request_id, transfer.epoch)
-                for block_id in transfer.granted.block_ids:
-                    place = (node_of(transfer.engine_id), block_id)
-                    assert writable.setdefault(place, key) == key, "offered twice"
-        for write in self.network.writes:
-            source, target = (
-                self.by_id[node_of(end.engine_id)] for end in (write.source, write.target)
-            )
-            for block_id in write.remote_block_ids:
-                writable.setdefault((target.engine_id, block_id), ("", "", 0))
-            held = source.node.engine.block_pool.ref_counts()
-            assert source.dead or held.keys() >= set(write.local_block_ids)
-            blocks = target.node.engine.block_pool._blocks
-            named = [b for b in write.remote_block_ids if blocks[b].block_hash is not None]
-            assert target.dead or not named, "a peer may write what the prefix cache gives out"
-        counts = {
-            engine_id: process.node.engine.block_pool.ref_counts()
-            for engine_id, process in self.by_id.items()
-            if not process.dead
-        }
-        for engine_id, block_id in writable:
-            if engine_id not in counts:
-                continue
-            # (Cached blocks have been written, and nothing writes them again; see `check_cache`.)
-            block = self.by_id[engine_id].node.engine.block_pool._blocks[block_id]
-            is_kept = block.block_hash is not None
-            assert is_kept or block_id in counts[engine_id], "a peer may write a free block"
-
-    def _senders(self) -> Iterator[tuple[NodeProcess, Sender]]:
-        """Yield all ends of living processes that send KV."""
-        for process in self.by_id.values():
-            if process.dead:
-                continue
-            if isinstance(process.node, PrefillNode):
-                yield process, sender_of(process.node)
-            if process.prefix_ends:
-                yield process, process.prefix_ends[1]
+        check_writes(self.by_id, self.network)
 
     def check_clean(self) -> None:
         """Check, after all is quiet, that living processes hold nothing and have nothing open."""
