@@ -2,12 +2,13 @@
 
     prefix   one prompt of 8,000 tokens: computed; read by a new engine from the page cache; read
              by a new engine from the disk
+    larger   as prefix, with random weights in Qwen3-0.6B's shape, in bfloat16
     nobody   requests with different prompts, with and without `--kv-files`, in turns
     start    the time until 10,000 files with 10 GiB are known
     troubles the long prompt with a disk of 2 MB/s, a full disk or read errors; compared with an
              engine without files
 
-SmolLM2-135M-Instruct with 4-bit weights, in this process.
+SmolLM2-135M-Instruct with 4-bit weights except in the part larger, in this process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from baton import LLM, SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
+from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
 from benchmarks.runner.run import Document, Run
 from engine.kv_files.file_system import FileSystem
 from engine.kv_files.run_file import RunName
@@ -33,7 +35,7 @@ from engine.kv_files.run_index import RunIndex
 from engine.kv_files.run_store import RunStore
 from examples.demo import fetch_model
 
-PARTS = ("prefix", "nobody", "start", "troubles")
+PARTS = ("prefix", "nobody", "start", "troubles")  # unless others are chosen
 FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 ANSWER = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
 NUM_FILES, FILE_BYTES = 10_000, 2**20
@@ -209,21 +211,24 @@ def measure_start() -> Document:
 def run(
     run: Run, part: Sequence[str] = PARTS, tokens: int = 8000, repetitions: int = 3
 ) -> Document:
-    """Measure the chosen parts, one after another; the other parts keep their earlier results.
+    """Measure the chosen parts one after another; other parts keep their results and dates.
 
     Args:
-        part: some of prefix, nobody, start, troubles.
+        part: some of prefix, larger, nobody, start, troubles.
         tokens: tokens of the long prompt.
         repetitions: number of long prompts, and of pairs of batches.
     """
     found = fetch_model(Console(), SMOLLM2)
     if found is None:
         raise SystemExit("the model cannot be had")
-    document = run.saved()
+    document = run.saved_parts(part)
     if "start" in part:
         document["start"] = measure_start()
     if "prefix" in part:
         document["prefix"] = measure_prefix(run, str(found), tokens, repetitions)
+    if "larger" in part:
+        folder = make_checkpoint(WORKS["0.6B"])
+        document["larger"] = measure_prefix(run, str(folder), tokens, repetitions)
     if "nobody" in part:
         document["nobody"] = measure_nobody(run, str(found), 4 * repetitions)
     if "troubles" in part:

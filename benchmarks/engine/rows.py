@@ -204,12 +204,20 @@ CLAIMS = Source("claims", (
    " when the last request of a batch has ended; 16 requests, as many reservations of the longest"
    " request as fit the KV memory in which 64 requests run in blocks.",
    absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
-_PREFIX = "prefix > seconds"
+_PREFIX, _LARGER, _TROUBLES = "prefix > seconds", "larger > seconds", "troubles > ratios > {}"
 KV_FILES = Source("kv_files", (
     Row("first token of a prompt of 8,000 tokens, from files in the page cache / computed",
         ratio(f"{_PREFIX} > page cache", f"{_PREFIX} > computed", ".3f", " s"), "<= 0.35"),
     Row("first token of a prompt of 8,000 tokens, from files on the disk / computed",
         ratio(f"{_PREFIX} > disk", f"{_PREFIX} > computed", ".3f", " s"), "<= 0.35"),
+    *(Row(f"likewise with Qwen3-0.6B's shape, from files {where} / computed",
+          ratio(f"{_LARGER} > {place}", f"{_LARGER} > computed", ".3f", " s"), "<= 0.35")
+      for place, where in (("page cache", "in the page cache"), ("disk", "on the disk"))),
+    *(Row(f"a prompt of 8,000 tokens with files, {what} / without files",
+          value(_TROUBLES.format(name), "{:.3f}"), "<= 1.05")
+      for name, what in (("slow disk", "which a disk of 2 MB/s has"),
+                         ("full disk", "on a full disk"),
+                         ("read errors", "which cannot be read"))),
     Row("requests that find nothing, with files / without",
         value("nobody > ratio", "{:.3f}"), "<= 1.05"),
     Row("seconds until 10,000 files with 10 GiB are known",

@@ -214,7 +214,7 @@ def _origin(part: Told, changes: Changes) -> str:
     link = f"[{name}.json](../{RESULTS}/{name}.json)"
     try:
         environment = at(part.document, "environment")
-        text = _environment(environment)
+        text = _environment(environment) + _older_parts(part.document)
         if count := changes(part.measurement, environment):
             text += f", **its code has changed since** in {_commits(count)}"
     except NOT_THERE:
@@ -237,6 +237,17 @@ def _environment(environment: Json) -> str:
         f"revision {at(environment, 'git_revision')}, {date} UTC, {machine}, {cores} cores,"
         f" load average {before:.1f}{ended}{busy}{options}"
     )
+
+
+def _older_parts(document: Json) -> str:
+    """Return which parts of the results earlier runs have measured; empty: none."""
+    date = at(document, "environment > date")
+    older = [
+        f"{name} ({at(when, 'git_revision')}, {str(at(when, 'date'))[:16].replace('T', ' ')} UTC)"
+        for name, when in document.get("of_parts", {}).items()
+        if when and at(when, "date") != date
+    ]
+    return f"; measured by earlier runs: {', '.join(older)}" if older else ""
 
 
 def _not_measured(told: Page) -> str:

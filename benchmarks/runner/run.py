@@ -47,7 +47,31 @@ class Run:
             write_results(name or self._measurement.name, self.environment, document)
 
     def saved(self) -> dict[str, Any]:
-        """Return the measurement's saved results; empty if there are none."""
+        """Return the measurement's saved results; empty if there are none.
+
+        Leaves the environment out: `save` writes this run's, also if a part of the results is
+        older.
+        """
+        document = self._read_saved()
+        document.pop("environment", None)
+        return document
+
+    def saved_parts(self, parts: Sequence[str]) -> dict[str, Any]:
+        """Return the saved results of which this run measures some parts anew.
+
+        ``of_parts`` says for each part when and on which code it was measured.
+        """
+        saved = self._read_saved()
+        environment = saved.pop("environment", {})
+        moments = {
+            name: _moment(environment)
+            for name in saved
+            if name != "of_parts" and isinstance(saved[name], dict)
+        }
+        moments |= saved.get("of_parts", {}) | dict.fromkeys(parts, _moment(self.environment))
+        return {**saved, "of_parts": moments}
+
+    def _read_saved(self) -> dict[str, Any]:
         path = RESULTS / f"{self._measurement.name}.json"
         document: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
         return document
@@ -101,6 +125,11 @@ class Run:
         missed = f"targets missed: {self._num_missed}" if self._num_missed else "all promises kept"
         print("; ".join(self.problems) or missed)
         return 1 if self.problems else 0
+
+
+def _moment(environment: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("date", "git_revision", "load_average")
+    return {key: environment[key] for key in keys if key in environment}
 
 
 def _are_rows(values: Iterable[object]) -> bool:

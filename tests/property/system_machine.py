@@ -20,10 +20,12 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import PREEMPTION, SCHEDULING_POLICIES
 from baton.kv.block_hash import BlockHash
+from baton.kv.prefixes import node_of
 from decode_node.options import DecodeOptions
 from kvconnector.peer_process import PeerProcess
 from models import load_model
 from prefill_node.options import PushMode
+from router.fleet import prefix_sources
 from router.policies import POLICIES
 from tests.fakes.engine.cache_contents import contents_of
 from tests.fakes.system.checked_client import Client
@@ -63,7 +65,9 @@ def known_contents() -> dict[BlockHash, torch.Tensor]:
 
 
 class SystemMachine(RuleBasedStateMachine):
-    """A cluster without faults."""
+    """A cluster without faults; ``fetches``: whether its nodes fetch cached prefixes."""
+
+    fetches = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +109,7 @@ class SystemMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(secrets, "randbelow", lambda limit: limit // 2)
         self.patch.setattr(engine.worker.worker, "load_model", shared_model)
+        self.patch.setattr(prefix_sources, "MIN_TOKENS", 1)  # prompts are short
         self.system = System(
             Setup(
                 folder=folder(mixed=mixed),
@@ -117,12 +122,13 @@ class SystemMachine(RuleBasedStateMachine):
                     max_step_stretch=0,  # how long steps take is not drawn
                 ),
                 contents={} if mixed else known_contents(),
+                fetches=self.fetches,
                 engine_options={"scheduling_policy": scheduling_policy},
                 **choices,
             )
         )
         dead = self.system.dead
-        self.patch.setattr(PeerProcess, "has_ended", lambda peer: peer.engine_id in dead)
+        self.patch.setattr(PeerProcess, "has_ended", lambda peer: node_of(peer.engine_id) in dead)
 
     def _call(
         self,

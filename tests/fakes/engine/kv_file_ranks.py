@@ -22,6 +22,7 @@ class TwoRanks:
 
     Attributes:
         stores: the stores of both ranks, as the leader uses them.
+        second: the second rank's own store.
         files: the second rank's file system, which can stand still.
         reader: the second rank's end of the connection for reads.
     """

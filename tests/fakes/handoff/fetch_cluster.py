@@ -16,15 +16,42 @@ from baton.link.words import (
     ShareCommand,
 )
 from baton.telemetry.ledger import BlockOwner
+from engine.engine import Engine
 from kvconnector.block_digests import BlockDigests
 from kvconnector.ends import Receiver, Sender
 from node_runtime.prefixes.fetches import Fetches
 from node_runtime.prefixes.prefixes import Prefixes
 from node_runtime.prefixes.shares import Shares
 from tests.fakes.handoff.handoff_cluster import Cluster, Key
-from tests.fakes.handoff.scripted_network import ScriptedTransport
+from tests.fakes.handoff.scripted_network import ScriptedNetwork, ScriptedTransport
+from tests.fakes.time.virtual_clock import VirtualClock
 
 TIMEOUT_S = 5.0
+
+
+def open_prefixes(
+    engine_id: str,
+    engine: Engine,
+    network: ScriptedNetwork,
+    clock: VirtualClock,
+    timeout_s: float,
+    *,
+    kv_digests: bool,
+) -> tuple[Prefixes, Receiver, Sender]:
+    """Open both ends for prefixes of a node without threads."""
+
+    def open_end(kind: type[Any], end_id: str) -> Any:
+        memory = engine.kv_memory
+        transport = ScriptedTransport(end_id, memory, network)
+        digests = BlockDigests(memory) if kv_digests else None
+        end = kind(transport, lambda: None, _never, clock, digests)
+        transport.channels = end.loop.channels
+        return end
+
+    receiver = open_end(Receiver, fetch_end(engine_id))
+    sender = open_end(Sender, share_end(engine_id))
+    fetches = Fetches(engine, receiver, timeout_s, clock)
+    return Prefixes(fetches, Shares(engine, sender, clock)), receiver, sender
 
 
 class FetchCluster(Cluster):
@@ -38,26 +65,21 @@ class FetchCluster(Cluster):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.ends: dict[str, Receiver | Sender] = {}  # by their engine ids
         super().__init__(*arguments, **options)
-        self.fetches, self.p_shares = self._open_ends("p", self.p.engine)
-        self.d_fetches, self.shares = self._open_ends("d", self.d.engine)
+        self.fetches, self.p_shares = self._open_both("p", self.p.engine)
+        self.d_fetches, self.shares = self._open_both("d", self.d.engine)
         self.p.side_work.prefixes = Prefixes(self.fetches, self.p_shares)
         self.d.side_work = Prefixes(self.d_fetches, self.shares)
         self.rejoin_ends()
         self.settle()
 
-    def _open_ends(self, engine_id: str, engine: Any) -> tuple[Fetches, Shares]:
-        receiver = self._end(Receiver, fetch_end(engine_id), engine)
-        sender = self._end(Sender, share_end(engine_id), engine)
-        return Fetches(engine, receiver, TIMEOUT_S, self.clock), Shares(engine, sender, self.clock)
-
-    def _end(self, kind: type[Any], end_id: str, engine: Any) -> Any:
-        memory = engine.kv_memory
-        transport = ScriptedTransport(end_id, memory, self.network)
-        digests = BlockDigests(memory) if self._kv_digests else None
-        end = kind(transport, lambda: None, _never, self.clock, digests)
-        transport.channels = end.loop.channels
-        self.ends[end_id] = end
-        return end
+    def _open_both(self, engine_id: str, engine: Engine) -> tuple[Fetches, Shares]:
+        prefixes, receiver, sender = open_prefixes(
+            *(engine_id, engine, self.network, self.clock, TIMEOUT_S), kv_digests=self._kv_digests
+        )
+        self.ends |= {fetch_end(engine_id): receiver, share_end(engine_id): sender}
+        assert prefixes.fetches is not None
+        assert prefixes.shares is not None
+        return prefixes.fetches, prefixes.shares
 
     def rejoin_ends(self) -> None:
         """Introduce the nodes and their ends for prefixes."""

@@ -40,6 +40,7 @@ from baton.link.words import (
 from baton.v1 import node_pb2
 from decode_node.node import DecodeNode
 from engine.executors.uniproc import SubmittedStep
+from kvconnector.ends import Receiver, Sender
 from node_runtime.reports.kv_event_feed import KVEventFeed
 from prefill_node.node import PrefillNode
 from router.fleet.node import Node
@@ -78,6 +79,7 @@ class NodeProcess:
         muted: nothing passes between it and the router, and neither end is told.
         num_copies: copies of the next prefix cache message that reach the router.
         is_misheard: the last one was lost; or a snapshot was, and no other came since.
+        prefix_ends: ends at which the node gets and sends cached prefixes; empty: there are none.
     """
 
     def __init__(self, name: str, clock: VirtualClock, loop: VirtualLoop, pool: NodePool) -> None:
@@ -88,6 +90,7 @@ class NodeProcess:
         self.num_copies = 1
         self.is_misheard = self._lacks_snapshot = False
         self.stopped = self.muted = self.dead = False
+        self.prefix_ends: tuple[()] | tuple[Receiver, Sender] = ()
         self._clock = clock
         self._loop = loop  # of the router
         self._pool = pool
@@ -172,9 +175,10 @@ class NodeProcess:
             self._computes_until = self._clock() + self._chunk_s
 
     def round(self) -> None:
-        """Run one round of the KV I/O thread."""
+        """Run one round of each KV I/O thread."""
         if self.is_going:
-            end_of(self.node).loop.round()
+            for end in (end_of(self.node), *self.prefix_ends):
+                end.loop.round()
 
     def talk(self, num_up: int, num_down: int) -> None:
         """Run the asyncio side: beat, dial, and carry some messages each way."""

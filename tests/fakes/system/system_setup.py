@@ -29,6 +29,7 @@ class Setup:
         index_is_small: the router has no room for all that nodes tell of their prefix caches.
         num_drafts: most drafts of a request in a step; every third one is wrong.
         contents: known contents of blocks, by hash.
+        fetches: whether nodes get cached prefixes from each other wherever they can.
         engine_options: options of every node's engine; they override those of `System`.
     """
 
@@ -49,4 +50,5 @@ class Setup:
     index_is_small: bool
     num_drafts: int
     contents: Mapping[BlockHash, torch.Tensor]
+    fetches: bool = False
     engine_options: Mapping[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from baton.api.outputs import FinishReason
 from baton.api.sampling_params import SamplingParams
 from baton.engine_config import EngineConfig
 from baton.kv.block_hash import shorten
+from baton.kv.prefixes import node_of
 from baton.link.words import (
     BEAT_INTERVAL_S,
     DrainCommand,
@@ -38,6 +39,7 @@ from router.policies import POLICIES
 from tests.fakes.engine.cache_contents import check_cache
 from tests.fakes.engine.dead_engines import let_die
 from tests.fakes.engine.drafting_executor import DraftingExecutor
+from tests.fakes.handoff.fetch_cluster import open_prefixes
 from tests.fakes.handoff.handoff_cluster import (
     BLOCK_SIZE,
     CheckedEngine,
@@ -47,10 +49,12 @@ from tests.fakes.handoff.handoff_cluster import (
     sender_of,
 )
 from tests.fakes.handoff.scripted_network import ScriptedMessage, ScriptedNetwork
+from tests.fakes.router.eager_sources import EagerSources
 from tests.fakes.router.sometimes_alone import SometimesAlone
 from tests.fakes.system.checked_client import Client
 from tests.fakes.system.node_process import NodeProcess
 from tests.fakes.system.system_setup import Setup
+from tests.fakes.system.written_blocks import check_writes
 from tests.fakes.time.virtual_clock import VirtualClock
 from tests.fakes.time.virtual_loop import VirtualLoop
 
@@ -59,6 +63,7 @@ IDENTITY = {"model": "digest"}
 ROUND_S = 0.05  # of virtual time, in `flow`
 IDLE_ROUND_S = 0.2  # in `settle`, when nothing happens
 QUIET_S = 2.5  # longer than any beat, lease, back-off or repeated message
+FETCH_TIMEOUT_S = 2.0
 SETTLE_S = 90.0  # no call may need longer once nothing goes wrong any more
 TERMINAL = (TransferEventKind.COMMITTED, TransferEventKind.FAILED)
 
@@ -113,6 +118,8 @@ class System:
             clock=self.clock,
         )
         self.pool.router_id = f"router{self._num_routers}"
+        if setup.fetches:
+            self.pool.prefix_sources = EagerSources(self.clock)
         if setup.index_is_small:
             self.pool.prefix_index = PrefixIndex(max_blocks=5, sweep_blocks=2, clock=self.clock)
         policy = POLICIES.load(setup.policy)()
@@ -175,6 +182,7 @@ class System:
             engine = CheckedEngine(setup.folder, config, setup.expected_kv, IDENTITY)
             decode = make_decode_node(engine_id, engine, *where, setup.options, kv_digests=digests)
             node, peer_info = decode, decode.receiver.describe()
+        ends = self._open_prefix_ends(process, node, engine_id) if setup.fetches else {}
         if setup.num_drafts:
             engine.executor = DraftingExecutor(
                 engine.executor, self._output_of, setup.num_drafts, wrong_every=3
@@ -193,14 +201,32 @@ class System:
             prefix_hash=config.prefix_hash,
             computes_prompts=setup.sometimes_alone and not is_prefill,
             encodes_images=engine.features.images.are_taken,
+            **ends,
         )
         process.begin(node, registration, chunk_s=setup.chunk_s if is_prefill else 0.0)
         self.processes[name] = self.by_id[engine_id] = process
+
+    def _open_prefix_ends(
+        self, process: NodeProcess, node: PrefillNode | DecodeNode, engine_id: str
+    ) -> dict[str, Any]:
+        """Let a node exchange cached prefixes; return its peer infos for the registration."""
+        prefixes, receiver, sender = open_prefixes(
+            *(engine_id, node.engine, self.network, self.clock, FETCH_TIMEOUT_S),
+            kv_digests=self.setup.kv_digests,
+        )
+        if isinstance(node, PrefillNode):
+            node.side_work.prefixes = prefixes
+        else:
+            node.side_work = prefixes
+        process.prefix_ends = (receiver, sender)
+        return {"fetch_peer_info": receiver.describe(), "share_peer_info": sender.describe()}
 
     def kill(self, name: str, *, quietly: bool) -> None:
         process = self.processes[name]
         self.dead.add(process.engine_id)
         self.network.kill(process.engine_id)
+        for end in process.prefix_ends:
+            self.network.kill(end.peer_info.engine_id)
         let_die(process.node.engine)
         process.end(quietly=quietly)
 
@@ -274,7 +300,7 @@ class System:
             self.loses.remove(type(content))
             return True
         ends = (message.target, content.engine_id)
-        return any(self.by_id[engine_id].name in self.cut for engine_id in ends)
+        return any(self.by_id[node_of(end)].name in self.cut for end in ends)
 
     def turn(self) -> None:
         """Run a little of everything except the network between the nodes."""
@@ -340,6 +366,10 @@ class System:
             return False
         if any(self.pool.node(process.engine_id) is None for process in alive):
             return False
+        reach = self.pool.prefix_sources._reach.bandwidths
+        num_connected = sum(len(reached) for reached in reach.values())
+        if self.setup.fetches and num_connected != len(alive) * (len(alive) - 1):
+            return False
         return all(process.node.beat().num_quarantined_blocks == 0 for process in alive)
 
     def _what_is_open(self) -> str:
@@ -386,42 +416,7 @@ class System:
 
     def check_writes(self) -> None:
         """Check that blocks a peer may write are held, name no content, and are offered once."""
-        writable: dict[tuple[str, int], tuple[str, str, int]] = {}
-        for process in self.by_id.values():
-            if process.dead or not isinstance(process.node, PrefillNode):
-                continue
-            for transfer in sender_of(process.node).machine.transfers.values():
-                is_over = transfer.commit_is_sent and transfer.is_complete  # it waits for Verified
-                if transfer.granted is None or transfer.failure is not None or is_over:
-                    continue
-                key = (process.engine_id, transfer.request_id, transfer.epoch)
-                for block_id in transfer.granted.block_ids:
-                    place = (transfer.engine_id, block_id)
-                    assert writable.setdefault(place, key) == key, "offered twice"
-        for write in self.network.writes:
-            writable |= {
-                (write.target.engine_id, b): ("", "", 0)
-                for b in write.remote_block_ids
-                if (write.target.engine_id, b) not in writable
-            }
-            source, target = (self.by_id[end.engine_id] for end in (write.source, write.target))
-            held = source.node.engine.block_pool.ref_counts()
-            assert source.dead or held.keys() >= set(write.local_block_ids)
-            blocks = target.node.engine.block_pool._blocks
-            named = [b for b in write.remote_block_ids if blocks[b].block_hash is not None]
-            assert target.dead or not named, "a peer may write what the prefix cache gives out"
-        counts = {
-            engine_id: process.node.engine.block_pool.ref_counts()
-            for engine_id, process in self.by_id.items()
-            if not process.dead
-        }
-        for engine_id, block_id in writable:
-            if engine_id not in counts:
-                continue
-            # (Cached blocks have been written, and nothing writes them again; see `check_cache`.)
-            block = self.by_id[engine_id].node.engine.block_pool._blocks[block_id]
-            is_kept = block.block_hash is not None
-            assert is_kept or block_id in counts[engine_id], "a peer may write a free block"
+        check_writes(self.by_id, self.network)
 
     def check_clean(self) -> None:
         """Check, after all is quiet, that living processes hold nothing and have nothing open."""
@@ -446,16 +441,16 @@ class System:
                 ends = Counter((e.request_id, e.epoch) for e in emitted if e.kind in TERMINAL)
                 assert ends == Counter(sender.started)  # one end per transfer
             else:
-                self._check_receiver(process.node)
+                assert not process.node.reservations.has_open
+                assert isinstance(process.node.receiver, Receiver)
+                _check_receiver(process.node.receiver)
+            if process.prefix_ends:
+                receiver, prefix_sender = process.prefix_ends
+                assert process.node.side_work.num_transfers == 0
+                assert process.node.engine.features.side_blocks.num_held == 0
+                assert prefix_sender.machine.transfers == {}
+                _check_receiver(receiver)
             self._check_index(process)
-
-    @staticmethod
-    def _check_receiver(node: DecodeNode) -> None:
-        assert not node.reservations.has_open
-        assert isinstance(node.receiver, Receiver)
-        assert len(node.receiver.machine.grants) == 0
-        verifier = node.receiver.verifier
-        assert verifier is None or len(verifier) == 0
 
     def _check_index(self, process: NodeProcess) -> None:
         """Check that the router's index equals each node's prefix cache, if the node told it."""
@@ -469,6 +464,11 @@ class System:
         assert holder.blocks <= names
         assert len(holder.blocks) + holder.num_left_out == len(names)
         assert index.is_exact(process.engine_id) == (holder.num_left_out == 0)
+
+
+def _check_receiver(receiver: Receiver) -> None:
+    assert len(receiver.machine.grants) == 0
+    assert receiver.verifier is None or len(receiver.verifier) == 0
 
 
 def num_pairs(pool: NodePool) -> int:

@@ -36,7 +36,8 @@ def test_a_read_is_not_given_up_because_another_rank_needs_longer(tmp_path: Path
         tier._store = ranks.stores
         expected = ask(engine)
         run(engine)
-        wait_until(lambda: tier.counts().runs["written"] == 1, "both ranks have written")
+        counts = ranks.stores.counts, ranks.second.counts
+        wait_until(lambda: [one.runs["written"] for one in counts] == [1, 1], "both have written")
         engine.block_pool.reset_prefix_cache()
         tier._clock = tier._reading._clock = clock
         tier._token_s = 0.1  # computing the eight blocks takes 12.8 s

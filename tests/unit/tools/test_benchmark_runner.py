@@ -17,6 +17,7 @@ from benchmarks.page.measures import value
 from benchmarks.page.rows import Measurement, Row, Source
 from benchmarks.page.write_performance import SUBJECTS
 from benchmarks.runner import environment
+from benchmarks.runner import run as runner
 from benchmarks.runner.options import add_options, values_of
 from benchmarks.runner.run import Run
 
@@ -138,6 +139,32 @@ def test_results_are_written_only_on_request(
     printed = capsys.readouterr().out
     assert ">= 1" in printed  # the page's rows are judged at once
     assert "all promises kept" in printed
+
+
+def test_parts_of_several_runs_keep_their_dates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (environment, runner):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    moments = []
+    for number, part in enumerate(("left", "right")):
+        run = Run(MEASUREMENT, [part], saves=True)
+        run.environment["git_revision"] = f"r{number}"
+        moments.append(run.environment["git_revision"])
+        assert "environment" not in run.saved()
+        run.save({**run.saved_parts([part]), part: {"a": number}})
+    document = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
+    assert document["environment"]["arguments"] == ["right"]
+    found = {name: when["git_revision"] for name, when in document["of_parts"].items()}
+    assert found == dict(zip(("left", "right"), moments, strict=True))
+    del document["of_parts"]  # as in files of earlier releases
+    (tmp_path / "one.json").write_text(json.dumps(document), encoding="utf-8")
+    run = Run(MEASUREMENT, [], saves=True)
+    run.environment["git_revision"] = "r2"
+    found = run.saved_parts(["left"])["of_parts"]
+    assert {name: when["git_revision"] for name, when in found.items()} == {
+        "left": "r2", "right": "r1",
+    }  # fmt: skip
 
 
 def test_a_broken_promise_makes_the_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

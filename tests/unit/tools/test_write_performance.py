@@ -225,6 +225,12 @@ def test_results_older_than_their_code_are_marked(tmp_path: Path) -> None:
         "2 cores, load average 0.5 before, 1.5 after, **its code has changed since** in 3" in page
     )
     assert "changed since**" not in CHANGES.sub("", page.partition("## Area")[2])
+    assert "earlier runs" not in page
+    when = {"date": "2026-11-01T02:03:04+00:00", "git_revision": "abc"}
+    document["of_parts"] = {"new": ENVIRONMENT, "old": when}
+    (tmp_path / RESULTS / "one.json").write_text(json.dumps(document), encoding="utf-8")
+    page = write([subject_of(Source("one", (row(),)))], tmp_path, (), lambda one, where: 0)
+    assert "; measured by earlier runs: old (abc, 2026-11-01 02:03 UTC)." in page
 
 
 GPU_PARTS: dict[str, dict[str, object]] = {
