@@ -72,8 +72,9 @@ class Peer:
         is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe, or the last writes of KV, measured.
-        round_trip_s: shortest time between a message and its answer in the last `TRIPS_S` or twice
-            this time, while no write to any peer was in flight; both ends' loops may sleep in it.
+        round_trip_s: shortest time between a message and its answer, while no write to any peer was
+            in flight, over the last one to two times `TRIPS_S`; includes sleeps of both ends'
+            loops.
         recent_trip_s: the shortest round trip since the time ``tripped_at``.
         problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.

@@ -1,7 +1,7 @@
 """WaitClock: measures how long the event loop's thread has waited for a CPU.
 
-A router that shares its core with other processes uses little CPU time, even if the router always
-has something to do. By its CPU time alone, the router would seem idle.
+A router that shares its core with other processes uses little CPU time, even if it always has work.
+Without this clock, such a router would seem idle.
 """
 
 from __future__ import annotations

@@ -67,16 +67,16 @@ def _epoll_instances() -> dict[int, list[int]]:
 
 
 def _find_descriptor(known: Container[int]) -> int | None:
-    """Return the epoll instance of UCX's TCP sockets; NIXL does not tell its number.
+    """Return the epoll instance of UCX's TCP sockets, which NIXL's API does not give.
 
-    UCX also makes an epoll instance for its own thread, which watches the ones of the sockets of
-    all agents of this process.
+    UCX makes an epoll instance for the sockets of each agent, and one for its own thread, which
+    watches the instances of all agents of this process.
 
     Returns None if messages may use another device, such as InfiniBand. Messages never use shared
     memory here, because it does not show that a peer has ended.
 
     Args:
-        known: epoll instances that were there before the agent was made.
+        known: descriptors of the epoll instances that existed before the agent was made.
     """
     devices = os.environ["UCX_NET_DEVICES"].split(",")
     has_tcp = {"all", "tcp"} & set(os.environ.get("UCX_TLS", "all").split(","))

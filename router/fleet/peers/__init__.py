@@ -1,1 +1,1 @@
-"""Which nodes are peers, how nodes learn of their peers, and which pairs are connected."""
+"""Decides which nodes are peers, tells nodes of them, and notes which pairs are connected."""

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 # time for other work. With its answer, a message takes about 0.2 ms on the router and on all nodes
 # together.
 MESSAGES_PER_S = 1_000.0
-# News about connected peers only change a node's list of peers, so they wait this many seconds for
-# more. After a restart of a router, its nodes join again one after another.
+# Seconds for which news wait for further news if they only list peers to which the reader is
+# connected. After a restart of a router, its nodes join again one after another.
 KNOWN_S = 2.0
-# Bytes of the peer infos in one message; a longer message would hold up beats and commands.
+# Maximum bytes of peer infos in one message; a longer message would delay beats and commands.
 MAX_NEWS_BYTES = 2**20
 # Maximum number of one node's reports on peers that have not joined yet, and for how many seconds
 # they are kept. After a restart of a router, its nodes join again within seconds.
@@ -189,8 +189,8 @@ class Introductions:
     def _are_connected(self, one: Node, other: Node) -> bool:
         """Return whether both nodes have reported that they are connected to each other.
 
-        If one of them has forgotten the other, both are told in full, because they connect again
-        faster if both know that they must. The pair gets no requests until they report again.
+        If only one node has reported this, both get full updates, because they then connect faster.
+        The pair gets no requests until both nodes have reported again.
         """
         self._take_early(one, other)
         self._take_early(other, one)
@@ -198,7 +198,7 @@ class Introductions:
         if not all(report is not None and report.connected for report in reports):
             self._forget_reports(one, other)
             return False
-        # Nodes report only how they exchange KV, so they are told of other ends in any case
+        # Reports say nothing about ends for cached prefixes, so such nodes get full updates.
         return not may_fetch(one.registration, other.registration)
 
     def _forget_reports(self, one: Node, other: Node) -> None:
