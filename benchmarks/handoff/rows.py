@@ -202,8 +202,8 @@ TWO_SITES = Source("two_sites", (
     Row("home full: requests per second, with / without the far decode node",
         ratio("rows > home is full > requests_per_s",
               "rows > home is full, no trunk > requests_per_s", ".2f")),
-), "A prefill node and a decode node on each end of a trunk with 1/20 of the links' rate, without"
-   " labels; the policy knows measured bandwidths.")  # fmt: skip
+), "A trunk with 1/20 of the links' rate joins two sites, each with a prefill node and a decode"
+   " node. No node has a label; the policy knows the measured bandwidths.")  # fmt: skip
 _FAST_LINK, _SLOW_LINK = "mbit_per_s > 1000 > {}", "mbit_per_s > 20 > {}"
 CHAT_HOSTS = Source("chat_hosts", (
     Row("1 Gbit/s: difference between the expected and the measured time of a fetch, p50",

@@ -399,7 +399,7 @@ class KVFileTier:
         """Turn reading off for a while if computing the blocks would have been faster."""
         num_blocks = len(read.chain) - read.first
         tokens = read.share * num_blocks * self._manager.block_size
-        # A damaged file brings no blocks either, but its time does not tell how fast the disk is.
+        # A read of a damaged file brings no blocks either, but does not show how fast the disk is.
         is_stuck = not tokens and not read.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):

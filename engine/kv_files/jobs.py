@@ -45,9 +45,9 @@ class ReadJob:
         block_ids: blocks to fill; nobody else uses them until `has_ended`.
         num_done: number of leading blocks that are filled and whose digests are right.
         causes: why not all blocks could be read (`MISS_CAUSES`).
-        stop: set if no further file should be read.
+        stop: set to end the read early.
         own: the leader's part of a read by several ranks; None: there is one rank.
-        has_ended: whether the thread has let go of all blocks.
+        has_ended: whether the thread uses none of the blocks any more.
     """
 
     identity: str

@@ -124,7 +124,7 @@ class RankStores:
         self._own.scan()
 
     def close(self) -> None:
-        """Watch the folder no more; see `RunStore.close`."""
+        """Stop watching the folder; see `RunStore.close`."""
         self._own.close()
 
     def read(self, job: ReadJob) -> None:
