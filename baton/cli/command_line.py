@@ -27,7 +27,14 @@ EPILOG = (
     f"{ENVIRONMENT_PREFIX}_MAX_MODEL_LEN."
 )
 HELP_NAMES = ["-h", "--help"]
+_TAKES_ALL_OPTIONS = "takes_all_options"
 _HELP_SETTINGS = {"help_option_names": HELP_NAMES}
+
+
+def takes_all_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a command take options that it does not have, as words of its last argument."""
+    setattr(command, _TAKES_ALL_OPTIONS, True)
+    return command
 
 
 def with_option_names(text: str, names: Mapping[str, str]) -> str:
@@ -113,7 +120,9 @@ class _Command(typer.core.TyperCommand):
     context_class = _Context
 
     def __init__(self, name: str | None, **settings: Any) -> None:
-        context = _HELP_SETTINGS | {"auto_envvar_prefix": ENVIRONMENT_PREFIX}
+        context: dict[str, Any] = {**_HELP_SETTINGS, "auto_envvar_prefix": ENVIRONMENT_PREFIX}
+        if hasattr(settings.get("callback"), _TAKES_ALL_OPTIONS):
+            context["ignore_unknown_options"] = True
         settings["context_settings"] = context | (settings.get("context_settings") or {})
         settings["epilog"] = settings.get("epilog") or EPILOG
         super().__init__(name, **settings)

@@ -85,7 +85,8 @@ def _take_file(context: typer.Context, value: str) -> str:
         path = Path(value)
         given = read_config_file(path, _name_of(context), declared)
         context.meta[_META] = path, given
-        context.default_map = {name: one.value for name, one in given.items()}
+        values = {name: one.value for name, one in given.items()}
+        context.default_map = {**values, **(context.default_map or {})}
     return value
 
 

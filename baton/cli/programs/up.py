@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.access.access_options import INSECURE_HELP
 from baton.addresses import DEFAULT_ADDRESS
 from baton.api.errors import ConfigError
+from baton.cli.command_line import takes_all_options
 from baton.cli.config_file import PROGRAMS, file_of, passed_on, program, read_config_file
 from baton.cli.declared import by_name
+from baton.cli.programs.passed_words import divide_words, passed_words_of
 from baton.options import check_limits, option, parse_bytes, same_option
 from prefill_node.options import PrefillOptions
 from router.config import RouterConfig
@@ -135,22 +138,45 @@ class UpOptions:
             raise ConfigError("prefill: must be 1 or more with --encode, got 0")
 
 
+_Words = Annotated[
+    list[str],
+    typer.Argument(
+        help="Model folder, GGUF file, or hub id, in place of --model.",
+        metavar="MODEL",
+        callback=divide_words,
+        is_eager=True,  # the models become the default of --model
+        expose_value=False,
+    ),
+]
+
+
 @program
-def up(options: UpOptions, context: typer.Context) -> None:
+@takes_all_options
+def up(options: UpOptions, context: typer.Context, model_words: _Words = []) -> None:  # noqa: B006  # Typer's form
     """Start a router, prefill and decode nodes on this machine; Ctrl-C stops all of them.
 
-    The machine's cores are divided between the nodes. All processes read --config. With Ray, the
-    nodes run on the machines that Ray chooses.
+    All options of the router and of nodes can be given, too: an option goes to each program that
+    has it. The machine's cores are divided between the nodes. All processes read --config. With
+    Ray, the nodes run on the machines that Ray chooses.
     """
     # Import here, so that `--help` is fast.
     from baton.cli.programs.run_up import run_up
 
-    config = _deployment(options, context)
+    words = passed_words_of(context)
+    if words.models and words.models != (options.model, *options.more_models):
+        raise ConfigError("model: must be given as MODEL or with --model, not both")
+    config = _deployment(options, context, words.by_program)
     raise typer.Exit(run_up(config, ready_timeout_s=options.ready_timeout_s))
 
 
-def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentConfig:
-    """Return the deployment's configuration; raises CommandError for a bad file."""
+def _deployment(
+    options: UpOptions, context: typer.Context, passed: Mapping[str, Sequence[str]]
+) -> LocalDeploymentConfig:
+    """Return the deployment's configuration; raises CommandError for a bad file.
+
+    Args:
+        passed: program -> arguments that are options of the program, and not of `baton up`.
+    """
     from baton.deployment.local_deployment import LocalDeploymentConfig
 
     path = file_of(context)
@@ -168,16 +194,16 @@ def _deployment(options: UpOptions, context: typer.Context) -> LocalDeploymentCo
         router_args=[
             # The user's arguments come last, because the last value of a repeated option is used.
             *(*file_args, *_keys_in(path), *passed_on(context, _FOR_ROUTER)),
-            *options.router_args.split(),
+            *(*passed["router"], *options.router_args.split()),
         ],
         node_args=[
             *(*file_args, *passed_on(context, _FOR_NODES), *_kv_memory(options), *by_ray),
             *_adapter_slots(options),
             *options.node_args.split(),
         ],
-        prefill_args=options.prefill_args.split(),
-        decode_args=options.decode_args.split(),
-        encode_args=[*file_args, *options.encode_args.split()],
+        prefill_args=[*passed["prefill"], *options.prefill_args.split()],
+        decode_args=[*passed["decode"], *options.decode_args.split()],
+        encode_args=[*file_args, *passed["encode"], *options.encode_args.split()],
         log_folder=Path(options.log_folder) if options.log_folder else None,
         admin_token=options.admin_token,
         tls_folder=Path(options.tls_folder) if options.tls_folder else None,

@@ -236,6 +236,13 @@ def test_who_asks_for_help_does_not_wait_for_what_the_commands_need() -> None:
         ("generate", "PROMPT: must be given: the text to complete (see baton generate --help)"),
         ("up --modle x", f"--modle: baton up of {BATON} has no such option; is it --model?"),
         ("up --warp 9", f"--warp: baton up of {BATON} has no such option; see baton up --help"),
+        ("up x --listenn 1", f"--listenn: baton up of {BATON} has no such option; is it --listen?"),
+        ("up x --max-model-len", "--max-model-len: needs a value"),
+        (
+            "up x --node-listen 127.0.0.1:0",
+            "--node-listen: differs for each program; give it in --router-args, --prefill-args, "
+            "--decode-args or --encode-args",
+        ),
         ("--warp", f"--warp: baton of {BATON} has no such option; see baton --help"),
         ("up --model x --decode two", "--decode: must be a valid integer"),
         ("loadtest run --rate x", "--rate: must be a valid number"),

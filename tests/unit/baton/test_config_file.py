@@ -186,6 +186,49 @@ def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
     assert (config.prefill_args, config.decode_args) == (["--push", "chunks"], [])
 
 
+def test_up_gives_each_option_to_the_programs_that_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[LocalDeploymentConfig] = []
+
+    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
+        started.append(config)
+        return 0
+
+    monkeypatch.setattr(run_up, "run_up", run)
+    path = tmp_path / "fleet.toml"
+    path.write_text("model = 'other'\n[up]\ndecode = 2\n", encoding="utf-8")
+    code, _, errors = baton(
+        "up", "m", "--pooling", "last", "n", "--max-model-len=64", "--no-local-prefill",
+        "--trace-endpoint", "http://t", "--push", "chunks", "--inject-faults", "@f",
+        "--config", path, "--prefill-args", "--push tail", "--encoder-cache-tokens", "5",
+    )  # fmt: skip
+    assert (code, errors) == (0, "")
+    [config] = started
+    assert (config.models, config.num_decode) == (("m", "n"), 2)
+    for_all = ["--trace-endpoint", "http://t"]
+    assert config.router_args == [
+        "--config", str(path), "--pooling", "last", "--no-local-prefill", *for_all,
+    ]  # fmt: skip
+    assert config.node_args == ["--config", str(path)]
+    length, faults = "--max-model-len=64", ["--inject-faults", "@f"]
+    cache = ["--encoder-cache-tokens", "5"]
+    assert config.prefill_args == [
+        length, *for_all, "--push", "chunks", *faults, *cache, "--push", "tail",
+    ]  # fmt: skip
+    assert config.decode_args == [length, *for_all, *faults, *cache]
+    assert config.encode_args == ["--config", str(path), *for_all, *faults, *cache]
+
+
+@pytest.mark.parametrize("given", [["m", "--model", "n"], ["m", "n", "--model", "m"]])
+def test_up_refuses_models_in_both_places(given: list[str]) -> None:
+    code, _, errors = baton("up", *given)
+    assert (code, errors) == (
+        1,
+        "error: --model: must be given as MODEL or with --model, not both\n",
+    )
+
+
 def test_several_models_come_from_the_line_the_file_or_a_variable(tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text("[router]\nmodel = ['/a b', '/c']\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import typer.main
 
 from baton.cli.app import app
+from baton.cli.programs.passed_words import passed_words_of
 
 REPOSITORY = Path(__file__).parents[3]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -65,6 +66,11 @@ def _until_the_end(words: list[str]) -> list[str]:
     return [word.rstrip(";") for word in words if word not in _STANDS_FOR_MORE] + left_out
 
 
+def by_program_of(context: Any) -> Mapping[str, Sequence[str]]:
+    """Return the arguments that `baton up` passes on to each program; empty for other commands."""
+    return passed_words_of(context).by_program if context.info_name == "up" else {}
+
+
 def parse(words: list[str]) -> None:
     """Raise a usage error if a command does not take the words."""
     command, parent, name = ROOT, None, "baton"
@@ -73,6 +79,9 @@ def parse(words: list[str]) -> None:
             words = [*getattr(parent, "_protected_args", ()), *parent.args]
             name, command, words = command.resolve_command(parent, words)
     with command.make_context(name, words, parent=parent) as context:
+        for program, arguments in by_program_of(context).items():
+            if arguments:
+                parse([program, "--model", "MODEL", *arguments])
         for option, programs in _PASSED_ON.items():
             given = context.params.get(option)
             for program in programs if given else ():
@@ -86,10 +95,17 @@ def test_commands_are_found() -> None:
     assert len(FOUND) > 40
 
 
-def test_an_option_that_nobody_has_is_refused() -> None:
-    for wrong in (["--unknown"], ["--node-args", "--unknown"]):
-        with pytest.raises(Exception, match="has no such option"):
-            parse(["up", "--model", "M", *wrong])
+@pytest.mark.parametrize(
+    "words", ["up M --unknown", "up M --node-args --unknown", "router --unknown"]
+)
+def test_an_option_that_nobody_has_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((typer.Exit, typer.BadParameter)) as refused:
+        parse(words.split())
+    said = f"{refused.value}{capsys.readouterr().err}"
+    assert "--unknown: baton" in said
+    assert "has no such option" in said
 
 
 @pytest.mark.parametrize("words", FOUND)
