@@ -33,6 +33,7 @@ import msgspec
 from baton.access.identity import Limits, Principal, Role
 from baton.api.bounded_files import parse_toml, read_text
 from baton.api.errors import ConfigError, reason_of
+from baton.wrong_values import field_and_problem
 
 KEY_PREFIX = "baton_"  # prefix by which secret scanners recognize a key
 _KEY_BYTES = 32
@@ -108,7 +109,8 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
     try:
         entries = msgspec.convert(parsed, _File, str_keys=True).key
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}") from None
+        field, problem = field_and_problem(error, _File)
+        raise ConfigError(f"{field}: {problem}" if field else problem) from None
     if not entries:
         raise ConfigError("has no [[key]]; nobody could call")
     keys = tuple(_check(f"key {number} ({entry.name!r})", entry)

@@ -23,6 +23,7 @@ from baton.cli.errors import CommandError
 from baton.options import OF_ONE_PROCESS, Option, options_of
 from baton.processes.child_processes import ENVIRONMENT_PREFIX
 from baton.registry import Registry
+from baton.wrong_values import field_and_problem
 
 # Command -> dataclass with the command's options, for programs that read a configuration file.
 PROGRAMS: Registry[type[Any]] = Registry(
@@ -176,8 +177,8 @@ def _check(place: str, value: Any, option: Option, *, is_own: bool) -> Given:
             return Given(msgspec.convert(value, list[str]), place, is_own)
         return Given(msgspec.convert(value, option.type), place, is_own)
     except msgspec.ValidationError as error:
-        text = str(error)
-        raise CommandError(f"{place}: {text[0].lower()}{text[1:]}", EXIT_USAGE) from None
+        _, problem = field_and_problem(error, option.type)
+        raise CommandError(f"{place}: {problem}", EXIT_USAGE) from None
 
 
 def flag_of(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from baton.api.errors import InvalidRequestError
+from baton.wrong_values import field_and_problem
 from router.api.http.schema import REFUSED, Constraint
 
 T = TypeVar("T")
@@ -24,11 +25,9 @@ T = TypeVar("T")
 # strings are counted too, so the true cost may be less.
 MAX_READING_COST = 1_500_000
 _COST_OF = {b",": 1, b":": 8, b"[": 10, b"{": 10}
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _ESCAPE = re.compile(r"(?:surrogate pair|escape) \(byte (\d+)\)")
 _KEY = re.compile(rb'"(\w{1,64})"[ \t\r\n]*+:')
 _KEY_WINDOW_BYTES = 1024
-_MISSING = re.compile(r"missing required field `([^`]*)`")
 _EMPTY = (b"null", b"false", b"[]", b"{}", b'""')
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -43,7 +42,7 @@ def decode(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list
     Raises InvalidRequestError naming the wrong or unknown field.
     """
     _check_reading_cost(body)
-    with _in_one_line(body):
+    with _in_one_line(body, kind):
         # Split the body into fields, without parsing the fields' values.
         given = _decode_fields(body)
         unknown = [*_unknown(given, kind, strict=strict), *_unknown_within(given, kind)]
@@ -123,12 +122,13 @@ def _objects(kind: type) -> dict[str, type]:
 
 
 @contextmanager
-def _in_one_line(body: bytes) -> Iterator[None]:
+def _in_one_line(body: bytes, kind: type) -> Iterator[None]:
     """Convert errors of parsing a body to InvalidRequestError, with a message of one line."""
     try:
         yield
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        field, problem = field_and_problem(error, kind)
+        raise InvalidRequestError(field or "body", problem) from None
     except msgspec.DecodeError as error:
         found = _ESCAPE.search(str(error))
         field = _key_before(body, int(found[1])) if found else "body"
@@ -158,14 +158,3 @@ def _key_before(body: bytes, position: int) -> str:
     """Return the key of the value that most likely contains a byte position of the body."""
     keys = _KEY.findall(body, max(position - _KEY_WINDOW_BYTES, 0), position)
     return keys[-1].decode() if keys else "body"
-
-
-def _invalid(message: str) -> InvalidRequestError:
-    """Convert msgspec's message, such as "Expected `int`, got `str` - at `$.n`", to an error."""
-    found = _PATH.search(message)
-    path = found[1] if found else ""
-    problem = message[: found.start()] if found else message
-    if missing := _MISSING.search(problem):
-        path = f"{path}.{missing[1]}" if path else missing[1]
-        return InvalidRequestError(path, "is needed")
-    return InvalidRequestError(path or "body", f"{problem[:1].lower()}{problem[1:]}")

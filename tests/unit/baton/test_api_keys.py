@@ -60,9 +60,9 @@ def test_one_name_may_have_several_keys() -> None:
     [
         ("", "has no [[key]]; nobody could call"),
         ("[[key]\n", "is not TOML"),
-        ('[[keys]]\nname = "a"', "unknown field `keys`"),
-        ('[[key]]\nname = "a"', "missing required field `sha256`"),
-        (BEGINNING + "role = 'look'", "unknown field `role`"),
+        ('[[keys]]\nname = "a"', "keys: is not a known field"),
+        ('[[key]]\nname = "a"', "key[0].sha256: is needed"),
+        (BEGINNING + "role = 'look'", "key[0].role: is not a known field"),
         ('[[key]]\nname = "a b"\nsha256 = "x"', "name: must be 1 to 64 letters"),
         ('[[key]]\nname = "--admin-token"\nsha256 = "x"', "and begin with a letter or digit"),
         ('[[key]]\nname = "a"\nsha256 = "secret-1"', "sha256: must be 64 hex digits"),

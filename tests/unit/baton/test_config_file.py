@@ -98,10 +98,16 @@ def test_no_secret_is_shown_and_what_must_be_given_is_said() -> None:
             "[rooter]: must be one of up, router, prefill, decode, encode, sim-node, "
             "loadtest-run, loadtest-compare, loadtest-tune",
         ),
-        ("block_size = '3'", "block_size: expected `int`, got `str`"),
-        ("[decode]\nblock_size = 1.5", "[decode] block_size: expected `int`, got `float`"),
+        ("block_size = '3'", "block_size: must be an integer, got a string"),
+        (
+            "[decode]\nblock_size = 1.5",
+            "[decode] block_size: must be an integer, got a number that is not an integer",
+        ),
         ("[decode]\nblock_size = -1", "[decode] block_size: must be 0 or more, got -1"),
-        ("[decode]\nkv_cache_memory = 3", "[decode] kv_cache_memory: expected `str`, got `int`"),
+        (
+            "[decode]\nkv_cache_memory = 3",
+            "[decode] kv_cache_memory: must be a string, got an integer",
+        ),
         ("listen = 'x:1'", "listen: each program has its own; put it in a table such as [router]"),
         ("router = []", "router: each program has its own; put it in a table such as [router]"),
         ("admin_token = 'x'", "admin_token: is a secret; give it as BATON_ADMIN_TOKEN"),

@@ -144,7 +144,7 @@ def test_reading_many_blocks_takes_time_that_grows_with_their_number() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": None}, "max_tokens: expected `int`, got `null`"),
+        ({"max_tokens": None}, "max_tokens: must be an integer, got null"),
         ({"max_tokens": 0}, "max_tokens: must be 1 or more, got 0"),
         ({"messages": []}, "messages: must have at least 1 message, got 0"),
         ({"messages": [{"role": "user", "content": []}]}, "messages: must have at least 1 block"),

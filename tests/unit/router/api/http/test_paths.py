@@ -94,7 +94,7 @@ def test_a_message_that_is_to_be_continued_ends_the_prompt(path: str) -> None:
         ("/detokenize", {"tokens": [4096]}, "tokens: token ids must be 0 to 4095"),
         ("/detokenize", {"tokens": [-1]}, "tokens: token ids must be 0 to 4095"),
         ("/detokenize", {"tokens": [1] * 101}, "tokens: must have at most 100, got 101"),
-        ("/detokenize", {"tokens": "x"}, "tokens: expected `array`, got `str`"),
+        ("/detokenize", {"tokens": "x"}, "tokens: must be a list, got a string"),
     ],
 )
 def test_what_cannot_be_tokenized_is_the_clients_error(

@@ -28,17 +28,29 @@ def chat(**fields: Any) -> ChatRequest:
 @pytest.mark.parametrize(
     ("fields", "field", "problem"),
     [
-        ({"temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
-        ({"n": 1.5}, "n", "expected `int | null`, got `float`"),
-        ({"n": True}, "n", "expected `int | null`, got `bool`"),
-        ({"logit_bias": {"five": 1}}, "logit_bias", "expected `int`, got `str`"),
+        ({"temperature": "hot"}, "temperature", "must be a number or null, got a string"),
+        ({"n": 1.5}, "n", "must be an integer or null, got a number that is not an integer"),
+        ({"n": True}, "n", "must be an integer or null, got true or false"),
+        (
+            {"logit_bias": {"five": 1}},
+            "logit_bias",
+            "must have keys that are an integer, got a string",
+        ),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "is needed"),
-        ({"messages": [{"role": "boss"}]}, "messages[0].role", "invalid enum value 'boss'"),
-        ({"messages": "hello"}, "messages", "expected `array`, got `str`"),
+        (
+            {"messages": [{"role": "boss"}]},
+            "messages[0].role",
+            "must be assistant, developer, system, tool or user, got 'boss'",
+        ),
+        ({"messages": "hello"}, "messages", "must be a list, got a string"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is needed"),
-        ({"tool_choice": "maybe"}, "tool_choice", "invalid enum value 'maybe'"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid enum value"),
-        ({"model": None}, "model", "expected `str`, got `null`"),
+        ({"tool_choice": "maybe"}, "tool_choice", "must be auto, none or required, got 'maybe'"),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format.type",
+            "must be grammar, json, json_object, json_schema, regex or text, got 'yaml'",
+        ),
+        ({"model": None}, "model", "must be a string, got null"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], field: str, problem: str) -> None:
