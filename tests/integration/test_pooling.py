@@ -189,7 +189,7 @@ def test_texts_are_classified(tmp_path_factory: pytest.TempPathFactory) -> None:
         ("/v1/embeddings", {"input": ["a", "a" * 10**6]}, "prompt is too long"),
         ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name: 'x' is not known"),
         ("/v1/embeddings", {"input": "a", "normalize": False}, "normalize: must be true or"),
-        ("/v1/embeddings", {"input": "a", "output_dtype": "int8"}, "output_dtype: must be float, got 'int8'"),
+        ("/v1/embeddings", {"input": "a", "output_dtype": "int8"}, "output_dtype: must be float"),
         ("/v1/score", {"queries": "a", "documents": "b", "use_activation": False},
          "use_activation: must be true or absent"),
         ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]: must have at least"),
