@@ -77,6 +77,7 @@ LAUNCHED: dict[str, Any] = {"executor": "external_launcher"}
         (options(**LAUNCHED), 1, 1, {"SLURM_LOCALID": "1"}, "cuda:0"),  # SLURM: one GPU per task
         (options(1), 0, 4, {}, "cuda:0"),
         (options(1, devices="3"), 0, 4, {}, "cuda:3"),
+        (options(devices="1,1", rank_sums="own"), 1, 4, {}, "cuda:1"),
         (options(1, device="cuda:2"), 0, 4, {}, "cuda:2"),
         (options(), 1, 0, {"LOCAL_RANK": "1"}, "cpu"),
         (options(device="cpu"), 1, 4, {"LOCAL_RANK": "1"}, "cpu"),
@@ -122,7 +123,8 @@ def test_a_lack_of_gpus_is_one_error(
     [
         ({"devices": "0,x"}, "devices: must be CUDA indices such as 0,1, got '0,x'"),
         ({"devices": "0,,1"}, "devices: must be CUDA indices"),
-        ({"devices": "1,1"}, "devices: must name each GPU once, got '1,1'"),
+        ({"devices": "1,1"}, "devices: must name each GPU once without rank_sums own, got '1,1'"),
+        ({"rank_sums": "gloo"}, "rank_sums: must be one of auto, own, nccl, got 'gloo'"),
         ({"devices": "0,1", "device": "cpu"}, "devices: device must be cuda or auto, got cpu"),
         ({"devices": "0", "device": "cuda:0", "num_ranks": 1}, "devices: device must be cuda"),
         ({"devices": "0,1", "executor": "ray"}, "devices: Ray chooses the GPUs of its ranks"),
@@ -229,8 +231,8 @@ def test_the_leader_connects_with_its_own_gpu_and_without_shared_memory(
     config = options(2, pipeline_parallel_size=2)
     with pytest.raises(Connected) as found:
         multiproc.MultiprocExecutor(MODEL, config)
-    rank, num_ranks, stage_size, _, device, shared = found.value.args
-    assert (rank, num_ranks, stage_size) == (2, 4, 2)
+    rank, num_ranks, stage_size, _, device, shared, rank_sums = found.value.args
+    assert (rank, num_ranks, stage_size, rank_sums) == (2, 4, 2, "auto")
     assert (str(device), shared) == ("cuda:2", None)
     assert [(other.rank, other.shared) for other in started] == [(0, None), (1, None), (3, None)]
 
@@ -303,7 +305,7 @@ def note_device(beside: Connection, memory: object, argument: bytes) -> None:
 def test_another_rank_connects_computes_and_sends_kv_on_its_own_gpu(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def connect(*places: object, device: torch.device, shared: int | None) -> SimpleNamespace:
+    def connect(*places: object, device: torch.device, **_: object) -> SimpleNamespace:
         return SimpleNamespace(device=device, abort=lambda: None)
 
     monkeypatch.setattr(rank_process, "connect", connect)
