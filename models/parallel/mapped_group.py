@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 # A round of waiting takes a GPU about a microsecond, so a rank waits for about a minute.
 MAX_SPINS = 60_000_000
-_TRIAL_SIZES = (1, 4099)  # elements of the sums that ranks try before they serve
 
 
 class MappedGroup:
@@ -80,7 +79,8 @@ class MappedGroup:
         self._kernels = collectives.RankKernels(
             self.rank, shape, self._regions.addresses, stop, device, max_spins
         )
-        is_right = _try_out(self._kernels, self.rank, self.size, device)
+        num_elements = 2 * self.size * shape.block + 3  # several programs
+        is_right = _try_out(self._kernels, num_elements, self.rank, self.size, device)
         problem = "" if is_right and not self._stop[0] else f"rank {self.rank} got a wrong sum"
         agree(store, "tried", self.rank, self.size, problem)
 
@@ -135,21 +135,20 @@ class MappedGroup:
             tensor[:0].zero_()  # a tape that is being recorded fails: a replay would not sum
 
 
-def _try_out(kernels: RankKernels, rank: int, size: int, device: torch.device) -> bool:
-    """Return whether sums in one pass and in two passes, and gathers, are right."""
-    is_right = True
-    for num_elements in _TRIAL_SIZES:
-        own = torch.arange(num_elements, dtype=torch.float32, device=device)
-        expected = own * size + size * (size - 1) / 2
-        for in_two_passes in (False, True):
-            found = own + rank
-            kernels.sum(found, in_two_passes=in_two_passes)
-            is_right = torch.equal(found, expected) and is_right
-        gathered = own.new_empty(size, num_elements)
-        kernels.gather(own + rank, gathered)
-        ranks = torch.arange(size, dtype=torch.float32, device=device)
-        is_right = torch.equal(gathered, own + ranks[:, None]) and is_right
-    return is_right
+def _try_out(
+    kernels: RankKernels, num_elements: int, rank: int, size: int, device: torch.device
+) -> bool:
+    """Return whether a sum in one pass, a sum in two passes and a gather are right."""
+    own = torch.arange(num_elements, dtype=torch.float32, device=device)
+    ranks = torch.arange(size, dtype=torch.float32, device=device)
+    gathered = own.new_empty(size, num_elements)
+    kernels.gather(own + rank, gathered)
+    are_right = [torch.equal(gathered, own + ranks[:, None])]
+    for in_two_passes in (False, True):
+        found = own + rank
+        kernels.sum(found, in_two_passes=in_two_passes)
+        are_right.append(torch.equal(found, own * size + ranks.sum()))
+    return all(are_right)
 
 
 def _check_triton(device: torch.device) -> None:
