@@ -110,6 +110,13 @@ def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
     return dist.PrefixStore(name, store), own_address(host, int(port))
 
 
+def open_store(meeting: str, name: str, size: int) -> Any:
+    """Open the store in which the ranks of a group exchange what they need before they start."""
+    store, _ = _meet(meeting, name, size)
+    store.set_timeout(_START_TIMEOUT)
+    return store
+
+
 def host_store(host: str) -> tuple[Any, int]:
     """Open a rendezvous store on this machine; return the store and its port.
 
@@ -174,8 +181,7 @@ def connect(
         return HostGroup(TorchGroup(place, size, meeting, name, torch.device("cpu")))
 
     def make_fast(group: Collective, stage: int) -> Collective:
-        store, _ = _meet(meeting, f"mapped-{stage}", group.size)
-        store.set_timeout(_START_TIMEOUT)  # the first kernel is compiled
+        store = open_store(meeting, f"mapped-{stage}", group.size)
         mapped = map_memory(group, rank_sums, device, store)
         return share_memory(group, shared, stage) if mapped is None else mapped
 

@@ -2,10 +2,16 @@
 
     python -m tests.kernels.rank_process RANK SIZE FOLDER TASK:NUM ...
 
-Prints the results of the tasks in one line of JSON. A task is ``sums`` (right ones), the name of a
-fault (sums with this fault in the protocol), ``wrap`` (as after 2**30 calls), ``abort`` or ``give
-up`` (rank 1 is gone); NUM is the number of sums. Without a GPU, Triton's interpreter runs the kernels on memory that the
-processes share; with a GPU, all ranks are on it.
+Prints the results of the tasks in one line of JSON. NUM is the number of sums of a task::
+
+    sums        count wrong sums
+    FAULT       count wrong sums with a fault in the protocol, see `FAULTS`
+    wrap        count wrong sums whose meetings have numbers around 2**31
+    abort       rank 1 is gone, and rank 0 is told
+    give up     rank 1 is gone, and rank 0 waits too long
+
+Without a GPU, Triton's interpreter runs the kernels in memory that the processes share; with a GPU,
+all ranks are on one.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from baton_kernels.triton.ranks import collectives
 from baton_kernels.triton.ranks.measured import MeasuredSum
 from models.parallel.group import CollectiveError
 from models.parallel.mapped_group import MappedGroup
-from models.parallel.torch_group import TorchGroup, _meet
+from models.parallel.torch_group import TorchGroup, open_store
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # Small areas, so that sums of a few hundred elements have several programs and several calls.
@@ -110,7 +116,7 @@ def wait_politely(*arguments: object) -> None:
 def make_group(rank: int, size: int, folder: str, max_spins: int) -> MappedGroup:
     others = TorchGroup(rank, size, folder, "others", torch.device("cpu"))
     shape = collectives.RegionShape(size, PROGRAMS, BLOCK, 4 * BLOCK * size * 2)
-    store, _ = _meet(folder, "mapped", size)
+    store = open_store(folder, "mapped", size)
     return MappedGroup(others, DEVICE, store, ROWS, shape=shape, max_spins=max_spins)
 
 
@@ -195,7 +201,8 @@ def main(rank: int, size: int, folder: Path, tasks: Sequence[str]) -> None:
     for task in tasks:
         name, num = task.split(":")
         found.append(run_task(rank, size, folder / task, name, int(num)))
-    print(json.dumps(found), flush=True)
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
     os._exit(0)  # groups of ranks that are gone would wait for them
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.executors import external_launcher, multiproc, rank_process, ranks, ray_actors
 from engine.executors.devices import device_of_rank
 from engine.executors.rank_process import ENCODER, FROM_RANK, Answer, Attach, Start
 from engine.worker import memory_profile
 from models.parallel import torch_group
-from models.parallel.group import Ranks
+from models.parallel.group import CollectiveError, Ranks, SingleRank
 
 MODEL = Path("no-model")
 
@@ -150,13 +150,15 @@ class FakeNccl:
         self.place = rank, size
 
 
-def connect_all(devices: list[str], stage_size: int, folder: Path) -> list[Ranks | ConfigError]:
+def connect_all(
+    devices: list[str], stage_size: int, folder: Path, **options: Any
+) -> list[Ranks | ConfigError]:
     """Connect one rank per device, each on its own thread; return the ranks or errors."""
 
     def connect(rank: int) -> Ranks | ConfigError:
         try:
             return torch_group.connect(
-                rank, len(devices), stage_size, str(folder), torch.device(devices[rank])
+                rank, len(devices), stage_size, str(folder), torch.device(devices[rank]), **options
             )
         except ConfigError as error:
             return error
@@ -189,6 +191,52 @@ def test_devices_that_cannot_form_a_group_are_refused_on_every_rank(
     for error in connect_all(devices, len(devices), tmp_path):
         assert isinstance(error, ConfigError)
         assert problem in str(error)
+
+
+def test_two_ranks_on_one_gpu_are_possible_only_with_own_sums(
+    gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses such ranks, so all but the sums goes through the host's memory."""
+    asked = list[tuple[str, str]]()
+
+    def map_memory(group: Any, rank_sums: str, device: torch.device, store: Any) -> Any:
+        asked.append((type(group).__name__, rank_sums))
+        return group
+
+    monkeypatch.setattr(torch_group, "map_memory", map_memory)
+    found = connect_all(["cuda:1", "cuda:1"], 2, tmp_path, rank_sums="own")
+    assert asked == [("HostGroup", "own")] * 2
+    sent = torch.arange(3.0)
+    first, second = (one for one in found if not isinstance(one, ConfigError))
+    with ThreadPoolExecutor(2) as pool:
+        told = pool.submit(first.everyone.broadcast, sent, 0)
+        assert torch.equal(second.everyone.broadcast(torch.zeros(3), 0), sent)
+        assert torch.equal(told.result(), sent)
+        first.everyone.send(sent, 1)
+        assert torch.equal(second.everyone.receive(torch.zeros(3), 0), sent)
+        told = pool.submit(first.everyone.all_gather, sent)
+        assert torch.equal(second.everyone.all_gather(sent + 1), torch.stack([sent, sent + 1]))
+        assert torch.equal(told.result(), torch.stack([sent, sent + 1]))
+        told = pool.submit(first.everyone.all_reduce, sent.clone())
+        assert torch.equal(second.everyone.all_reduce(sent + 1), 2 * sent + 1)
+
+
+class StoppedGroup(SingleRank):
+    """Stands in for a group whose last sum was stopped."""
+
+    def raise_if_stopped(self) -> None:
+        raise CollectiveError("another rank is gone")
+
+
+def test_a_step_with_a_stopped_sum_has_no_result() -> None:
+    Ranks().raise_if_stopped()
+    stopped = Ranks(group=StoppedGroup())
+    step: Any = SimpleNamespace(wait=lambda: "tokens of a sum that has not ended")
+    others = ranks.OtherRanks([], lambda: None)
+    pending = ranks._Pending(step, others, stopped.raise_if_stopped)
+    with pytest.raises(EngineDeadError, match="ranks cannot be reached: another rank is gone"):
+        pending.wait()
+    assert others.failure is not None
 
 
 # ---------------------------------------------------------------------- executors
