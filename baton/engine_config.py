@@ -27,6 +27,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp32", "bf16", "fp16", "int8-weight-only", "int8", "int4", "fp8")
 NUMA = "numa"  # value of --cpu-list that chooses cores by NUMA node
 EXPERT_PARALLEL = ("auto", "on", "off")
+RANK_SUMS = ("auto", "own", "nccl")
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
@@ -107,6 +108,13 @@ class EngineConfig:
         help="Whether ranks that share a layer divide its experts: on (each rank has some whole "
         "experts), off (each rank has a part of every expert) or auto (on for two ranks if the "
         "larger part would be at least 1.3 times the mean part, otherwise off).",
+    )
+    rank_sums: str = option(
+        "auto",
+        choices=RANK_SUMS,
+        help="Who sums over the ranks on GPUs that share a layer: nccl, own (kernels that read the "
+        "other ranks' memory, for GPUs of one machine; two ranks may then share one GPU, as in "
+        "--devices 0,0) or auto (nccl, and own for sizes at which it was measured faster).",
     )
     pipeline_parallel_size: int = option(
         1,
@@ -434,6 +442,10 @@ class EngineConfig:
 
     def _check_devices(self) -> None:
         devices = parse_devices(self.devices)
+        if len(set(devices)) < len(devices) and self.rank_sums != "own":
+            raise ConfigError(
+                f"devices: must name each GPU once without rank_sums own, got {self.devices!r}"
+            )
         if devices and self.device not in ("auto", "cuda"):
             raise ConfigError(f"devices: device must be cuda or auto, got {self.device}")
         if devices and self.executor_name == "ray":
@@ -567,10 +579,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise ConfigError(f"devices: must be CUDA indices such as 0,1, got {text!r}")
-    devices = tuple(map(int, parts))
-    if len(set(devices)) < len(devices):
-        raise ConfigError(f"devices: must name each GPU once, got {text!r}")
-    return devices
+    return tuple(map(int, parts))
 
 
 _MOST_CORES = 2**16  # more than any machine has; limits the memory of the set

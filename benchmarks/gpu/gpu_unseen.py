@@ -1,10 +1,8 @@
-"""Parts of `gpu_first` that the GPU suite does not have: adapters, images, ranks, few tests."""
+"""Parts of `gpu_first` that the GPU suite does not have: adapters, images, few tests."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,26 +90,6 @@ def _equal_prompts(checkpoint: Any, device: str) -> int:
         list(one.token_ids[: len(tokens)]) == tokens
         for one, tokens in zip(found, wanted, strict=True)
     )
-
-
-def check_two_ranks(device: str, report: Report) -> bool:
-    """Compare the greedy tokens of two ranks with those of one rank, in float32."""
-    from engine import LLM
-
-    options: Mapping[str, Any] = {
-        "dtype": "float32", "device": device, "kv_cache_bytes": KV_BYTES,
-    }  # fmt: skip
-    start = partial(LLM, MODEL, **options)
-    expected = start().generate(TEXTS, drawn_params()[0])
-    try:
-        llm = start(tensor_parallel_size=2)
-    except ConfigError as error:
-        raise CannotRunError(str(error)) from error
-    found = llm.generate(TEXTS, drawn_params()[0])
-    llm.engine.close()
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, found, strict=True))
-    report["equal"] = f"{equal} of {len(TEXTS)}"
-    return equal == len(TEXTS)
 
 
 def measure_dependent_launch(device: str, report: Report) -> bool:

@@ -140,6 +140,7 @@ def serve(
             *(start.rank, config.num_ranks, config.tensor_parallel_size, start.meeting),
             device=device,
             shared=start.shared,
+            rank_sums=config.rank_sums,
         )
         worker = Worker(model_folder or Path(start.model_folder), config, device, ranks)
     except Exception as error:

@@ -152,13 +152,17 @@ class OtherRanks:
 class _Pending:
     """A step that all ranks compute; the leader, in this process, returns the result."""
 
-    def __init__(self, step: PendingStep, ranks: OtherRanks) -> None:
-        self._step, self._ranks = step, ranks
+    def __init__(
+        self, step: PendingStep, ranks: OtherRanks, raise_if_stopped: Callable[[], None]
+    ) -> None:
+        self._step, self._ranks, self._raise_if_stopped = step, ranks, raise_if_stopped
 
     def wait(self) -> Any:
         """Wait for the leader's part of the step; see `PendingStep.wait`."""
         with self._ranks.failing_as_one():
-            return self._step.wait()
+            result = self._step.wait()
+            self._raise_if_stopped()  # a stopped sum on a GPU ends as if it were complete
+            return result
 
 
 def _answer(rank: OtherRank, deadline: float) -> Any:
@@ -201,8 +205,8 @@ class RanksExecutor:
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
             sizes = config.num_ranks, config.tensor_parallel_size
-            ranks = connect(config.leader, *sizes, meeting, device, shared)
-            others.on_end = ranks.abort
+            ranks = connect(config.leader, *sizes, meeting, device, shared, config.rank_sums)
+            others.on_end, self._raise_if_stopped = ranks.abort, ranks.raise_if_stopped
             self._local = local = UniprocExecutor(model_folder, config, ranks, device)
             others.answers(deadline)
         except (CollectiveError, RuntimeError) as error:
@@ -227,7 +231,8 @@ class RanksExecutor:
         eager = hooks.after_layer is not None
         with self._others.failing_as_one():
             self._others.send(Step(plan, eager))
-            return _Pending(self._local.submit(plan, hooks), self._others)
+            pending = self._local.submit(plan, hooks)
+            return _Pending(pending, self._others, self._raise_if_stopped)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout_s: float | None = None

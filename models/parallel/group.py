@@ -6,7 +6,7 @@ Every rank must make the same calls in the same order. Refuses to know: what is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -62,6 +62,15 @@ class PointToPoint(Protocol):
 
     def abort(self) -> None:
         """Implement `Collective.abort`."""
+        ...
+
+
+@runtime_checkable
+class StoppedOnDevice(Protocol):
+    """A `Collective` whose calls end on a GPU, so the host learns later that one was stopped."""
+
+    def raise_if_stopped(self) -> None:
+        """Raise `CollectiveError` if a call was stopped, so its result is meaningless."""
         ...
 
 
@@ -152,6 +161,11 @@ class Ranks:
     def leads(self) -> bool:
         """Return whether this rank is the leader."""
         return self.everyone.rank == self.leader
+
+    def raise_if_stopped(self) -> None:
+        """Raise CollectiveError if a sum on this rank's GPU was stopped, so results are wrong."""
+        if isinstance(self.group, StoppedOnDevice):
+            self.group.raise_if_stopped()
 
     def abort(self) -> None:
         """Make all calls of all ranks fail from now on; safe from any thread."""

@@ -15,7 +15,9 @@ import torch.distributed
 from torch import Tensor
 
 from baton.api.errors import ConfigError
-from models.parallel.group import SINGLE_RANK, CollectiveError, Ranks
+from models.parallel.group import SINGLE_RANK, Collective, CollectiveError, Ranks
+from models.parallel.host_group import HostGroup
+from models.parallel.mapped_group import map_memory
 from models.parallel.shared_group import share_memory, share_point_to_point
 
 # The type is Any, because these functions of torch are documented, but lack type annotations.
@@ -108,6 +110,13 @@ def _meet(meeting: str, name: str, size: int) -> tuple[Any, str]:
     return dist.PrefixStore(name, store), own_address(host, int(port))
 
 
+def open_store(meeting: str, name: str, size: int) -> Any:
+    """Open the store in which the ranks of a group exchange what they need before they start."""
+    store, _ = _meet(meeting, name, size)
+    store.set_timeout(_START_TIMEOUT)
+    return store
+
+
 def host_store(host: str) -> tuple[Any, int]:
     """Open a rendezvous store on this machine; return the store and its port.
 
@@ -144,6 +153,7 @@ def connect(
     meeting: str,
     device: torch.device,
     shared: int | None = None,
+    rank_sums: str = "auto",
 ) -> Ranks:
     """Connect the ranks of a model; every rank calls this.
 
@@ -155,29 +165,45 @@ def connect(
         device: this rank's device.
         shared: descriptor of memory that the ranks of this machine share (`open_shared`); ignored
             on GPUs.
+        rank_sums: how GPUs compute sums: ``own``, ``nccl``, or ``auto`` (as measured).
 
     Raises:
-        ConfigError: some ranks are on CPUs and others on GPUs, or two ranks are on one GPU.
+        ConfigError: some ranks are on CPUs and others on GPUs, two ranks are on one GPU without
+            ``own``, or ``own`` is not possible.
     """
-    _check_devices(rank, num_ranks, meeting, device)
+    shares_gpu = _check_devices(rank, num_ranks, meeting, device, rank_sums)
     if device.type != "cpu":
         shared = None
-    everyone = TorchGroup(rank, num_ranks, meeting, "everyone", device)
+
+    def make(place: int, size: int, name: str) -> Collective:
+        if not shares_gpu:
+            return TorchGroup(place, size, meeting, name, device)
+        return HostGroup(TorchGroup(place, size, meeting, name, torch.device("cpu")))
+
+    def make_fast(group: Collective, stage: int) -> Collective:
+        store = open_store(meeting, f"mapped-{stage}", group.size)
+        mapped = map_memory(group, rank_sums, device, store)
+        return share_memory(group, shared, stage) if mapped is None else mapped
+
+    everyone = make(rank, num_ranks, "everyone")
     if stage_size == num_ranks:
-        group = share_memory(everyone, shared, 0)
+        group = make_fast(everyone, 0)
         return Ranks(group, group)
     point_to_point = share_point_to_point(everyone, shared, num_ranks // stage_size)
     if stage_size == 1:
         return Ranks(everyone, SINGLE_RANK, point_to_point=point_to_point)
     stage, place = divmod(rank, stage_size)
-    of_stage = TorchGroup(place, stage_size, meeting, f"stage-{stage}", device)
-    return Ranks(everyone, share_memory(of_stage, shared, stage), point_to_point=point_to_point)
+    group = make_fast(make(place, stage_size, f"stage-{stage}"), stage)
+    return Ranks(everyone, group, point_to_point=point_to_point)
 
 
-def _check_devices(rank: int, num_ranks: int, meeting: str, device: torch.device) -> None:
-    """Raise ConfigError on every rank if the ranks' devices cannot form one group.
+def _check_devices(
+    rank: int, num_ranks: int, meeting: str, device: torch.device, rank_sums: str
+) -> bool:
+    """Return whether two ranks have one GPU, as is possible only without NCCL.
 
-    CPUs (gloo) and GPUs (NCCL) cannot form a group, and NCCL refuses two ranks on one GPU.
+    Raises ConfigError on every rank if the ranks' devices cannot form one group: CPUs (gloo) and
+    GPUs (NCCL) cannot, and NCCL refuses two ranks on one GPU.
     """
     store, _ = _meet(meeting, "devices", num_ranks)
     store.set_timeout(_TIMEOUT)
@@ -187,11 +213,13 @@ def _check_devices(rank: int, num_ranks: int, meeting: str, device: torch.device
     for other, name in enumerate(names):
         if name.split()[0] != names[0].split()[0]:
             raise ConfigError(f"device: rank 0 is on {names[0]}, but rank {other} on {name}")
-        if device.type == "cuda" and first_of.setdefault(name, other) != other:
+        is_second = device.type == "cuda" and first_of.setdefault(name, other) != other
+        if is_second and rank_sums != "own":
             raise ConfigError(
                 f"devices: ranks {first_of[name]} and {other} are both on {name}; "
                 "each rank needs a GPU of its own"
             )
+    return device.type == "cuda" and len(first_of) < num_ranks
 
 
 def _describe(device: torch.device) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from baton_kernels.dispatch import native_ops
 from models.parallel import torch_group
-from models.parallel.group import Collective, CollectiveError, Ranks
+from models.parallel.group import SINGLE_RANK, Collective, CollectiveError, Ranks
 from models.parallel.shared_group import (
     LARGEST_IN_RING,
     RING_SLOTS,
@@ -39,14 +39,16 @@ def on_all(group: Group, call: Callable[[Collective], Any]) -> list[Any]:
         return [future.result() for future in [pool.submit(call, rank) for rank in group]]
 
 
-def test_sums_on_gpus_do_not_go_through_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_on_gpus_do_not_go_through_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Whether all ranks can was asked with a tensor of the CPU, which NCCL does not take."""
     asked = []
-    monkeypatch.setattr(torch_group, "_check_devices", lambda *arguments: None)
-    monkeypatch.setattr(torch_group, "TorchGroup", lambda *arguments: object())
+    monkeypatch.setattr(torch_group, "_check_devices", lambda *arguments: False)
+    monkeypatch.setattr(torch_group, "TorchGroup", lambda *arguments: SINGLE_RANK)
     monkeypatch.setattr(torch_group, "share_memory", lambda group, shared, _: asked.append(shared))
     for device in ("cuda", "cpu"):
-        torch_group.connect(0, 2, 2, "", torch.device(device), shared=3)
+        torch_group.connect(0, 2, 2, str(tmp_path), torch.device(device), shared=3)
     assert asked == [None, 3]
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from baton.api.errors import ConfigError
+from baton.api.errors import ConfigError, EngineDeadError
 from baton.engine_config import EngineConfig
 from engine.executors import external_launcher, multiproc, rank_process, ranks, ray_actors
 from engine.executors.devices import device_of_rank
 from engine.executors.rank_process import ENCODER, FROM_RANK, Answer, Attach, Start
 from engine.worker import memory_profile
 from models.parallel import torch_group
-from models.parallel.group import Ranks
+from models.parallel.group import CollectiveError, Ranks, SingleRank
 
 MODEL = Path("no-model")
 
@@ -77,6 +77,7 @@ LAUNCHED: dict[str, Any] = {"executor": "external_launcher"}
         (options(**LAUNCHED), 1, 1, {"SLURM_LOCALID": "1"}, "cuda:0"),  # SLURM: one GPU per task
         (options(1), 0, 4, {}, "cuda:0"),
         (options(1, devices="3"), 0, 4, {}, "cuda:3"),
+        (options(devices="1,1", rank_sums="own"), 1, 4, {}, "cuda:1"),
         (options(1, device="cuda:2"), 0, 4, {}, "cuda:2"),
         (options(), 1, 0, {"LOCAL_RANK": "1"}, "cpu"),
         (options(device="cpu"), 1, 4, {"LOCAL_RANK": "1"}, "cpu"),
@@ -122,7 +123,8 @@ def test_a_lack_of_gpus_is_one_error(
     [
         ({"devices": "0,x"}, "devices: must be CUDA indices such as 0,1, got '0,x'"),
         ({"devices": "0,,1"}, "devices: must be CUDA indices"),
-        ({"devices": "1,1"}, "devices: must name each GPU once, got '1,1'"),
+        ({"devices": "1,1"}, "devices: must name each GPU once without rank_sums own, got '1,1'"),
+        ({"rank_sums": "gloo"}, "rank_sums: must be one of auto, own, nccl, got 'gloo'"),
         ({"devices": "0,1", "device": "cpu"}, "devices: device must be cuda or auto, got cpu"),
         ({"devices": "0", "device": "cuda:0", "num_ranks": 1}, "devices: device must be cuda"),
         ({"devices": "0,1", "executor": "ray"}, "devices: Ray chooses the GPUs of its ranks"),
@@ -148,13 +150,15 @@ class FakeNccl:
         self.place = rank, size
 
 
-def connect_all(devices: list[str], stage_size: int, folder: Path) -> list[Ranks | ConfigError]:
+def connect_all(
+    devices: list[str], stage_size: int, folder: Path, **options: Any
+) -> list[Ranks | ConfigError]:
     """Connect one rank per device, each on its own thread; return the ranks or errors."""
 
     def connect(rank: int) -> Ranks | ConfigError:
         try:
             return torch_group.connect(
-                rank, len(devices), stage_size, str(folder), torch.device(devices[rank])
+                rank, len(devices), stage_size, str(folder), torch.device(devices[rank]), **options
             )
         except ConfigError as error:
             return error
@@ -187,6 +191,52 @@ def test_devices_that_cannot_form_a_group_are_refused_on_every_rank(
     for error in connect_all(devices, len(devices), tmp_path):
         assert isinstance(error, ConfigError)
         assert problem in str(error)
+
+
+def test_two_ranks_on_one_gpu_are_possible_only_with_own_sums(
+    gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses such ranks, so all but the sums goes through the host's memory."""
+    asked = list[tuple[str, str]]()
+
+    def map_memory(group: Any, rank_sums: str, device: torch.device, store: Any) -> Any:
+        asked.append((type(group).__name__, rank_sums))
+        return group
+
+    monkeypatch.setattr(torch_group, "map_memory", map_memory)
+    found = connect_all(["cuda:1", "cuda:1"], 2, tmp_path, rank_sums="own")
+    assert asked == [("HostGroup", "own")] * 2
+    sent = torch.arange(3.0)
+    first, second = (one for one in found if not isinstance(one, ConfigError))
+    with ThreadPoolExecutor(2) as pool:
+        told = pool.submit(first.everyone.broadcast, sent, 0)
+        assert torch.equal(second.everyone.broadcast(torch.zeros(3), 0), sent)
+        assert torch.equal(told.result(), sent)
+        first.everyone.send(sent, 1)
+        assert torch.equal(second.everyone.receive(torch.zeros(3), 0), sent)
+        told = pool.submit(first.everyone.all_gather, sent)
+        assert torch.equal(second.everyone.all_gather(sent + 1), torch.stack([sent, sent + 1]))
+        assert torch.equal(told.result(), torch.stack([sent, sent + 1]))
+        told = pool.submit(first.everyone.all_reduce, sent.clone())
+        assert torch.equal(second.everyone.all_reduce(sent + 1), 2 * sent + 1)
+
+
+class StoppedGroup(SingleRank):
+    """Stands in for a group whose last sum was stopped."""
+
+    def raise_if_stopped(self) -> None:
+        raise CollectiveError("another rank is gone")
+
+
+def test_a_step_with_a_stopped_sum_has_no_result() -> None:
+    Ranks().raise_if_stopped()
+    stopped = Ranks(group=StoppedGroup())
+    step: Any = SimpleNamespace(wait=lambda: "tokens of a sum that has not ended")
+    others = ranks.OtherRanks([], lambda: None)
+    pending = ranks._Pending(step, others, stopped.raise_if_stopped)
+    with pytest.raises(EngineDeadError, match="ranks cannot be reached: another rank is gone"):
+        pending.wait()
+    assert others.failure is not None
 
 
 # ---------------------------------------------------------------------- executors
@@ -229,8 +279,8 @@ def test_the_leader_connects_with_its_own_gpu_and_without_shared_memory(
     config = options(2, pipeline_parallel_size=2)
     with pytest.raises(Connected) as found:
         multiproc.MultiprocExecutor(MODEL, config)
-    rank, num_ranks, stage_size, _, device, shared = found.value.args
-    assert (rank, num_ranks, stage_size) == (2, 4, 2)
+    rank, num_ranks, stage_size, _, device, shared, rank_sums = found.value.args
+    assert (rank, num_ranks, stage_size, rank_sums) == (2, 4, 2, "auto")
     assert (str(device), shared) == ("cuda:2", None)
     assert [(other.rank, other.shared) for other in started] == [(0, None), (1, None), (3, None)]
 
@@ -303,7 +353,7 @@ def note_device(beside: Connection, memory: object, argument: bytes) -> None:
 def test_another_rank_connects_computes_and_sends_kv_on_its_own_gpu(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def connect(*places: object, device: torch.device, shared: int | None) -> SimpleNamespace:
+    def connect(*places: object, device: torch.device, **_: object) -> SimpleNamespace:
         return SimpleNamespace(device=device, abort=lambda: None)
 
     monkeypatch.setattr(rank_process, "connect", connect)

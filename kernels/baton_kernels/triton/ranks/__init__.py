@@ -1,0 +1,1 @@
+"""Triton kernels with which the ranks of one machine sum and gather tensors."""
