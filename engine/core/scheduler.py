@@ -37,7 +37,7 @@ from engine.core.outputs import (
 from engine.core.request import Request, RequestStatus
 from engine.core.step_plan import StepHooks, StepPlan, StepPlanner
 from engine.core.steps_in_flight import StepsInFlight, is_decoding
-from engine.core.waiting_room import WaitingRoom
+from engine.core.waiting_room import PooledShare, WaitingRoom
 
 # Fraction of all blocks to keep free when a waiting request is admitted. Running requests soon need
 # these blocks; without them, a request would be preempted and computed again.
@@ -107,6 +107,7 @@ class Scheduler:
         self._num_prefill_tokens_left = ALL  # prompt tokens left for this step
         self._reserved_blocks = int(kv_cache_manager.block_pool.num_blocks * FREE_SHARE)
         self._room = WaitingRoom(by_priority=by_priority)
+        self._pooled = PooledShare(self._room, max_num_batched_tokens)
         in_steps = drafting is not None and drafting.in_steps
         self._planner = StepPlanner(max_num_requests, has_next_tokens=in_steps)
         self._running: list[Request] = []  # sorted by rank: the last request is preempted first
@@ -148,11 +149,7 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if self._room.num_without_blocks:
             needed = [manager.num_tokens_to_grant(request)]
-            needed += [
-                waiting.num_tokens + 1
-                for waiting in self._room.waiting()
-                if not self.by_priority or waiting.rank < request.rank
-            ]
+            needed += [waiting.num_tokens + 1 for waiting in self._room.waiting_before(request)]
             num_blocks = sum(map(manager.num_blocks_for, needed)) + self._reserved_blocks
             if num_blocks > manager.block_pool.num_free:
                 return None
@@ -219,8 +216,7 @@ class Scheduler:
 
         If a remote node may still write a parked request's blocks, first take references on them.
         """
-        request = self.requests.get(request_id)
-        if request is None:
+        if (request := self.requests.get(request_id)) is None:
             return None
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
@@ -295,6 +291,7 @@ class Scheduler:
             # Keep the step short: a request whose KV arrives meanwhile waits for the step's end.
             num_allowed = self._prefill_tokens_beside_decodes
         self._num_prefill_tokens_left = num_allowed
+        self._pooled.plan_step(self._running, num_allowed)
         self.in_flight.limit_decodes(self._running, self._room.num_arrived)
         budget = self._schedule_running(scheduled, self._max_num_batched_tokens)
         if budget is None:
@@ -303,8 +300,7 @@ class Scheduler:
         # A preempted request must not be admitted again in the step that preempted it.
         if self.num_preemptions == num_preemptions:
             budget = self._admit_waiting(scheduled, budget)
-        has_drafts = bool(self.drafts.kept)
-        if has_drafts:
+        if has_drafts := bool(self.drafts.kept):
             budget = self.drafts.add_to(scheduled, budget)
         num_drafts = self.drafts.look_ahead(scheduled)
         if self._num_adapted:  # the worker needs an adapter's tokens adjacent
@@ -473,11 +469,9 @@ class Scheduler:
 
     def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Start waiting requests, each at the end of its cached prefix."""
-        max_num_running = self._max_num_requests
-        while (
-            min(budget, self._num_prefill_tokens_left) > 0 and len(self._running) < max_num_running
-        ):
-            request = self._room.peek()
+        most = self._max_num_requests
+        while min(budget, self._num_prefill_tokens_left) > 0 and len(self._running) < most:
+            request = self._room.peek(with_pooled=self._pooled.num_left > 0)
             if request is None:
                 break
             # A request that runs alone may take all blocks: no other request needs the reserve.
@@ -488,7 +482,7 @@ class Scheduler:
             num_cached = self.kv_cache_manager.allocate_with_prefix(request, num_reserved)
             if num_cached is None:
                 break
-            self._room.pop()
+            self._room.pop(request)
             request.num_computed_tokens = num_cached
             if not request.can_compute_from(num_cached):
                 # The request has no image files, and cached blocks of its images are gone.
@@ -514,6 +508,8 @@ class Scheduler:
         """Add a request to the step; return the number of tokens added."""
         if request.images is not None:
             self.images.add(request, num_tokens)
+        if request.pooling is not None:
+            self._pooled.num_left -= num_tokens
         scheduled.append(ScheduledRequest(request, num_tokens))
         if num_tokens > 1:
             self._num_prefill_tokens_left -= num_tokens
@@ -527,6 +523,7 @@ class Scheduler:
         assert request.request_id not in self.requests, request.request_id
         self.requests[request.request_id] = request
         self._num_adapted += bool(request.adapter)
+        self._pooled.num_open += request.pooling is not None
         self.images.register(request)
         self._room.give_rank(request)
         self.grammars.begin_mask(request)
@@ -549,6 +546,8 @@ class Scheduler:
                 return 0
             return 1 if request.images is None else self.images.limit(request, 1, 1)
         left = self._num_prefill_tokens_left
+        if request.pooling is not None:
+            left = min(left, self._pooled.num_left)
         size = min(missing, budget, self._long_prefill_token_threshold, left)
         size = self.images.limit(request, size, min(missing, budget))
         if size == 1:  # `_add` does not count single tokens, because most of them are decodes
@@ -616,6 +615,7 @@ class Scheduler:
         self._leave_batch(request)
         self._free_when_idle(request)
         self._num_adapted -= bool(request.adapter)
+        self._pooled.num_open -= request.pooling is not None
         self.images.unregister(request)
         del self.requests[request.request_id]
         self.on_finish(request)

@@ -2,7 +2,9 @@
 
     arrived    in line with blocks: the prompt's KV has arrived, or a sibling has computed it
     waiting    in line without blocks, in order of arrival; preempted ones first
-               (by priority: both lines are in order of rank)
+               (by priority: all lines are in order of rank)
+    pooled     in line without blocks, to be pooled; they let requests that sample go first, as far
+               as `POOLED_PART` allows
     parked     not in line until an event; parked requests do not add any work per step:
                  WAITING_FOR_REMOTE_KVS    a remote node writes their prompt's KV
                  WAITING_FOR_SHARED_KVS    a sibling computes their prompt
@@ -10,7 +12,9 @@
                  WAITING_FOR_PIXELS        their images are being decoded
                  WAITING_FOR_PREFIX        another node sends a cached part of their prompt's KV
 
-Refuses to know: steps, budgets, blocks.
+PooledShare limits the tokens that pooled requests compute in a step.
+
+Refuses to know: blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
+from engine.core.drafts import ALL
 from engine.core.request import Request, RequestStatus
+from engine.core.steps_in_flight import is_decoding
 
 IN_LINE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 # `resume` ends these statuses; the KV of the prompt ends the other statuses of parked requests.
@@ -34,6 +41,12 @@ PARKED = (
     *RESUMABLE,
 )
 
+
+# While requests that sample wait, too, one of this many prompt tokens belongs to pooled requests.
+POOLED_PART = 8
+# Steps of pooled requests stay short for this many steps after a prompt competed with them: the
+# next prompt probably comes soon, and must wait until the step in progress has ended.
+SHORT_STEPS = 64
 
 # Distance between the ranks of two adjacent priorities: more than the number of requests that an
 # engine ever has.
@@ -146,6 +159,8 @@ class WaitingRoom:
         self._by_priority = by_priority
         self._arrived = RankedQueue() if by_priority else WaitingQueue()
         self._waiting = RankedQueue() if by_priority else WaitingQueue()
+        self._pooled = RankedQueue() if by_priority else WaitingQueue()
+        self._num_passed_tokens = 0  # prompt tokens that went before the next pooled request
         self._num_ranks = 0
 
     def __len__(self) -> int:
@@ -184,7 +199,7 @@ class WaitingRoom:
             self._arrived.add_last(request)
             self.num_arrived += 1
         else:
-            self._waiting.add_new(request)
+            self._line_of(request).add_new(request)
             self.num_without_blocks += 1
 
     def resume(self, request: Request) -> None:
@@ -199,7 +214,7 @@ class WaitingRoom:
             self.park(request, RequestStatus.WAITING_FOR_PIXELS)
             return
         request.status = RequestStatus.PREEMPTED
-        self._waiting.put_back(request)
+        self._line_of(request).put_back(request)
         self.num_without_blocks += 1
 
     def leave(self, request: Request) -> None:
@@ -211,8 +226,12 @@ class WaitingRoom:
             self._arrived.leave(request)
             self.num_arrived -= 1
         else:
-            self._waiting.leave(request)
+            self._line_of(request).leave(request)
             self.num_without_blocks -= 1
+
+    def _line_of(self, request: Request) -> WaitingQueue:
+        """Return the line in which a request without blocks waits."""
+        return self._waiting if request.pooling is None else self._pooled
 
     def _count_remote(self, request: Request, status: RequestStatus | None) -> None:
         """Update ``num_remote`` for a request whose status changes to ``status``.
@@ -224,9 +243,19 @@ class WaitingRoom:
 
     # ------------------------------------------------------------------ whose turn it is
 
-    def waiting(self) -> Iterator[Request]:
-        """Iterate over the requests in line without blocks, in queue order."""
-        return iter(self._waiting)
+    def waiting_before(self, request: Request) -> Iterator[Request]:
+        """Iterate over the requests in line without blocks that need theirs before ``request``.
+
+        By priority, requests of worse rank do not; otherwise, all requests in line do.
+        """
+        for waiting in chain(self._waiting, self._pooled):
+            if not self._by_priority or waiting.rank < request.rank:
+                yield waiting
+
+    @property
+    def has_prompt(self) -> bool:
+        """Return whether a request that samples waits for blocks."""
+        return self._waiting.peek() is not None
 
     def peek_arrived(self) -> Request | None:
         """Return the next request that holds blocks, or None."""
@@ -242,14 +271,32 @@ class WaitingRoom:
         self.num_arrived -= 1
         return self._arrived.pop_last()
 
-    def peek(self) -> Request | None:
-        """Return the next request that needs blocks, or None."""
-        return self._waiting.peek()
+    def peek(self, *, with_pooled: bool = True) -> Request | None:
+        """Return the next request that needs blocks, or None.
 
-    def pop(self) -> Request:
+        A pooled request lets requests of its priority that sample go first, until their prompts
+        have `POOLED_PART` - 1 times as many tokens as the pooled request.
+
+        Args:
+            with_pooled: whether the next request may be a pooled one.
+        """
+        request, pooled = self._waiting.peek(), self._pooled.peek() if with_pooled else None
+        if request is None or pooled is None:
+            return request or pooled
+        if self._by_priority and request.priority != pooled.priority:
+            return min(request, pooled, key=lambda one: one.priority)
+        return pooled if self._num_passed_tokens >= _num_to_pass(pooled) else request
+
+    def pop(self, request: Request) -> None:
         """Remove the request that `peek` returned."""
         self.num_without_blocks -= 1
-        return self._waiting.pop()
+        self._line_of(request).pop()
+        if request.pooling is not None:
+            self._num_passed_tokens -= min(self._num_passed_tokens, _num_to_pass(request))
+        elif self._pooled.peek() is not None:
+            self._num_passed_tokens += request.num_tokens
+        else:
+            self._num_passed_tokens = 0
 
     # ------------------------------------------------------------------ checks
 
@@ -273,3 +320,53 @@ class WaitingRoom:
         num_without = len(in_line) - num_arrived
         assert (num_arrived, num_without) == (self.num_arrived, self.num_without_blocks)
         assert num_remote == self.num_remote
+
+
+def _num_to_pass(pooled: Request) -> int:
+    """Return how many prompt tokens of other requests go before a pooled request."""
+    return (POOLED_PART - 1) * pooled.num_tokens
+
+
+class PooledShare:
+    """Limits the tokens that pooled requests compute in a step.
+
+    While a request that samples has prompt tokens to compute, pooled requests compute one of
+    `POOLED_PART` prompt tokens. For some steps afterwards, steps have at most this part of the
+    usual number of tokens, so that the next prompt soon starts.
+
+    Args:
+        room: holds the waiting requests.
+        max_num_tokens: maximum number of tokens in a step.
+
+    Attributes:
+        num_open: number of open pooled requests; the scheduler counts them.
+        num_left: number of tokens of pooled requests that the next step may still compute.
+    """
+
+    def __init__(self, room: WaitingRoom, max_num_tokens: int) -> None:
+        self.num_open = 0
+        self.num_left = ALL
+        self._room = room
+        self._max_num_tokens = max_num_tokens
+        self._num_short_steps = 0
+
+    def plan_step(self, running: Iterable[Request], num_prompt_tokens: int) -> None:
+        """Set ``num_left`` for a step that may compute ``num_prompt_tokens`` prompt tokens."""
+        self.num_left = ALL
+        if not self.num_open:
+            return
+        if self._room.has_prompt or any(map(_is_in_prompt, running)):
+            self._num_short_steps = SHORT_STEPS
+            self.num_left = _part_of(min(num_prompt_tokens, self._max_num_tokens))
+        elif self._num_short_steps:
+            self._num_short_steps -= 1
+            self.num_left = _part_of(self._max_num_tokens)
+
+
+def _part_of(num_tokens: int) -> int:
+    return max(num_tokens // POOLED_PART, 1)
+
+
+def _is_in_prompt(request: Request) -> bool:
+    """Return whether a running request that samples has prompt tokens to compute."""
+    return request.pooling is None and not is_decoding(request)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.api.errors import InvalidRequestError
+from baton.api.pooling import PoolingKind, PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.api.structured_output import StructuredOutput
 from engine.core.block_pool import BlocksRemoved, BlocksStored
@@ -106,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         extra_keys: tuple[bytes, ...],
         structured: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> Request:
         request = make_request(
             f"r{len(self.requests)}",
@@ -116,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt=prompt,
             extra_keys=extra_keys,
             priority=(len(self.requests) * 7) % 4 - 1,
+            pooling=pooling,
         )
         self.requests[request.request_id] = request
         self.outputs[request.request_id] = []
@@ -143,6 +146,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
         self.scheduler.add_request(self.new_request(prompt, max_tokens, salt, structured))
+
+    @rule(
+        num_shared=shared_lengths,
+        num_own=own_lengths,
+        salt=salts,
+        kind=st.sampled_from([PoolingKind.LAST, PoolingKind.MEAN]),
+    )
+    def add_pooled(
+        self, num_shared: int, num_own: int, salt: tuple[bytes, ...], kind: PoolingKind
+    ) -> None:
+        prompt = ([1] * num_shared + [3] * num_own)[: self.max_model_len - 1]
+        pooling = PoolingParams(kind)
+        self.scheduler.add_request(self.new_request(prompt, 1, salt, pooling=pooling))
 
     @rule(
         num_prompt_tokens=st.integers(1, LONGEST - 1),
@@ -394,7 +410,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.output_token_ids == self.outputs[request_id]
             if self.ended[request_id] == "length":
                 assert request.num_tokens == request.max_num_tokens
-            if self.ended[request_id] == "stop":
+            if self.ended[request_id] == "stop" and request.pooling is None:
                 assert self.outputs[request_id][-1] == EOS
                 assert EOS not in self.outputs[request_id][:-1]
         pool = self.scheduler.kv_cache_manager.block_pool

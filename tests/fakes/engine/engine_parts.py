@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 
+from baton.api.pooling import PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.kv.block_hash import BlockHasher
 from engine.core.kv_cache_manager import KVCacheManager
@@ -34,6 +35,7 @@ def make_request(
     prompt: Sequence[int] | None = None,
     extra_keys: tuple[bytes, ...] = (),
     priority: int = 0,
+    pooling: PoolingParams | None = None,
 ) -> Request:
     """A request whose prompt is ones unless given; token ``EOS`` ends its output."""
     return Request.create(
@@ -45,6 +47,7 @@ def make_request(
         max_model_len=max_model_len,
         extra_keys=extra_keys,
         priority=priority,
+        pooling=pooling,
     )
 
 
@@ -95,15 +98,17 @@ class FakeRunner:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Sample for requests that computed their last known token, as the real runner does."""
-        sampled, proposed = {}, {}
+        sampled, proposed, pooled = {}, {}, {}
         for item in scheduled.scheduled:
-            if item.samples:
+            if item.samples and item.request.pooling is not None:
+                pooled[item.request.request_id] = bytes(4)
+            elif item.samples:
                 token_ids = self._sample(item)
                 sampled[item.request.request_id] = token_ids
                 drafts = self.propose(extended(item.request, token_ids))
                 if drafts:
                     proposed[item.request.request_id] = drafts
-        return ModelRunnerOutput(sampled, draft_token_ids=proposed)
+        return ModelRunnerOutput(sampled, draft_token_ids=proposed, pooled=pooled)
 
     def _sample(self, item: ScheduledRequest) -> tuple[int, ...]:
         """Return the next token, and one more after each accepted draft."""
