@@ -116,7 +116,7 @@ class Cached:
         )
         self.pool = self.manager.block_pool
         features = SimpleNamespace(
-            side_blocks=SideBlocks(NUM_BLOCKS), end_fetch=self.resumed.append
+            side_blocks=SideBlocks(self.pool), end_fetch=self.resumed.append
         )
         found = SimpleNamespace(
             block_pool=self.pool,
