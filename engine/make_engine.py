@@ -102,7 +102,7 @@ def make_engine(
         num_stages=config.pipeline_parallel_size if executor.runs_ahead else 1,
     )
     compiler = GrammarCompiler(model_folder, model.vocab_size, model.eos_token_ids, grammars)
-    images, side = None, SideBlocks(memory.num_blocks)
+    images, side = None, SideBlocks(kv_cache_manager.block_pool)
     if layout is not None and model.vision is not None:
         compatibility["images"] = "on"  # equal on paired nodes: images may shift tokens' positions
         images = _image_inputs(model_folder, layout, config, model)

@@ -10,7 +10,7 @@ requests, except for their keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +68,11 @@ class Quarantine:
     @property
     def num_blocks(self) -> int:
         return sum(len(held.block_ids) for held in list(self._held.values()))
+
+    def list_blocks(self) -> Iterator[int]:
+        """Yield all blocks in quarantine."""
+        for held in self._held.values():
+            yield from held.block_ids
 
     # ------------------------------------------------------------------ peers
 

@@ -73,6 +73,8 @@ class Turn:
         num_fetched: number of these tokens that another node sent.
         num_computed: prompt tokens that the nodes computed.
         num_reusable: prompt tokens that a decode node with the whole earlier chat would have.
+        parts: the parts of the time to the first token, as receipts call them, and the wait for a
+            fetch, which is a part of the queue on the node that computed the prompt.
         expected_ms: the forecast of the time to the first token, without the transfer.
         places: terms of the cost of each place that the policy considered.
         num_sources: number of nodes that could send a prefix.
@@ -89,6 +91,7 @@ class Turn:
     num_computed: int
     num_reusable: int
     ttft_ms: float
+    parts: dict[str, float]
     expected_ms: float
     measured_ms: float
     gap_p50_ms: float
@@ -170,6 +173,13 @@ def turn_of(
         num_computed=num_alone if prefill is None else prefill.num_computed_tokens,
         num_reusable=num_before,
         ttft_ms=1e3 * (times[1] - times[0]),
+        parts={
+            name.removesuffix("_s"): 1e3 * seconds
+            for name, seconds in (
+                *receipt.ttft_parts.items(),
+                ("fetch_wait_s", computing.fetch_wait_s if computing else 0.0),
+            )
+        },
         expected_ms=forecast.wait_ms + forecast.compute_ms,
         measured_ms=forecast.measured_wait_ms + forecast.measured_compute_ms,
         gap_p50_ms=statistics.median(gaps_ms) if gaps_ms else 0.0,
@@ -234,10 +244,17 @@ def summarize(rows: Sequence[Turn], num_turns: int) -> dict[str, Any]:
     def ttft_ms(turn: int) -> float:
         return statistics.median(row.ttft_ms for row in rows if row.turn == turn)
 
+    def part_ms(name: str) -> float:
+        return statistics.median(row.parts.get(name, 0.0) for row in later)
+
     return {
         "ttft_p50_turn_4_ms": round(ttft_ms(min(LATER, num_turns)), 1),
         "ttft_p50_last_turn_ms": round(ttft_ms(num_turns), 1),
         "ttft_p50_later_ms": round(statistics.median(row.ttft_ms for row in later), 1),
+        "ttft_parts_p50_later_ms": {
+            name: round(part_ms(name), 1)
+            for name in dict.fromkeys(name for row in later for name in row.parts)
+        },
         "later_turns": len(later),
         "later_turns_alone": len(alone),
         "computed_per_later_turn": round(statistics.fmean(row.num_computed for row in later), 1),

@@ -1,16 +1,19 @@
 """SideBlocks: one limit for all blocks that transfers of cached KV withhold from requests.
 
-    reads of files      blocks that are being filled
-    fetches             blocks that other nodes write, or may still write
-    shares              cached blocks that are not free only because they are being sent
+    reads of files      blocks that are being filled, and cached blocks before them
+    fetches             blocks that other nodes write, or may still write, and cached blocks before
+    shares              cached blocks that are being sent
 
-Each kind of transfer counts its own blocks; this object adds the counts. Refuses to know: which
-blocks these are.
+Each kind of transfer lists the blocks to which it has references. A block counts if no request has
+a reference to the block. Refuses to know: what a transfer does with its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from engine.core.block_pool import BlockPool
 
 # Largest part of all blocks that all transfers together may withhold from requests.
 MAX_SHARE = 0.5
@@ -20,27 +23,30 @@ class SideBlocks:
     """The common limit of one engine's transfers. Used on the engine's thread.
 
     Args:
-        num_blocks: number of all blocks.
+        pool: owner of the blocks.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._counts: list[Callable[[], int]] = []
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._lists: list[Callable[[], Iterable[int]]] = []
 
-    def add_holder(self, count: Callable[[], int]) -> None:
+    def add_holder(self, list_blocks: Callable[[], Iterable[int]]) -> None:
         """Add a kind of transfer.
 
         Args:
-            count: returns how many blocks the transfers of this kind withhold from requests now.
+            list_blocks: returns the block of each reference that transfers of this kind have now.
         """
-        self._counts.append(count)
+        self._lists.append(list_blocks)
 
     @property
     def num_held(self) -> int:
-        """Number of blocks that transfers withhold from requests now."""
-        return sum(count() for count in self._counts)
+        """Number of blocks that would be free now if there were no transfers."""
+        references: Counter[int] = Counter()
+        for list_blocks in self._lists:
+            references.update(list_blocks())
+        return self._pool.num_free_among(references, references)
 
     @property
     def num_left(self) -> int:
         """Number of further blocks that transfers may withhold; 0 or less means none."""
-        return int(self._num_blocks * MAX_SHARE) - self.num_held
+        return int(self._pool.num_blocks * MAX_SHARE) - self.num_held

@@ -139,7 +139,7 @@ class KVFileTier:
         self._groups, self._facts = FileGroups(self._pool, windows, manager.block_size), facts
         self._side_blocks, self._resume = side_blocks, resume
         self._timeout_s, self._clock = timeout_s, clock
-        side_blocks.add_holder(self._num_held)
+        side_blocks.add_holder(self._list_blocks)
         self.on_ready: Callable[[], None] = lambda: None
         self._tracked: set[Request] = set()  # requests whose KV is written when they end
         self._ended: list[Request] = []
@@ -329,9 +329,11 @@ class KVFileTier:
             room = min(room, self._side_blocks.num_left)
         return pool.allocate(min(num_blocks, room), extents=not ahead) or [] if room > 0 else []
 
-    def _num_held(self) -> int:
-        """Return how many blocks reads are filling."""
-        return sum(len(read.block_ids) for read in self._reads)
+    def _list_blocks(self) -> Iterator[int]:
+        """Yield the blocks that reads fill, and the cached blocks that reads keep."""
+        for read in self._reads:
+            yield from read.held_ids
+            yield from read.block_ids
 
     @property
     def identities(self) -> tuple[str, ...]:

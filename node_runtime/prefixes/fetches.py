@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kv.block_hash import BlockHash
@@ -108,7 +108,7 @@ class Fetches:
             self, WORDS, self._pool, receiver, clock
         )
         self._side_blocks = engine.features.side_blocks
-        self._side_blocks.add_holder(self._num_held)
+        self._side_blocks.add_holder(self._list_blocks)
 
     # ------------------------------------------------------------------ prompts
 
@@ -212,8 +212,10 @@ class Fetches:
         places = manager.handoff_places(num_tokens)
         first = bisect.bisect_left(places, len(hit))
         held, num_new = [hit[place] for place in places[:first]], len(places) - first
-        self._pool.touch(held)
+        # The cached blocks of this prompt count only for later transfers: otherwise, a prompt whose
+        # cached beginning has half of all blocks could fetch nothing.
         has_room = num_new <= self._side_blocks.num_left
+        self._pool.touch(held)
         blocks = self._pool.allocate(num_new, extents=True) if has_room else None
         if blocks is None:
             self._pool.release(reversed(held))
@@ -222,10 +224,12 @@ class Fetches:
         fetch.held_ids, fetch.num_cached, fetch.num_blocks = tuple(held), num_cached, num_blocks
         self.incoming.grant(key, fetch, blocks, first, groups_of(manager, places))
 
-    def _num_held(self) -> int:
-        """Return how many blocks other nodes may write now, for open and lost fetches."""
-        granted = sum(len(fetch.block_ids) for fetch in self.incoming.open.values())
-        return granted + self.incoming.quarantine.num_blocks
+    def _list_blocks(self) -> Iterator[int]:
+        """Yield the blocks that open fetches keep, and those that other nodes may still write."""
+        for fetch in self.incoming.open.values():
+            yield from fetch.held_ids
+            yield from fetch.block_ids
+        yield from self.incoming.quarantine.list_blocks()
 
     def receive(self, key: TransferKey, fetch: _Fetch, event: TransferEvent) -> None:
         """Cache a prefix whose bytes are complete."""

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from baton.kv.block_hash import extra_keys_of
@@ -74,7 +74,7 @@ class Shares(SideWork):
     ) -> None:
         self._engine, self._sender, self._clock = engine, sender, clock
         self._open: dict[TransferKey, _Share] = {}
-        engine.features.side_blocks.add_holder(self._num_kept)
+        engine.features.side_blocks.add_holder(self._list_blocks)
         self.num_tokens_total = 0
         self.ended: Counter[TransferOutcome] = Counter()
 
@@ -134,10 +134,10 @@ class Shares(SideWork):
             )
         )
 
-    def _num_kept(self) -> int:
-        """Return how many blocks would be free if they were not sent."""
-        sent = Counter(block_id for share in self._open.values() for block_id in share.block_ids)
-        return self._engine.block_pool.num_free_among(sent, sent)
+    def _list_blocks(self) -> Iterator[int]:
+        """Yield the blocks of each prefix that is being sent."""
+        for share in self._open.values():
+            yield from share.block_ids
 
     def abort(self, abort: AbortAll) -> None:
         """Stop sending the prefixes that the abort concerns."""

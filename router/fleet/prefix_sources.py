@@ -37,6 +37,9 @@ LATENCY_S, DEFAULT_BYTES_PER_S = 0.005, 1e9
 MAX_HOLDERS = 4
 # After a lost prefix, the holder sends the same reader no prefixes for this many seconds.
 BARRED_S = 5.0
+# Seconds without a measurement after which the measurements of a pair are forgotten. Otherwise, a
+# pair that was slow for a while would never be used again, and so never be measured again.
+STALE_S = 60.0
 _LONG_PREFIX = 4096
 
 
@@ -98,6 +101,7 @@ class PrefixSources:
         # Reports by holder, reader, and whether the holder reported.
         self._reports: dict[tuple[str, str, bool], PeerReport] = {}
         self._lines: dict[tuple[str, str], MeasuredLine] = {}  # by holder and reader
+        self._measured_at: dict[tuple[str, str], float] = {}  # by holder and reader
         # By holder and reader: the time until which the holder sends the reader nothing.
         self._barred: dict[tuple[str, str], float] = {}
         # For each node, the nodes on which it has reported, and those that have reported on it
@@ -124,6 +128,7 @@ class PrefixSources:
                 self._reports.pop((*pair, False), None)
                 self._reports.pop((*pair, True), None)
                 self._lines.pop(pair, None)
+                self._measured_at.pop(pair, None)
                 self._barred.pop(pair, None)
 
     def compare(
@@ -192,9 +197,12 @@ class PrefixSources:
             return
         if receipt.num_fetches_lost:
             self._barred[pair] = self._clock() + BARRED_S
-        if receipt.num_fetched_tokens:
+        # A fetch during the reader's queue also waits for the reader's steps, so its time says
+        # little about the path.
+        if receipt.num_fetched_tokens and source.terms.fetch_s > 0:
             line.measure(receipt.num_fetched_tokens, receipt.fetch_wait_s)
             line.refresh()
+            self._measured_at[pair] = self._clock()
 
     def __bool__(self) -> bool:
         """Return whether any node can send prefixes."""
@@ -220,6 +228,9 @@ class PrefixSources:
         """Return the seconds of a fetch between two nodes, by its number of tokens."""
         pair = holder_id, reader.engine_id
         line = self._lines.get(pair)
+        if self._clock() - self._measured_at.get(pair, math.inf) > STALE_S:
+            del self._measured_at[pair]
+            line = None
         if line is None:
             bandwidth = self._reach.bandwidths[pair[0]][pair[1]] or DEFAULT_BYTES_PER_S
             s_per_token = reader.load.shared.kv_bytes_per_token / bandwidth

@@ -204,6 +204,17 @@ class Admission:
         self._check_rates(principal, 1)
         self._rates.charge_limits(principal, 1)
 
+    def charge_hint(self, principal: Principal) -> None:
+        """Count a hint about a session like `charge`, and against the limit of hints."""
+        self._check_rates(principal, 1)
+        if self.options.max_hints_per_minute:
+            try:
+                self._rates.charge_hint(principal, self.options.max_hints_per_minute)
+            except OverloadedError:
+                self._refused["rate"] += 1
+                raise
+        self._rates.charge_limits(principal, 1)
+
     def charge_tokens(self, principal: Principal, num_tokens: int) -> None:
         """Count further tokens of a request, once they are known, against its caller's limits."""
         self._rates.give_back(principal, -num_tokens, begun=True)

@@ -29,6 +29,13 @@ class AdmissionOptions:
         help="Most open requests (waiting or in progress) of one API key that sets no limit "
         "itself; 0: no limit.",
     )
+    max_hints_per_minute: int = option(
+        6000,
+        least=0,
+        help="Most hints about sessions (prefetches and drops) per minute of one API key, or of "
+        "all clients without keys; 0: no limit. The router sends each hint to all nodes of the "
+        "model.",
+    )
     max_ttft_s: float = option(
         0.0,
         least=0,

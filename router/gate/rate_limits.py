@@ -1,4 +1,4 @@
-"""RateLimits: limits requests and tokens per minute of each API key.
+"""RateLimits: limits requests, tokens and hints per minute of each API key.
 
     bucket of a key   [#######...]   holds one minute's allowance and refills evenly
        a request enters: room for its estimated cost? -> taken; given back if it never begins
@@ -70,6 +70,15 @@ class RateLimits:
                 error.retry_delay_s = missing * 60 / per_minute
                 raise error
 
+    def charge_hint(self, principal: Principal, per_minute: float) -> None:
+        """Take a hint from the bucket of a caller; raise OverloadedError if none is left."""
+        bucket = self._bucket(principal.name, HINTS, per_minute)
+        if bucket.level < 1:
+            error = OverloadedError(f"--max-hints-per-minute: {per_minute:g} hints were sent")
+            error.retry_delay_s = (1 - bucket.level) * 60 / per_minute
+            raise error
+        bucket.level -= 1
+
     def charge_limits(self, principal: Principal, num_tokens: int) -> None:
         """Take a request and its tokens from the buckets of its key."""
         for kind, per_minute, wanted in _kinds(principal.limits, num_tokens):
@@ -108,6 +117,7 @@ class RateLimits:
 
 REQUESTS = "requests per minute"
 TOKENS = "tokens per minute"
+HINTS = "hints per minute"
 
 
 def _kinds(limits: Limits, num_tokens: int) -> list[tuple[str, float, float]]:

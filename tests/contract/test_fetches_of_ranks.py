@@ -115,9 +115,7 @@ class Cached:
             NUM_BLOCKS, BLOCK_SIZE, sliding_windows=windows, hasher=hasher
         )
         self.pool = self.manager.block_pool
-        features = SimpleNamespace(
-            side_blocks=SideBlocks(NUM_BLOCKS), end_fetch=self.resumed.append
-        )
+        features = SimpleNamespace(side_blocks=SideBlocks(self.pool), end_fetch=self.resumed.append)
         found = SimpleNamespace(
             block_pool=self.pool,
             kv_cache_manager=self.manager,

@@ -54,5 +54,5 @@ async def answer_drop(request: web.Request, options: HttpOptions) -> HintedSessi
 def _hint(request: web.Request, body: DropRequest, keep_s: float) -> HintedSession:
     principal, served = request[PRINCIPAL], request[SERVED]
     hint = session_hint(principal, body.session_id or "", body.prompt_cache_key or "", keep_s)
-    served.intake.admission.charge(principal)
+    served.intake.admission.charge_hint(principal)
     return HintedSession(send_hint(served.base.pool.nodes, hint))

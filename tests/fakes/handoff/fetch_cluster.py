@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from baton.api.sampling_params import SamplingParams
@@ -16,12 +17,14 @@ from baton.link.words import (
     ShareCommand,
 )
 from baton.telemetry.ledger import BlockOwner
+from decode_node.node import DecodeNode
 from engine.engine import Engine
 from kvconnector.block_digests import BlockDigests
 from kvconnector.ends import Receiver, Sender
 from node_runtime.prefixes.fetches import Fetches
 from node_runtime.prefixes.prefixes import Prefixes
 from node_runtime.prefixes.shares import Shares
+from prefill_node.node import PrefillNode
 from tests.fakes.handoff.handoff_cluster import Cluster, Key
 from tests.fakes.handoff.scripted_network import ScriptedNetwork, ScriptedTransport
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -151,6 +154,8 @@ class FetchCluster(Cluster):
             for engine_id in "dp":
                 self.round(engine_id)
                 self.step(engine_id)
+                if engine_id not in self.dead:
+                    check_side_blocks(self.p if engine_id == "p" else self.d)
             while self.network.messages:
                 self.network.deliver(0)
             while self.network.writes:
@@ -184,6 +189,14 @@ class FetchCluster(Cluster):
                 assert owners <= {BlockOwner.NULL_BLOCK}, ledger.holdings
                 assert node.beat().num_transfers == 0
                 node.engine.check()
+
+
+def check_side_blocks(node: PrefillNode | DecodeNode) -> None:
+    """Check that a node counts all blocks that transfers withhold, as its ledger lists them."""
+    features, pool = node.engine.features, node.engine.block_pool
+    holdings = [*node.side_work.held(), *features.held_by_files()]
+    listed = Counter(block_id for one in holdings for block_id in one.block_ids)
+    assert features.side_blocks.num_held == pool.num_free_among(listed, listed)
 
 
 def _never(error: Exception) -> None:

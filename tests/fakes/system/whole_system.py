@@ -39,7 +39,7 @@ from router.policies import POLICIES
 from tests.fakes.engine.cache_contents import check_cache
 from tests.fakes.engine.dead_engines import let_die
 from tests.fakes.engine.drafting_executor import DraftingExecutor
-from tests.fakes.handoff.fetch_cluster import open_prefixes
+from tests.fakes.handoff.fetch_cluster import check_side_blocks, open_prefixes
 from tests.fakes.handoff.handoff_cluster import (
     BLOCK_SIZE,
     CheckedEngine,
@@ -411,6 +411,7 @@ class System:
                 process.node.engine.check()
                 ledger = process.node.ledger()
                 assert (ledger.orphans, ledger.overdrawn) == ((), ())
+                check_side_blocks(process.node)
                 check_cache(process.node.engine, self.setup.contents)
         self.check_writes()
 

@@ -126,7 +126,8 @@ def test_reading_ahead_goes_on_if_a_prompt_finds_no_room_for_its_read(engine: En
     files.gate.clear()
     engine.features.hint_session(TERMS.owner, TERMS.session, 60.0)
     assert files.stands.wait(60)
-    engine.features.side_blocks.add_holder(lambda: 16)  # half of all blocks
+    taken = engine.block_pool.allocate(16) or []  # half of all blocks
+    engine.features.side_blocks.add_holder(lambda: taken)
     request = ask(engine, prompt=other)
     (ahead,) = tier_of(engine)._reads
     assert not request.awaits_prefix
@@ -134,6 +135,22 @@ def test_reading_ahead_goes_on_if_a_prompt_finds_no_room_for_its_read(engine: En
     files.gate.set()
     wait_until(lambda: ahead.has_ended, "the read ends")
     run(engine)
+    engine.block_pool.release(taken)
+
+
+def test_cached_blocks_before_a_read_count_as_withheld(engine: Engine) -> None:
+    ask(engine, prompt=PROMPT[: 2 * 16 + 1])
+    run(engine)
+    files = trouble(engine)
+    files.gate.clear()
+    ask(engine)
+    assert files.stands.wait(60)
+    (read,) = tier_of(engine)._reads
+    assert (len(read.held_ids), len(read.block_ids)) == (2, 6)
+    assert engine.features.side_blocks.num_held == 8
+    files.gate.set()
+    run(engine)
+    assert engine.features.side_blocks.num_held == 0
 
 
 def test_sessions_are_forgotten_by_owners_with_many() -> None:

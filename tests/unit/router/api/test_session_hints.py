@@ -11,6 +11,7 @@ from baton.api.errors import InvalidRequestError
 from baton.link.words import SessionHint
 from baton.serving.call_gate import Context
 from baton.v1 import inference_pb2
+from router.gate.admission_options import AdmissionOptions
 from router.intake.cache_hints import make_pins, session_hint, session_of_key
 from tests.fakes.router.http_scene import HttpScene, on_http
 from tests.fakes.router.router_scene import Scene as RouterScene
@@ -67,6 +68,12 @@ async def test_http_sends_prefetches_and_drops_to_all_nodes(scene: HttpScene) ->
     assert [answer.status for answer in answers] == [200] * 3
     assert await answers[0].json() == {"num_nodes": 2, "object": "session"}
     assert [hint.keep_s for hint in scene.decode.of(SessionHint)] == [120.0, 1.5, 0.0]
+    scene.dispatcher.admission.options = AdmissionOptions(max_hints_per_minute=3)
+    answers = [await scene.post("/v1/sessions/drop", session_id="s") for _ in range(4)]
+    assert [answer.status for answer in answers] == [200, 200, 200, 429]
+    assert int(answers[-1].headers["Retry-After"]) > 0
+    assert "--max-hints-per-minute: 3 hints were sent" in await answers[-1].text()
+    assert len(scene.decode.of(SessionHint)) == 6
     refused = await scene.post("/v1/sessions/prefetch", session_id="s", ttl="soon")
     assert refused.status == 400
     assert "ttl: must be seconds, or a number with the unit" in await refused.text()

@@ -10,7 +10,7 @@ import pytest
 from baton.kv.prefixes import fetch_end, share_end
 from baton.link.words import NodeRegistration, NodeRole, PeerReport, PeerUpdate, StepTime
 from router.fleet.node_pool import NodePool
-from router.fleet.prefix_sources import BARRED_S, LONGEST_S, MAX_HOLDERS, PrefixSource
+from router.fleet.prefix_sources import BARRED_S, LONGEST_S, MAX_HOLDERS, STALE_S, PrefixSource
 from tests.fakes.router.nodes import (
     DECODE_RECEIPT,
     PREFILL_RECEIPT,
@@ -200,6 +200,19 @@ def test_measured_fetches_decide(fleet: Fleet) -> None:
         source.note_receipt(slow)
     assert fleet.choose(d0=480) is None
     assert fleet.choose(d1=480) is not None, "another pair of nodes"
+    fleet.clock.advance(STALE_S + 1)
+    assert fleet.choose(d0=480) is not None, "the path is tried again"
+
+
+def test_fetches_beside_the_reader_s_queue_are_not_measured(fleet: Fleet) -> None:
+    account = fleet.p.node.load.note_opened(1000, num_uncomputed=1000)
+    source = fleet.choose(d0=480)
+    assert source is not None
+    for _ in range(8):  # the reader computes other prompts meanwhile
+        late = dataclasses.replace(PREFILL_RECEIPT, num_fetched_tokens=480, fetch_wait_s=1.0)
+        source.note_receipt(late)
+    fleet.p.node.load.note_closed(account)
+    assert fleet.choose(d0=480) is not None
 
 
 def test_a_decode_node_that_computes_a_prompt_gets_prefixes(fleet: Fleet) -> None:

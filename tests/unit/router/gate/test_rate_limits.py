@@ -34,6 +34,20 @@ def test_a_minutes_worth_may_come_at_once_and_then_one_after_the_other() -> None
     assert delay_of(rates, key("b", requests_per_minute=30)) == 0
 
 
+def test_hints_of_callers_without_limits_are_limited() -> None:
+    clock = VirtualClock()
+    rates = RateLimits(clock)
+    for _ in range(3):
+        rates.charge_hint(ANYBODY, 3)
+    with pytest.raises(OverloadedError, match="max-hints-per-minute: 3 hints") as caught:
+        rates.charge_hint(ANYBODY, 3)
+    assert caught.value.retry_delay_s == 20
+    rates.charge_hint(key("b"), 3)
+    clock.advance(20)
+    rates.charge_hint(ANYBODY, 3)
+    assert delay_of(rates, ANYBODY) == 0
+
+
 @pytest.mark.parametrize(
     ("limits", "num_tokens"),
     [
