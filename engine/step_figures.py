@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from baton.api.outputs import FinishReason
+from baton.kv.cache_use import CacheUse
 from engine.core.drafts import ALL
 from engine.core.metrics import EngineMetrics, KVFileCounts, by_sign
 from engine.core.outputs import SchedulerOutput
@@ -48,7 +49,8 @@ class StepFigures:
         self._least_beside = max(most_beside // _LEAST_PART, 1)
         self._stretch: StepStretch | None = None
         self._made_at = time.monotonic()
-        memory = executor.kv_memory
+        memory, manifest = executor.kv_memory, executor.kv_memory.manifest
+        self._block_bytes = sum(map(manifest.unit_bytes, range(manifest.num_ranks)))
         self._work = model_work(
             executor.model_config,
             dtype=executor.dtype,
@@ -142,6 +144,32 @@ class StepFigures:
             expert_rows_busiest_rank_total=busiest,
             expert_rows_mean_rank_total=mean,
             kv_files=self.file_counts(),
+        )
+
+    def cache_use(self, num_fetched_tokens: int) -> CacheUse:
+        """Return the prefix cache's size, and how many prompt tokens came from each source.
+
+        Safe from any thread. Each beat calls this method, so it reads only the figures it returns.
+
+        Args:
+            num_fetched_tokens: prompt tokens that other nodes sent from their caches.
+        """
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        pool, files = scheduler.kv_cache_manager.block_pool, self.file_counts() or KVFileCounts()
+        idle = pool.residency.idle_before_eviction
+        num_blocks = pool.num_cached
+        # Tokens that were read or fetched for a prompt count as cached, too, so subtract them.
+        brought = files.tokens_read + num_fetched_tokens
+        return CacheUse(
+            num_blocks=num_blocks,
+            num_bytes=num_blocks * self._block_bytes,
+            num_pinned_blocks=counters.pins.blocks,
+            memory_tokens=max(counters.cached_prompt_tokens - brought, 0),
+            file_tokens=files.tokens_read,
+            fetched_tokens=num_fetched_tokens,
+            file_bytes=files.bytes_stored,
+            num_files=files.files_stored,
+            evicted_after_s=idle.sum_s / max(sum(idle.counts), 1),
         )
 
     def _slots(self) -> tuple[int, int]:

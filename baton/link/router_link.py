@@ -88,7 +88,9 @@ class RouterLink:
         self.problem = ""
         self._end = NodeEnd(registration)
         self._node_name = registration.node_name
-        self._telling: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._ask_at = 0.0  # monotonic time from which `_tell_why` may ask for the reason again
+        self._told: str | None = None  # the reason that was logged last
         self._events: asyncio.Queue[NodeEvent] = asyncio.Queue()
         self._is_silent = asyncio.Event()
         self._submit = submit
@@ -149,10 +151,10 @@ class RouterLink:
                 lost = self._end.leave()
                 if lost is not None:
                     ever_joined = True
+                    self._ask_at = time.monotonic() + _ASK_WHY_INTERVAL_S
                     self._submit(lost)
                     await self._on_joined(False)
-                if self._telling is None:
-                    self._telling = asyncio.create_task(self._tell_why(is_first=not ever_joined))
+                self._tell_why(is_first=not ever_joined)
                 if not ever_joined and time.monotonic() > give_up_at:
                     raise NodeUnavailableError(
                         f"router: {self.router} cannot be reached (tried for "
@@ -162,36 +164,50 @@ class RouterLink:
         finally:
             self._stop_telling()
 
-    async def _tell_why(self, *, is_first: bool) -> None:
-        """Log why there is no link; log again when the reason changes.
+    def _tell_why(self, *, is_first: bool) -> None:
+        """Log why the last attempt failed, if the reason has changed.
 
-        If the router does not answer yet, for example because both start now, no warning is logged.
+        Now and then, asks first whether TLS is the reason. That takes a connection of its own. All
+        nodes lose a router that restarts, so a node that lost its link does not ask at once.
+
+        Args:
+            is_first: whether this node has never joined. If both start now, the router does not
+                answer yet, so no warning is logged.
         """
-        told: str | None = None
-        while True:
-            if not self.obstacle:
-                self.problem = await asyncio.to_thread(
-                    why_refused, self.router, self._tls, self._server_name
-                )
-            known = self.obstacle or self.problem
-            why = known or "it cannot be reached"
-            if why != told:
-                told = why
-                log = logger.info if is_first and not known else logger.warning
-                log("router %s is tried again: %s", self.router, why)
-            await asyncio.sleep(_ASK_WHY_INTERVAL_S)
+        if self._asking is not None and not self._asking.done():
+            return  # the reason will be logged
+        now = time.monotonic()
+        if self.obstacle or now < self._ask_at:
+            self._log_why(is_first=is_first)
+        else:
+            self._ask_at = now + _ASK_WHY_INTERVAL_S
+            self._asking = asyncio.create_task(self._ask_why(is_first=is_first))
+
+    async def _ask_why(self, *, is_first: bool) -> None:
+        self.problem = await asyncio.to_thread(
+            why_refused, self.router, self._tls, self._server_name
+        )
+        self._log_why(is_first=is_first)
+
+    def _log_why(self, *, is_first: bool) -> None:
+        known = self.obstacle or self.problem
+        why = known or "it cannot be reached"
+        if why != self._told:
+            self._told = why
+            log = logger.info if is_first and not known else logger.warning
+            log("router %s is tried again: %s", self.router, why)
 
     def _stop_telling(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        self.problem = ""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+        self._ask_at, self._told, self.problem = 0.0, None, ""
 
     async def _connect(self) -> None:
         """Open a link with the current certificates, and keep the link up until it breaks."""
         try:
             tls = await asyncio.to_thread(read_tls, self._tls) if self._tls else None
-        except ConfigError:  # logged by `_tell_why`; the next try may find valid certificates
+        except ConfigError:  # logged by `_ask_why`; the next try may find valid certificates
             return
         async with open_channel(self.router, tls, server_name=self._server_name) as channel:
             try:

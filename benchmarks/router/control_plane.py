@@ -10,6 +10,7 @@ router.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import subprocess
@@ -32,7 +33,7 @@ from sim_node.cluster import SimCluster
 from sim_node.options import SimOptions
 
 HASH_BYTES = 32
-POLL_S, STEADY_S = 0.5, 5.0
+POLL_S, STEADY_S, FILL_PAUSE_S = 0.5, 5.0, 0.01
 LIMIT_S, FILL_LIMIT_S = 60.0, 240.0
 
 
@@ -46,6 +47,8 @@ async def serve_nodes(address: str, num_nodes: int, num_blocks: int) -> None:
     starting = asyncio.create_task(cluster.start())
     for _ in range(3):  # rounds of the event loop in which all nodes are made
         await asyncio.sleep(0)
+    # All nodes are in this process, so the garbage collector would visit millions of blocks.
+    gc.freeze()
     print("made", flush=True)
     try:
         await starting
@@ -57,7 +60,8 @@ async def serve_nodes(address: str, num_nodes: int, num_blocks: int) -> None:
             assert block_ids is not None
             pool.cache(block_ids, [draw.randbytes(HASH_BYTES) for _ in block_ids], None)
             pool.release(reversed(block_ids))
-            await asyncio.sleep(0)
+            # Leave time for beats, or the router takes the nodes for dead.
+            await asyncio.sleep(FILL_PAUSE_S)
         await running
     finally:
         await cluster.stop()

@@ -10,10 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from baton.kv.cache_use import CacheUse
 from baton.link.words import DecodeCommand, NodeBeat, PrefillCommand, RequestView
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
-from engine.core.metrics import KVFileCounts
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
 from node_runtime.inbox import Inbox
@@ -50,32 +48,12 @@ def describe_load(
         num_waiting_for_adapters=num_held,
         adapter_load_s=inbox.adapter_load_s,
         num_waiting_for_encodings=num_waiting_for_encodings,
-        cache=_describe_cache(engine, num_fetched_tokens),
+        cache=engine.figures.cache_use(num_fetched_tokens),
         num_decoding_images=sum(map(_decodes_images, to_compute)),
         num_uncomputed_tokens=sum(
             max(request.num_initial_tokens - request.num_computed_tokens, 0)
             for request in to_compute
         ),
-    )
-
-
-def _describe_cache(engine: Engine, num_fetched_tokens: int) -> CacheUse:
-    """Return the prefix cache's size, and how many prompt tokens came from each source."""
-    figures, manifest = engine.figures.metrics(), engine.kv_memory.manifest
-    files, idle = figures.kv_files or KVFileCounts(), figures.residency.idle_before_eviction
-    block_bytes = sum(manifest.unit_bytes(rank) for rank in range(manifest.num_ranks))
-    # Tokens that were read or fetched for a prompt count as cached, too, so subtract them.
-    brought = files.tokens_read + num_fetched_tokens
-    return CacheUse(
-        num_blocks=figures.blocks_cached,
-        num_bytes=figures.blocks_cached * block_bytes,
-        num_pinned_blocks=figures.pins.blocks,
-        memory_tokens=max(figures.cached_prompt_tokens_total - brought, 0),
-        file_tokens=files.tokens_read,
-        fetched_tokens=num_fetched_tokens,
-        file_bytes=files.bytes_stored,
-        num_files=files.files_stored,
-        evicted_after_s=idle.sum_s / max(sum(idle.counts), 1),
     )
 
 

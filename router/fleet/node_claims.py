@@ -299,7 +299,27 @@ def _reports_problem(event: PeerReports) -> str:
     num_reports = len(event.reports) + len(event.unknown)
     if num_reports > MAX_PEER_REPORTS:
         return f"peer_reports: must be at most {MAX_PEER_REPORTS}, got {num_reports}"
-    return next(filter(None, map(_report_problem, event.reports)), "")
+    return "" if _are_plain(event.reports) else _first_problem(event.reports)
+
+
+def _are_plain(reports: Sequence[PeerReport]) -> bool:
+    """Return whether all reports are possible; built-in functions look at hundreds of them."""
+    rates = [one.bandwidth_bytes_per_s for one in reports]
+    names = [one.engine_id for one in reports]
+    others = {(one.transport, one.problem) for one in reports}
+    return (
+        all(map(str.isprintable, names))
+        and max(map(len, names), default=0) <= MAX_NAME_CHARS
+        and min(rates, default=0.0) >= 0
+        and max(rates, default=0.0) <= MAX_RATE
+        and not math.isnan(sum(rates))  # the sum is NaN if one of the rates is
+        and all(_is_name(transport) for transport, _ in others)
+        and all(len(problem) <= MAX_TEXT_CHARS for _, problem in others)
+    )
+
+
+def _first_problem(reports: Iterable[PeerReport]) -> str:
+    return next(filter(None, map(_report_problem, reports)), "")
 
 
 def _is_name(text: str) -> bool:

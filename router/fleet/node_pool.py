@@ -10,8 +10,8 @@ import asyncio
 import logging
 import math
 import secrets
-import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -139,6 +139,7 @@ class NodePool:
         self._reach = Reach()
         self._introductions = Introductions(self._reach, clock)
         self._rates = SharedRates()
+        self._kv_sizes: Counter[float] = Counter()  # bytes of KV per token -> number of nodes
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
         self._counted_at: float | None = None  # time of the last count of missed beats
@@ -376,10 +377,7 @@ class NodePool:
                 old.hang_up()
         node.share_compatibility(self._nodes.values())
         self._introductions.add_node(node)
-        is_canary = any(
-            other.registration.role is node.registration.role and other.num_open
-            for other in self._nodes.values()
-        )
+        is_canary = any(other.legs and other.role is node.role for other in self._nodes.values())
         health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
         node.start_measuring(self._rates, health, self.clock)
         self._nodes[node.engine_id] = node
@@ -388,13 +386,13 @@ class NodePool:
         self._roles_seen.add(node.registration.role)
         if node.registration.role in PAIR_ROLES:
             self._has_had_encoders |= node.registration.encodes_images
-        self.rollout.note_joined(
-            node.registration.revision, {one.load.revision for one in self._nodes.values()}
-        )
-        self._note_kv_sizes()
+        revision = node.registration.revision
+        if not self.rollout.knows(revision):
+            self.rollout.note_joined(revision, {one.load.revision for one in self.members})
+        self._note_kv_size(node, 1)
         self._note_change()
         logger.info("%s node %s joined", node.registration.role.value, node.name)
-        if not self._review_identity():
+        if not self._review_identity(joined=node.identity):
             self._index(node)
         if problem := self.identity.problem(node):
             logger.warning("%s gets no requests: %s", node.name, problem)
@@ -426,16 +424,18 @@ class NodePool:
         self._reach.forget(node.engine_id)
         node.replies.close(f"it {why}")
         self._introductions.remove_node(node)
-        self._note_kv_sizes()
+        self._note_kv_size(node, -1)
         node.fail_legs(why)
         self._note_change()
 
-    def _review_identity(self, left: Identity | None = None) -> bool:
+    def _review_identity(
+        self, *, left: Identity | None = None, joined: Identity | None = None
+    ) -> bool:
         """Choose the served identity anew; if it changed, index the caches of the nodes anew.
 
         Returns whether the identity changed.
         """
-        is_another = self.identity.review(self._nodes.values(), left=left)
+        is_another = self.identity.review(self._nodes.values(), left=left, joined=joined)
         if is_another:
             for node in self._nodes.values():
                 self._index(node)
@@ -455,11 +455,23 @@ class NodePool:
             self.prefix_index.add_node(node.engine_id, kind)
             node.send(SendKVSnapshot())
 
-    def _note_kv_sizes(self) -> None:
-        """Set the KV size per token, for estimates of transfer times: the median over all nodes."""
-        sizes = [node.registration.kv_bytes_per_token for node in self._nodes.values()]
-        known = [size for size in sizes if size]
-        self._rates.kv_bytes_per_token = statistics.median_low(known) if known else 0.0
+    def _note_kv_size(self, node: Node, count: int) -> None:
+        """Set the KV size per token, for estimates of transfer times: the median over all nodes.
+
+        Args:
+            count: 1 for a node that joined; -1 for a node that left.
+        """
+        sizes = self._kv_sizes
+        if size := node.registration.kv_bytes_per_token:
+            sizes[size] += count
+        # Most fleets have one size or two
+        before, half = 0, (sizes.total() + 1) // 2
+        for size in sorted(sizes):
+            before += sizes[size]
+            if before >= half > 0:
+                self._rates.kv_bytes_per_token = size
+                return
+        self._rates.kv_bytes_per_token = 0.0
 
     def expel(self, name: str) -> NodeRegistration:
         """Remove a node at once, by name or engine id; its process can never join again.
@@ -547,47 +559,49 @@ class NodePool:
             self._take_reports(node, event)
 
     def _take_reports(self, node: Node, event: PeerReports) -> None:
-        """Note reports on peers; make a new fleet unless only bandwidths have changed."""
-        num_before = self._num_news
-        strangers = [one for one in event.reports if not self._take_report(node, one)]
+        """Note reports on peers; make a new fleet unless only bandwidths have changed.
+
+        After a restart of the router, each node reports on hundreds of peers at once.
+        """
+        num_before, strangers, peers = self._num_news, list[PeerReport](), list[Node]()
+        best = 0.0 if self._fleet is None else self._fleet.best_bandwidth
+        compatibility, fits = None, False
+        for report in event.reports:
+            peer = self._nodes.get(report.engine_id)
+            if peer is None:
+                if not self._take_prefix_report(node, report):
+                    strangers.append(report)
+                continue
+            # Equal nodes share a mapping, so most peers differ in nothing from the one before
+            theirs = peer.registration.compatibility
+            if theirs is not compatibility or NodeRole.ENCODE in (node.role, peer.role):
+                compatibility, fits = theirs, are_peers(node, peer)
+            if not fits or peer.role is node.role:
+                continue
+            if report.problem:
+                report = _with_short_problem(node, report)
+            self._num_news += _is_news(node.reports.get(peer.engine_id), report, best)
+            node.reports[peer.engine_id] = report
+            peers.append(peer)
+        self._reach.note_reports(node, peers)
         was_introduced = self._introductions.note_reports(node, strangers)
         self._introductions.introduce_again(node, event)
         if self._num_news != num_before or was_introduced or event.unknown:
             self._note_change()
 
-    def _take_report(self, node: Node, report: PeerReport) -> bool:
-        """Note a report on a peer; return whether the peer has joined."""
-        by_prefixes = is_prefix_end(report.engine_id)
-        peer = self._nodes.get(node_of(report.engine_id) if by_prefixes else report.engine_id)
+    def _take_prefix_report(self, node: Node, report: PeerReport) -> bool:
+        """Note a report on a peer's end for cached prefixes; return whether the peer has joined."""
+        peer = None
+        if is_prefix_end(report.engine_id):
+            peer = self._nodes.get(node_of(report.engine_id))
         if peer is None:
             return False
-        if not are_peers(node, peer, by_prefixes=by_prefixes):
-            return True
-        if report.problem:
-            # Shorten the problem, because one is kept for each pair of nodes, and escape characters
-            # that could control a terminal.
-            problem = printable(report.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
-            report = msgspec.structs.replace(report, problem=problem)
-            logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
-        if by_prefixes:
+        if are_peers(node, peer, by_prefixes=True):
+            if report.problem:
+                report = _with_short_problem(node, report)
             self.prefix_sources.note_report(node, peer, report)
             self._num_news += 1
-        else:
-            self._num_news += self._is_news(node.reports.get(peer.engine_id), report)
-            node.reports[peer.engine_id] = report
-            self._reach.note_report(node, peer)
         return True
-
-    def _is_news(self, known: PeerReport | None, report: PeerReport) -> bool:
-        """Return whether a report says more than another bandwidth; the highest one is news, too.
-
-        Bandwidths of pairs that send KV change every few seconds, and a new fleet of a thousand
-        nodes takes milliseconds.
-        """
-        if known is None or known.connected is not report.connected:
-            return True
-        best = 0.0 if self._fleet is None else self._fleet.best_bandwidth
-        return known.problem != report.problem or report.bandwidth_bytes_per_s > best
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
         was_draining, had = node.is_draining, node.beat.adapters
@@ -741,3 +755,32 @@ class NodePool:
 
     def _of(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.registration.role is role]
+
+
+def _is_news(known: PeerReport | None, report: PeerReport, best_bandwidth: float) -> bool:
+    """Return whether a report says more than another bandwidth; the highest one is news, too.
+
+    Bandwidths of pairs that send KV change every few seconds, and a new fleet of a thousand nodes
+    takes milliseconds.
+
+    Args:
+        known: the node's report before; None: there is none.
+        best_bandwidth: the fleet's highest known bandwidth.
+    """
+    return (
+        known is None
+        or known.connected is not report.connected
+        or known.problem != report.problem
+        or report.bandwidth_bytes_per_s > best_bandwidth
+    )
+
+
+def _with_short_problem(node: Node, report: PeerReport) -> PeerReport:
+    """Log a node's problem with a peer; return the report with a problem that may be kept.
+
+    Problems are shortened, because one is kept for each pair of nodes, and characters that could
+    control a terminal are escaped.
+    """
+    problem = printable(report.problem[:MAX_KEPT_CHARS])[:MAX_KEPT_CHARS]
+    logger.warning("%s cannot reach %s: %s", node.name, report.engine_id, problem)
+    return msgspec.structs.replace(report, problem=problem)

@@ -78,6 +78,10 @@ class Rollout:
 
     # ------------------------------------------------------------------ nodes
 
+    def knows(self, revision: str) -> bool:
+        """Return whether a node of this revision has joined and the revision is remembered."""
+        return revision in self._seen
+
     def note_joined(self, revision: str, here: Collection[str] = ()) -> None:
         """Note the revision of a node that joined; a new revision is the newest.
 

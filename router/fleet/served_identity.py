@@ -94,7 +94,13 @@ class ServedIdentity:
                 return f"{key} differs: it has {theirs[key]}, the nodes that serve have {value}"
         return "nothing is served yet"
 
-    def review(self, nodes: Iterable[Node], *, left: Identity | None = None) -> bool:
+    def review(
+        self,
+        nodes: Iterable[Node],
+        *,
+        left: Identity | None = None,
+        joined: Identity | None = None,
+    ) -> bool:
         """Choose the served identity anew after a node joined, left or began to drain.
 
         Returns whether the choice changed.
@@ -103,7 +109,12 @@ class ServedIdentity:
             nodes: all joined nodes; encode nodes do not influence the choice.
             left: identity of a node that has just left because an operator or its drain ended it;
                 None: no such node.
+            joined: identity of a node that has just joined; None: no such node.
         """
+        # One more node of the served identity changes no choice; in a large fleet, most joins end
+        # here.
+        if joined is not None and joined == self.served and not self._is_given_up:
+            return False
         num_active: Counter[Identity] = Counter()
         for node in nodes:
             if node.registration.role is NodeRole.ENCODE:

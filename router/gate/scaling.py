@@ -77,7 +77,7 @@ class ScalingSignals:
         self._ticked_at = now
         part = elapsed_s / (SMOOTHING_S + elapsed_s)
         busy = {}
-        for node in self._pool.nodes:
+        for node in self._pool.members:
             if node.registration.role is NodeRole.PREFILL:
                 before = self._busy.get(node.engine_id, 0.0)
                 busy[node.engine_id] = before + part * (_has_prompts(node.load) - before)

@@ -14,11 +14,13 @@ release gets one message for each peer at once.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.link.words import PeerReport, PeerReports, PeerUpdate, PeerUpdates
 from router.fleet.node import Node
@@ -34,12 +36,12 @@ from router.fleet.peers.pairing import (
 logger = logging.getLogger(__name__)
 
 # Maximum mean number of messages with news per second, so that a storm of joins leaves the router
-# time for other work. With its answer, a message takes about 0.2 ms on the router and on all nodes
-# together.
-MESSAGES_PER_S = 1_000.0
+# time for other work. With its answer, a message takes about 0.5 ms of the router.
+MESSAGES_PER_S = 500.0
 # Seconds for which news wait for further news if they only list peers to which the reader is
-# connected. After a restart of a router, its nodes join again one after another.
-KNOWN_S = 2.0
+# connected. After a restart of a router, its nodes join again one after another, and no node needs
+# this news soon (`baton.link.router_links.UNLISTED_S`).
+KNOWN_S = 10.0
 # Maximum bytes of peer infos in one message; a longer message would delay beats and commands.
 MAX_NEWS_BYTES = 2**20
 # Maximum number of one node's reports on peers that have not joined yet, and for how many seconds
@@ -80,12 +82,62 @@ class _News:
             yield PeerUpdates(tuple(updates), known)
 
 
-@dataclass(slots=True, eq=False)
-class _Early:
-    """A node's first reports on peers that have not joined yet, kept until the time ``until``."""
+class _Kind(NamedTuple):
+    """Nodes of one kind have the same peers, so this is decided once for all of them.
 
-    until: float
-    reports: dict[str, PeerReport]
+    Attributes:
+        compatibility: identity of the mapping, which equal nodes share.
+        encodings, fetches, shares: whether the node has this end for its peers.
+    """
+
+    role: str
+    compatibility: int
+    batches_peers: bool
+    encodings: bool
+    fetches: bool
+    shares: bool
+
+
+def _kind_of(node: Node) -> _Kind:
+    said = node.registration
+    ends = (said.encodings_peer_info, said.fetch_peer_info, said.share_peer_info)
+    return _Kind(said.role.value, id(said.compatibility), said.batches_peers, *map(bool, ends))
+
+
+class _EarlyReports:
+    """Nodes' first reports on peers that have not joined yet; kept for `EARLY_S`."""
+
+    def __init__(self) -> None:
+        # By the peer's engine id, and by that of the reporting node
+        self._on: dict[str, dict[str, PeerReport]] = {}
+        # For each reporting node, the oldest first: until when, and the reported peers
+        self._by: dict[str, tuple[float, list[str]]] = {}
+
+    def add(self, engine_id: str, reports: Iterable[PeerReport], now: float) -> None:
+        """Keep a node's reports on peers to which the node is connected, at most `MAX_EARLY`."""
+        for other, (until, _) in list(self._by.items()):
+            if until > now:
+                break
+            self.drop_node(other)
+        connected = (one for one in reports if one.connected and not one.problem)
+        kept = list(itertools.islice(connected, MAX_EARLY))
+        for report in kept:
+            self._on.setdefault(report.engine_id, {})[engine_id] = report
+        if kept:
+            self._by[engine_id] = (now + EARLY_S, [one.engine_id for one in kept])
+
+    def pop(self, engine_id: str) -> dict[str, PeerReport]:
+        """Remove the reports on a node that joins; return them, by the reporting nodes' ids."""
+        return self._on.pop(engine_id, {})
+
+    def drop_node(self, engine_id: str) -> None:
+        """Remove a node's own reports."""
+        _, peers = self._by.pop(engine_id, (0.0, ()))
+        for peer in peers:
+            found = self._on.get(peer, {})
+            found.pop(engine_id, None)
+            if not found:
+                self._on.pop(peer, None)
 
 
 class Introductions:
@@ -100,7 +152,9 @@ class Introductions:
         self._reach = reach
         self._clock = clock
         self._here: dict[str, Node] = {}  # introduced nodes, by engine id
-        self._early: dict[str, _Early] = {}  # by engine id of the reporting node; oldest first
+        # The same nodes by kind, and by engine id; no kind without a node
+        self._of_kind: dict[_Kind, dict[str, Node]] = {}
+        self._early = _EarlyReports()
         self._news: dict[str, _News] = {}  # by engine id of the reader
         self._sending: asyncio.Handle | None = None  # the next call of `_send_news`
         self._sending_at = math.inf  # as `_News.due`
@@ -123,14 +177,7 @@ class Introductions:
         """
         if node.engine_id in self._here:
             return False
-        now = self._clock()
-        for engine_id, early in list(self._early.items()):
-            if early.until > now:
-                break
-            del self._early[engine_id]
-        connected = [one for one in strangers if one.connected and not one.problem]
-        reports = {one.engine_id: one for one in connected[:MAX_EARLY]}
-        self._early[node.engine_id] = _Early(now + EARLY_S, reports)
+        self._early.add(node.engine_id, strangers, self._clock())
         self._introduce(node)
         return True
 
@@ -143,14 +190,18 @@ class Introductions:
                 continue
             if are_peers(node, peer):
                 self._reach.note_report(node, peer)
-                self._tell_of_peer(node, peer)
-                self._tell_of_peer(peer, node)
+                self._tell_both(node, [peer])
 
     def remove_node(self, node: Node) -> None:
         """Forget a node that left, and tell its peers."""
-        self._early.pop(node.engine_id, None)
+        self._early.drop_node(node.engine_id)
         self._news.pop(node.engine_id, None)
         was_introduced = self._here.pop(node.engine_id, None) is not None
+        if was_introduced:
+            alike = self._of_kind[_kind_of(node)]
+            del alike[node.engine_id]
+            if not alike:
+                del self._of_kind[_kind_of(node)]
         for other in self._peers_of(node):
             other.reports.pop(node.engine_id, None)
             if not was_introduced:
@@ -158,7 +209,7 @@ class Introductions:
             if not other.registration.batches_peers:
                 other.send(PeerUpdate(node.engine_id, removed=True))
                 continue
-            news = self._news_for(other)
+            news = self._news_for(other, _due_in(0.0))
             news.joined.pop(node.engine_id, None)
             news.removed[node.engine_id] = None
 
@@ -166,70 +217,102 @@ class Introductions:
 
     def _introduce(self, node: Node) -> None:
         """Tell a node about its compatible peers, and the peers about the node."""
-        for other in self._peers_of(node):
-            problem = incompatibility(node.registration, other.registration)
-            if not problem:
-                are_connected = self._are_connected(node, other)
-                self._tell_of_peer(node, other, is_known=are_connected)
-                self._tell_of_peer(other, node, is_known=are_connected)
+        said, early = node.registration, self._early.pop(node.engine_id)
+        for alike in self._of_kind.values():
+            others = list(alike.values())
+            theirs = others[0].registration
+            meets = may_meet(said, theirs)
+            if not (meets or may_fetch(said, theirs)):
+                continue
+            if not incompatibility(said, theirs):
+                self._introduce_to(node, others, early if meets else {})
             # Log no problem of two nodes that could only exchange cached prefixes.
-            elif may_meet(node.registration, other.registration):
-                _note_problem(node, other, problem)
+            elif meets:
+                for other in others:
+                    problem = incompatibility(said, other.registration)
+                    _note_problem(node, other, problem)
         self._here[node.engine_id] = node
+        self._of_kind.setdefault(_kind_of(node), {})[node.engine_id] = node
+
+    def _introduce_to(
+        self, node: Node, others: Sequence[Node], early: Mapping[str, PeerReport]
+    ) -> None:
+        """Introduce a node and compatible nodes of one kind to each other.
+
+        If both nodes of a pair have reported that they are connected to each other, they are only
+        told each other's names. If only one of them has, both get full updates, because they then
+        connect faster; the pair gets no requests until both have reported again.
+
+        Args:
+            early: the other nodes' reports on the node, which came before the node joined.
+        """
+        own_id, reports = node.engine_id, node.reports
+        connected, others_left = list[Node](), list[Node]()
+        for other in others:
+            there = early.get(other.engine_id)
+            if there is not None:
+                other.reports[own_id] = there
+            else:
+                there = other.reports.get(own_id)
+            back = reports.get(other.engine_id)
+            if there is not None and back is not None and there.connected and back.connected:
+                connected.append(other)
+            else:
+                others_left.append(other)
+                if there is not None or back is not None:
+                    self._forget_reports(node, other)
+        self._reach.note_reports(node, connected)
+        # Reports say nothing about ends for cached prefixes, so such nodes get full updates.
+        if may_fetch(node.registration, others[0].registration):
+            self._tell_both(node, others)
+        else:
+            self._tell_both(node, connected, are_known=True)
+            self._tell_both(node, others_left)
 
     def _peers_of(self, node: Node) -> list[Node]:
-        said = node.registration
-        return [
-            other
-            for other in self._here.values()
-            if other is not node
-            and (may_meet(other.registration, said) or may_fetch(other.registration, said))
-        ]
-
-    def _are_connected(self, one: Node, other: Node) -> bool:
-        """Return whether both nodes have reported that they are connected to each other.
-
-        If only one node has reported this, both get full updates, because they then connect faster.
-        The pair gets no requests until both nodes have reported again.
-        """
-        self._take_early(one, other)
-        self._take_early(other, one)
-        reports = one.reports.get(other.engine_id), other.reports.get(one.engine_id)
-        if not all(report is not None and report.connected for report in reports):
-            self._forget_reports(one, other)
-            return False
-        # Reports say nothing about ends for cached prefixes, so such nodes get full updates.
-        return not may_fetch(one.registration, other.registration)
+        said, found = node.registration, list[Node]()
+        for alike in self._of_kind.values():
+            theirs = next(iter(alike.values())).registration
+            if may_meet(theirs, said) or may_fetch(theirs, said):
+                found += [one for one in alike.values() if one is not node]
+        return found
 
     def _forget_reports(self, one: Node, other: Node) -> None:
         """Forget what two nodes reported on each other, because they will meet again."""
-        for node, peer in ((one, other), (other, one)):
-            if node.reports.pop(peer.engine_id, None) is not None:
-                self._reach.note_report(node, peer)
+        one.reports.pop(other.engine_id, None)
+        other.reports.pop(one.engine_id, None)
+        self._reach.note_report(one, other)
 
-    def _take_early(self, node: Node, peer: Node) -> None:
-        """Store the report that a node sent on a peer before the peer joined."""
-        early = self._early.get(node.engine_id)
-        report = early.reports.pop(peer.engine_id, None) if early and early.reports else None
-        if report is not None and may_meet(node.registration, peer.registration):
-            node.reports[peer.engine_id] = report
-            self._reach.note_report(node, peer)
+    def _tell_both(self, node: Node, others: Sequence[Node], *, are_known: bool = False) -> None:
+        """Tell a node about compatible peers of one kind, and each peer about the node.
 
-    def _tell_of_peer(self, reader: Node, peer: Node, *, is_known: bool = False) -> None:
-        """Tell a node about a compatible peer: with its next news, or at once to an old release."""
-        if reader.registration.batches_peers:
-            update = None if is_known else update_about(peer, reader)
-            news = self._news_for(reader, KNOWN_S if is_known else 0.0)
-            news.joined[peer.engine_id] = update
+        Args:
+            are_known: whether the node is connected to the peers; then they are only listed.
+        """
+        if not others:
+            return
+        wait_s = KNOWN_S if are_known else 0.0
+        updates = [None if are_known else update_about(other, node) for other in others]
+        if node.registration.batches_peers:
+            ids = [other.engine_id for other in others]
+            self._news_for(node, _due_in(wait_s)).joined.update(zip(ids, updates, strict=True))
         else:
-            reader.send(update_about(peer, reader))
+            for other in others:
+                node.send(update_about(other, node))
+        own = None if are_known else update_about(node, others[0])
+        if others[0].registration.batches_peers:
+            due = _due_in(wait_s)
+            for other in others:
+                self._news_for(other, due).joined[node.engine_id] = own
+        else:
+            for other in others:
+                other.send(update_about(node, other))
 
-    def _news_for(self, reader: Node, wait_s: float = 0.0) -> _News:
-        """Return the news for a node, which are sent in ``wait_s`` seconds or before."""
+    def _news_for(self, reader: Node, due: float) -> _News:
+        """Return the news for a node, which are sent at the time ``due`` or before."""
         news = self._news.get(reader.engine_id)
         if news is None:
             news = self._news[reader.engine_id] = _News(reader)
-        due = asyncio.get_running_loop().time() + wait_s
         if due < news.due:
             news.due = due
             self._send_at(due)
@@ -258,6 +341,11 @@ class Introductions:
         self._rest_until = now + num_messages / MESSAGES_PER_S
         if self._news:
             self._send_at(min(one.due for one in self._news.values()))
+
+
+def _due_in(wait_s: float) -> float:
+    """Return the time of the event loop in ``wait_s`` seconds."""
+    return asyncio.get_running_loop().time() + wait_s
 
 
 def _num_bytes(update: PeerUpdate) -> int:

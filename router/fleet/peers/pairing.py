@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -174,33 +174,47 @@ class Reach:
     def list_slowest(self, senders: Iterable[str], most: int) -> list[tuple[float, str, str]]:
         """Return bandwidth, sender and receiver of at most ``most`` pairs, the slowest first.
 
-        Pairs whose bandwidth is unknown come last.
+        Pairs whose bandwidth is unknown come last. A fleet may have a million pairs, so built-in
+        functions find the highest bandwidth that is listed.
         """
+        measured = [(one, self.bandwidths[one]) for one in senders if self.bandwidths.get(one)]
+        rates = sorted(itertools.chain.from_iterable(found.values() for _, found in measured))
+        num_unknown = bisect.bisect_right(rates, 0.0)
+        limit = rates[num_unknown:][:most][-1] if num_unknown < len(rates) else 0.0
 
-        def pairs() -> Iterator[tuple[float, str, str]]:
-            for sender in senders:
-                reached = self.bandwidths.get(sender, {})
-                yield from zip(reached.values(), itertools.repeat(sender), reached)
+        def pairs(fits: Callable[[float], bool]) -> Iterator[tuple[float, str, str]]:
+            for sender, reached in measured:
+                if any(map(fits, set(reached.values()))):
+                    yield from (
+                        (rate, sender, receiver) for receiver, rate in reached.items() if fits(rate)
+                    )
 
-        slowest = heapq.nsmallest(most, (pair for pair in pairs() if pair[0]))
-        unknown = (pair for pair in pairs() if not pair[0])
-        return slowest + list(itertools.islice(unknown, most - len(slowest)))
+        slowest = sorted(pairs(lambda rate: 0 < rate < limit))
+        for rest in (pairs(lambda rate: rate == limit > 0), pairs(lambda rate: not rate)):
+            slowest += itertools.islice(rest, most - len(slowest))
+        return slowest[:most]
 
     def note_report(self, one: Node, other: Node) -> None:
         """Update the state of a pair, because one of its nodes reported on the other."""
-        # Encode nodes send to prefill nodes, and prefill nodes to decode nodes
-        is_receiver = one.role is NodeRole.DECODE or other.role is NodeRole.ENCODE
-        sender, receiver = (other, one) if is_receiver else (one, other)
-        sender_id, receiver_id = sender.engine_id, receiver.engine_id
-        there, back = sender.reports.get(receiver_id), receiver.reports.get(sender_id)
-        self.note(sender_id, receiver_id, there, back)
-        is_down = (there and not there.connected) or (back and not back.connected)
-        if is_down:
-            self._down.setdefault(sender_id, set()).add(receiver_id)
-            self._down.setdefault(receiver_id, set()).add(sender_id)
-        elif receiver_id in self._down.get(sender_id, ()):
-            self._down[sender_id].discard(receiver_id)
-            self._down[receiver_id].discard(sender_id)
+        self.note_reports(one, (other,))
+
+    def note_reports(self, one: Node, others: Iterable[Node]) -> None:
+        """Update the states of a node's pairs, because one node of each reported on the other."""
+        one_id, reports, down = one.engine_id, one.reports, self._down
+        for other in others:
+            other_id = other.engine_id
+            there, back = reports.get(other_id), other.reports.get(one_id)
+            sender, receiver = one_id, other_id
+            # Encode nodes send to prefill nodes, and prefill nodes to decode nodes
+            if one.role is NodeRole.DECODE or other.role is NodeRole.ENCODE:
+                there, back, sender, receiver = back, there, other_id, one_id
+            self.note(sender, receiver, there, back)
+            if (there and not there.connected) or (back and not back.connected):
+                down.setdefault(sender, set()).add(receiver)
+                down.setdefault(receiver, set()).add(sender)
+            elif down and receiver in down.get(sender, ()):
+                down[sender].discard(receiver)
+                down[receiver].discard(sender)
 
     def note(
         self, sender: str, receiver: str, there: PeerReport | None, back: PeerReport | None
@@ -213,7 +227,9 @@ class Reach:
             there: the sender's report on the receiver; None: no report yet.
             back: the receiver's report on the sender; None: no report yet.
         """
-        reached = self.bandwidths.setdefault(sender, {})
+        reached = self.bandwidths.get(sender)
+        if reached is None:
+            reached = self.bandwidths[sender] = {}
         if there is not None and there.connected and (back is None or not back.problem):
             # Only the sender measures the bandwidth again after the self-test.
             told_back = back.bandwidth_bytes_per_s if back is not None else 0.0

@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 
 from baton.api.errors import InvalidRequestError
-from baton.link import wire
+from baton.link import router_link, wire
 from baton.link.message_cuts import MAX_PARTS, parts_problem
 from baton.link.node_end import MAX_PEER_REPORTS, NodeEnd, merge_reports
 from baton.link.words import NodeBeat, NodeRole, PeerReport, PeerReports, PeerUpdate
 from baton.v1 import node_pb2
 from router.fleet.node_claims import MAX_PEER_REPORTS as MOST_READ
 from router.fleet.node_claims import Vocabulary, event_problem
+from router.fleet.peers import introductions
 from tests.fakes.router.nodes import HandNode, make_registration
 from tests.unit.baton.test_router_links import Router, Scene, asynchronous, served, until
 
@@ -55,6 +56,13 @@ async def test_a_router_that_a_node_joins_later_knows_its_peers_at_once() -> Non
             assert "d0-0" in scene.links.reached
 
 
+@pytest.fixture
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let routers send news about connected peers at once."""
+    monkeypatch.setattr(introductions, "KNOWN_S", 0.0)
+
+
+@pytest.mark.usefixtures("_no_waits")
 @asynchronous
 async def test_a_node_that_lost_a_peer_that_a_router_lists_is_told_of_it_again() -> None:
     router = Router()
@@ -138,3 +146,32 @@ def test_columns_of_unequal_length_and_too_many_reports_are_refused() -> None:
     assert problem == f"peer_reports: must be at most {MOST_READ}, got {MOST_READ + 1}"
     bad = PeerReports((PeerReport("d", True, bandwidth_bytes_per_s=-1.0),))
     assert "bandwidth_bytes_per_s" in event_problem(node, bad, Vocabulary(9, 9))
+
+
+@asynchronous
+async def test_a_node_that_lost_its_link_does_not_ask_a_restarted_router_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a thousand nodes opened more connections while the router was starting."""
+    asked: list[str] = []
+
+    def note(address: str, *_: object) -> str:
+        asked.append(address)
+        return ""
+
+    monkeypatch.setattr(router_link, "why_refused", note)
+    monkeypatch.setattr(router_link, "RETRY_INTERVAL_S", 0.01)
+    router = Router()
+    scene = Scene(router.address)
+    async with scene.running():
+        async with served(router):
+            await until(lambda: scene.joins == [True])
+        asked.clear()
+        await router.server.stop(None)
+        attempts = scene.links._links[router.address]
+        await until(lambda: attempts._told)
+        again = Router(listen=router.address)
+        async with served(again):
+            await until(lambda: scene.joins == [True, False, True])
+        await again.server.stop(None)
+    assert not asked

@@ -141,6 +141,22 @@ def test_blocks_that_cached_something_are_evicted_when_others_need_them(folder: 
     assert (llm.metrics().blocks_cached, llm.metrics().blocks_evicted_total) == (3, 1)
 
 
+def test_a_beat_reads_the_use_of_the_cache_and_no_other_figures(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each beat made all metrics, and computed the size of a block anew."""
+    llm = make_llm(folder)
+    for _ in range(3):
+        llm.generate([PROMPTS[2]], greedy(2))
+    figures, manifest = llm.engine.figures, llm.engine.kv_memory.manifest
+    size = manifest.unit_bytes()
+    monkeypatch.setattr(type(manifest), "unit_bytes", None)
+    monkeypatch.setattr(figures, "metrics", None)
+    use = figures.cache_use(num_fetched_tokens=3)
+    assert (use.num_blocks, use.num_bytes, use.num_pinned_blocks) == (2, 2 * size, 0)
+    assert (use.memory_tokens, use.fetched_tokens, use.file_tokens) == (16 - 3, 3, 0)
+
+
 def test_without_a_prefix_cache_nothing_is_looked_up(folder: str) -> None:
     llm = make_llm(folder, prefix_cache=False)
     llm.generate(PROMPTS, greedy(2))

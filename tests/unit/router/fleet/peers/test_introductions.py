@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from baton.link.words import NodeRole, PeerReport, PeerReports, PeerUpdate, PeerUpdates
+from router.fleet.node_claims import Vocabulary, event_problem
 from router.fleet.node_pool import NodePool
 from router.fleet.peers import introductions
 from router.fleet.peers.introductions import MAX_NEWS_BYTES
@@ -236,3 +237,57 @@ async def test_large_peer_infos_are_divided_over_messages() -> None:
     await until_told(p0)
     sizes = [len(news.updates) for news in p0.news()]
     assert sizes == [3, 3, 1]
+
+
+@asynchronous
+async def test_early_reports_of_a_node_that_left_do_not_count() -> None:
+    pool = make_pool()
+    p0, p1 = BatchNode(pool, "p0", P), BatchNode(pool, "p1", P)
+    for prefill in (p0, p1):
+        prefill.report("d0-0")
+    p0.leave()
+    (p0,) = join(pool, "p0")  # the same process joins again, and has lost its peers
+    d0 = BatchNode(pool, "d0", D)
+    d0.report("p0-0", "p1-0")
+    assert pool.num_pairs_connected == 1
+    await until_told(p0, p1, d0)
+    assert p0.news() == [PeerUpdates((PeerUpdate("d0-0", b"info of d0-0"),))]
+    assert p1.news() == [PeerUpdates((), ("d0-0",))]
+    assert d0.news() == [PeerUpdates((PeerUpdate("p0-0", b"info of p0-0"),), ("p1-0",))]
+
+
+@asynchronous
+async def test_a_node_with_another_configuration_has_a_problem_with_each_peer() -> None:
+    pool = make_pool()
+    p0, p1, d0 = join(pool, "p0", "p1", "d0")
+    said = dataclasses.replace(
+        make_registration("d1", D, differs={"dtype": "bfloat16"}), batches_peers=True
+    )
+    d1 = HandNode(pool, said)
+    pool.on_event(d1.node, PeerReports())
+    await until_told(p0, p1, d0)
+    assert {"dtype" in p.node.reports["d1-0"].problem for p in (p0, p1)} == {True}
+    assert [len(news.updates) for news in p0.news()] == [1]  # d0
+    assert not d1.of(PeerUpdates)
+    d1.leave()
+    assert not p0.node.reports
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        PeerReport("d0", True, "t", "", float("nan")),
+        PeerReport("d0", True, "t", "", -1.0),
+        PeerReport("d0", True, "t", "", 2e15),
+        PeerReport("d\x1b[2J", True, "t"),
+        PeerReport("d" * 257, True, "t"),
+        PeerReport("d0", True, "t\n"),
+        PeerReport("d0", False, "t", "x" * 2**17),
+    ],
+)
+def test_one_impossible_report_among_many_is_named(wrong: PeerReport) -> None:
+    said, good = make_registration("p0", P), PeerReport("d1", True, "t", "", 5.0)
+    vocabulary = Vocabulary(10, 10)
+    assert not event_problem(said, PeerReports((good,) * 3), vocabulary)
+    for reports in ((wrong, good), (good, wrong)):
+        assert event_problem(said, PeerReports(reports), vocabulary)

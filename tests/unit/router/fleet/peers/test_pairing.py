@@ -74,3 +74,25 @@ def test_a_node_that_leaves_takes_its_own_reports_on_prefixes_along() -> None:
     for prefill in prefills:
         sources.forget(prefill.engine_id)
     assert not sources._reports
+
+
+def test_the_slowest_pairs_are_listed_first_and_unknown_ones_last() -> None:
+    reach = Reach()
+
+    def report(sender: str, receiver: str, rate: float) -> None:
+        reach.note(sender, receiver, PeerReport(receiver, True, "", "", rate), None)
+
+    for receiver, rate in (("d0", 5.0), ("d1", 0.0), ("d2", 7.0)):
+        report("p0", receiver, rate)
+    for receiver, rate in (("d0", 7.0), ("d1", 7.0), ("d2", 1.0)):
+        report("p1", receiver, rate)
+    known = [(1.0, "p1", "d2"), (5.0, "p0", "d0")]
+    assert reach.list_slowest(("p0", "p1"), 1) == known[:1]
+    assert reach.list_slowest(("p0", "p1"), 2) == known
+    third = reach.list_slowest(("p0", "p1"), 3)
+    assert third[:2] == known
+    assert [rate for rate, *_ in third] == [1.0, 5.0, 7.0]
+    every = reach.list_slowest(("p0", "p1", "nobody"), 9)
+    assert [rate for rate, *_ in every] == [1.0, 5.0, 7.0, 7.0, 7.0, 0.0]
+    assert len(set(every)) == 6
+    assert Reach().list_slowest(("p0",), 3) == []
