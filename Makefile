@@ -124,7 +124,7 @@ chaos: setup ## kill, stop and restart real processes under load; JSON in benchm
 
 # SEEDS, FAULTS and their LENGTHS in seconds: `make hosts SEEDS="0 1 2" FAULTS=directions LENGTHS=30`.
 SEEDS ?= 0
-FAULTS ?= directions links states newcomers
+FAULTS ?= directions pairs links states newcomers
 LENGTHS ?= 0.2 1 3
 hosts: setup ## run router, nodes and client on hosts of their own (network namespaces): tests, then faults under load (root, iproute2; many minutes)
 	$(BIN)/python -m pytest -q tests/hosts

@@ -49,8 +49,9 @@ NODES = ("p0", "p1", "d0", "d1")
 DECODES = ("d0", "d1")
 MEMBERS = (CLIENT, ROUTER, "p0", "d0")
 PAIRS = tuple(f"{a}>{b}" for a, b in itertools.permutations(MEMBERS, 2))
-# Directions without traffic, because clients and nodes never talk to each other
-IDLE_PAIRS = tuple(pair for pair in PAIRS if CLIENT in pair and ROUTER not in pair)
+BOTH_WAYS = tuple(f"{a}={b}" for a, b in itertools.combinations(MEMBERS, 2))
+# Pairs without traffic, because clients and nodes never talk to each other
+IDLE_PAIRS = tuple(pair for pair in PAIRS + BOTH_WAYS if CLIENT in pair and ROUTER not in pair)
 LINKS = (f"{ROUTER} link", "p0 link", "d0 link")
 NO_FAULT = "none"
 FLEET = "fleet"  # the router's name

@@ -28,6 +28,7 @@ from baton.v1 import admin_pb2
 from benchmarks.faults.chaos_load import HUNG_S, Load, make_cases, under_load
 from benchmarks.faults.chaos_site import held_blocks, list_nodes
 from benchmarks.hosts.faults import (
+    BOTH_WAYS,
     IDLE_PAIRS,
     LINKS,
     NEWCOMERS,
@@ -57,7 +58,8 @@ PAUSE_S = 0.3  # a lane's pause between requests, so that the machine is not alw
 # If a thread of this process is late by more than this time, other work has stopped the process.
 TICK_S, MOST_LATE_S, MOST_REPEATS = 0.1, 1.0, 4
 GROUPS = {
-    "directions": PAIRS, "links": LINKS, "states": STATES, "newcomers": NEWCOMERS,
+    "directions": PAIRS, "pairs": BOTH_WAYS, "links": LINKS, "states": STATES,
+    "newcomers": NEWCOMERS,
 }  # fmt: skip
 AFTER_S = 1.0  # load goes on for this long after the recovery
 _NOTICED = re.compile(
@@ -257,7 +259,8 @@ def run(
     Args:
         seconds: lengths of the faults; only faults of the network take more than 5 s. A fault that
             starts a program has one length, the longest of at most 5 s.
-        faults: names of faults such as p0>d0, or of groups: directions, links, states, newcomers.
+        faults: names of faults such as p0>d0, or of groups: directions, pairs, links,
+            states, newcomers.
         times: number of times that each fault occurs; between them, the site is whole for as long.
         seeds: each seed has its own requests and moments of faults; all seeds run at the same time.
         concurrency: number of open requests.
@@ -292,7 +295,7 @@ def run(
 def lengths(name: str, seconds: Sequence[float]) -> list[float]:
     """Return the lengths to test of a fault; raise ValueError for an unknown name."""
     find_fault(name)
-    if name in LINKS or (name in PAIRS and name not in IDLE_PAIRS):
+    if name in LINKS or (name in PAIRS + BOTH_WAYS and name not in IDLE_PAIRS):
         return list(seconds)
     short = [one for one in seconds if one <= SHORT_S]
     return short[-1:] if name in NEWCOMERS else short
