@@ -45,7 +45,7 @@ from models.parallel.torch_group import TorchGroup, open_store
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # Small areas, so that sums of a few hundred elements have several programs and several calls.
-BLOCK, PROGRAMS = 16, 3
+BLOCK, PROGRAMS = 16, 2
 # Sums of more than 256 bytes take two passes.
 ROWS = (
     MeasuredSum("any", 2, 64, {"one_pass": 1.0, "two_passes": 2.0, "nccl": 3.0}),
@@ -53,7 +53,7 @@ ROWS = (
 )
 # The interpreter computes bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE.type == "cuda")
-MOST_ELEMENTS = 400
+MOST_ELEMENTS = 200
 
 is_interpreted = DEVICE.type == "cpu"
 meet, area_of = collectives.meet, collectives.area_of
