@@ -107,7 +107,7 @@ def _time(add: Callable[[], object]) -> float:
             add()
 
     graph = _capture(add_all)
-    times = []
+    times: list[float] = []
     for _ in range(NUM_ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
