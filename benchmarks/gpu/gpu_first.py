@@ -7,6 +7,7 @@
     invariant          the cost of batch_invariant: decode steps and a prompt of the 8B shape
     adapters           LoRA adapters on the device give the same tokens as on the CPU
     images             prompts with images get the tokens of transformers
+    features           drafts, beams, sleep and embeddings are the same as on the CPU
     two ranks          two ranks give the same tokens as one rank, with sums by NCCL (two GPUs)
     own sums           two ranks on one GPU sum right, also in graphs, and give one rank's tokens
     sum times          own sums and NCCL's, by size (two GPUs); `python -m tools.rank_sums_table`
@@ -35,22 +36,23 @@ from benchmarks.runner.run import Run
 
 # The shares add up to the budget.
 PARTS = {
-    "changed ops": Part("gpu_unseen", "check_changed_ops", 65),
+    "changed ops": Part("gpu_unseen", "check_changed_ops", 60),
     "few bits": Part("gpu_decode", "measure_few_bits", 40),
     "quantized": Part("gpu_tokens", "check_quantized", 40),
     "company": Part("gpu_tokens", "check_company", 30),
     "invariant": Part("gpu_decode", "measure_invariant", 30),
     "adapters": Part("gpu_unseen", "check_adapters", 25),
     "images": Part("gpu_unseen", "check_images", 35),
+    "features": Part("gpu_unseen", "check_features", 25),
     "two ranks": Part("gpu_ranks", "check_two_ranks", 15),
-    "own sums": Part("gpu_ranks", "check_own_sums", 40),
-    "sum times": Part("gpu_ranks", "measure_sums", 20),
+    "own sums": Part("gpu_ranks", "check_own_sums", 45),
+    "sum times": Part("gpu_ranks", "measure_sums", 15),
     "library attention": Part("gpu_unseen", "measure_library_attention", 35),
     "decodes": Part("gpu_unseen", "measure_decodes", 40),
     "kernels": Part("gpu_tokens", "measure_kernels", 20),
-    "decode": Part("gpu_decode", "measure_decode", 40),
-    "dependent launch": Part("gpu_unseen", "measure_dependent_launch", 30),
-    "products": Part("gpu_tokens", "measure_products", 45),
+    "decode": Part("gpu_decode", "measure_decode", 35),
+    "dependent launch": Part("gpu_unseen", "measure_dependent_launch", 25),
+    "products": Part("gpu_tokens", "measure_products", 35),
 }
 BUDGET_S = 550.0
 # Parts whose earlier figures are in another part of results/gpu_suite.json.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +62,7 @@ def time_sums(rank: str, size: str, folder: str, name: str) -> None:
     for num_bytes in SUM_BYTES:
         part = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
         us[str(num_bytes)] = {
-            way: _time(lambda group=group, part=part: group.all_reduce(part))
-            for way, group in groups.items()
+            way: _time(partial(group.all_reduce, part)) for way, group in groups.items()
         }
     _end(nccl, us)
 
@@ -89,7 +90,7 @@ def _draw(num_elements: int, replay: int, rank: int) -> Tensor:
 
 def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """Run once on a side stream, so that kernels are compiled, and capture a graph."""
-    stream = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         run()
     stream.synchronize()
@@ -107,9 +108,12 @@ def _time(add: Callable[[], object]) -> float:
             add()
 
     graph = _capture(add_all)
-    times = []
+    times: list[float] = []
     for _ in range(NUM_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         begin.record()
         graph.replay()
         end.record()
@@ -118,7 +122,7 @@ def _time(add: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _end(group: Collective, results: dict[str, object] | dict[str, dict[str, float]]) -> None:
+def _end(group: Collective, results: Mapping[str, object]) -> None:
     group.broadcast(torch.zeros(1, device=torch.cuda.current_device()), 0)
     torch.cuda.synchronize()  # all ranks have computed all sums
     if group.rank == 0:

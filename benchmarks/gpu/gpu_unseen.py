@@ -1,4 +1,4 @@
-"""Parts of `gpu_first` that the GPU suite does not have: adapters, images, few tests."""
+"""Parts of `gpu_first` that the GPU suite does not have, such as adapters and images."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.gpu.gpu_tokens import KV_BYTES, MODEL, TEXTS, all_right, drawn_p
 
 CHANGED = ("triton_attention", "latents", "sampling", "norm", "norm_rotary_store")
 NUM_PROMPTS, NUM_TOKENS = 3, 6  # prompts with images, and greedy tokens of each
+MOST_VECTOR_DIFFERENCE = 1e-4  # of a value of a normalized embedding
 
 
 def check_changed_ops(device: str, report: Report) -> bool:
@@ -48,6 +49,37 @@ def check_adapters(device: str, report: Report) -> bool:
         report[f"adapter {name or 'none'}: equal"] = f"{equal} of {len(expected)}"
         right = right and equal == len(expected)
     return right
+
+
+def check_features(device: str, report: Report) -> bool:
+    """Compare drafts, beams, embeddings and tokens after a sleep with those of the CPU, float32."""
+    from engine import LLM
+
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": KV_BYTES, "pooling": "mean"}
+    greedy = drawn_params()[0]
+    on_cpu = LLM(MODEL, device="cpu", **options)
+    tokens = [one.token_ids for one in on_cpu.generate(TEXTS, greedy)]
+    beams = on_cpu.beam_search(TEXTS, max_tokens=NUM_TOKENS)
+    found: dict[str, bool] = {}
+    for method, model in (("ngram", ""), ("draft_model", MODEL)):
+        drafts = {"speculative_method": method, "speculative_model": model}
+        llm = LLM(MODEL, device=device, **options, **drafts)
+        found[method] = [one.token_ids for one in llm.generate(TEXTS, greedy)] == tokens
+    llm = LLM(MODEL, device=device, **options)
+    searched = llm.beam_search(TEXTS, max_tokens=NUM_TOKENS)
+    found["beams"] = [[one.token_ids for one in of] for of in searched] == [
+        [one.token_ids for one in of] for of in beams
+    ]
+    for level in ("host", "dropped"):
+        llm.sleep(level)
+        llm.wake()
+        found[f"sleep, {level}"] = [one.token_ids for one in llm.generate(TEXTS, greedy)] == tokens
+    pairs = zip(on_cpu.embed(TEXTS), llm.embed(TEXTS), strict=True)
+    error = max(abs(x - y) for a, b in pairs for x, y in zip(a.vector, b.vector, strict=True))
+    report["embeddings: largest difference"] = error
+    for name, is_equal in found.items():
+        report[f"{name}: equal"] = is_equal
+    return all(found.values()) and error < MOST_VECTOR_DIFFERENCE
 
 
 def check_images(device: str, report: Report) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -31,7 +32,8 @@ class MappedRegions:
         store: rendezvous store of these ranks (``torch.distributed.Store``).
 
     Attributes:
-        addresses: address of each rank's region in this process; all bytes are 0 at first.
+        own: bytes of this rank's region, 0 at first.
+        addresses: address of each rank's region in this process.
 
     Raises:
         MappingError: the ranks are on several machines, or a rank cannot map a region.
@@ -61,6 +63,7 @@ class MappedRegions:
                 break
         agree(store, "mapped", rank, size, problem)
         own.end_sharing()
+        self.own: Tensor = own.tensor
         self._held = own, others
 
 
@@ -83,11 +86,12 @@ class _GpuRegion:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._device = device
-        self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)  # others may write as soon as they have the handle
-        self.address = self._tensor.data_ptr()
-        # torch's own function, by which its multiprocessing sends tensors
-        self.handle = list(self._tensor.untyped_storage()._share_cuda_())[1:]
+        self.address = self.tensor.data_ptr()
+        # torch.multiprocessing sends tensors by this function, too.
+        storage: Any = self.tensor.untyped_storage()
+        self.handle = list(storage._share_cuda_())[1:]
 
     def open(self, handle: list[Any]) -> _OpenedRegion:
         """Map another rank's region on this rank's GPU, which gets access to the other GPU."""
@@ -106,7 +110,7 @@ class _HostRegion:
         os.ftruncate(self._descriptor, num_bytes)
         self.handle = f"/proc/{os.getpid()}/fd/{self._descriptor}", num_bytes
         opened = self.open(self.handle)
-        self.address, self._held = opened.address, opened
+        self.address, self.tensor = opened.address, opened.held
 
     def open(self, handle: tuple[str, int]) -> _OpenedRegion:
         """Map another rank's region."""
@@ -124,5 +128,5 @@ class _HostRegion:
 class _OpenedRegion:
     """A region as this process maps it; ``held`` keeps the mapping."""
 
-    def __init__(self, address: int, held: object) -> None:
-        self.address, self._held = address, held
+    def __init__(self, address: int, held: Any) -> None:
+        self.address, self.held = address, held

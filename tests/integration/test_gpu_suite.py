@@ -92,6 +92,18 @@ def test_what_a_gpu_runs_first_is_tried_here_and_told_beside_earlier_figures(
     assert parts["two ranks"]["equal"] == "3 of 3"
 
 
+@pytest.mark.lengthy
+def test_own_sums_and_what_needs_two_gpus_are_tried_here(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "first.json"
+    done = run("--only", "own sums", "sum times", "--out", str(out), name="gpu_first")
+    assert done.returncode == 1, done.stdout + done.stderr
+    parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
+    assert parts["own sums"]["counts"] == {"passed": 1}
+    assert parts["own sums"]["rank_sums own: equal"] == "3 of 3"
+    assert parts["sum times"]["not run"].startswith("two GPUs are needed")
+
+
 NO_NIXL = "raise ModuleNotFoundError(\"No module named 'nixl'\", name='nixl')"
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 

@@ -205,6 +205,30 @@ def test_parts_are_written_before_they_are_counted_and_read_after(module: str) -
     assert len([key for key in found if key.startswith(("atom", "red"))]) == 1
 
 
+PRINT_SUMS = """
+from baton_kernels.triton.ranks.collectives import AOT_CASES
+from tools.compile_kernels import compile_case
+for case in AOT_CASES:
+    if "2 ranks, bf16" in case.name and "odd" not in case.name:
+        print("====", compile_case(case, 90).asm["ptx"])
+"""
+
+
+def test_ranks_write_before_they_meet_and_read_after() -> None:
+    """A rank's threads all write before its flags are released, and read after all acquires."""
+    of_memory = re.compile(
+        r"st\.global|bar\.sync|ld\.global\.cg|\batom\.global\.sys\.\w+\.\w+|\batom|\bred\."
+    )
+    release, acquire = "atom.global.sys.release.exch", "atom.global.sys.acquire.add"
+    # A waiting program may store that it gives up.
+    meeting = ["bar.sync", release, "bar.sync", acquire, "bar.sync", "st.global", "bar.sync"]
+    one_pass = ["st.global", *meeting, "ld.global.cg", "st.global"]
+    two_passes = [*one_pass, *meeting, *["ld.global.cg", "st.global"] * 2]
+    printed = ptx_of(PRINT_SUMS).split("====")[1:]
+    found = [[key for key, _ in itertools.groupby(of_memory.findall(ptx))] for ptx in printed]
+    assert found == [one_pass, two_passes]
+
+
 PRINT_MERGING = """
 from baton_kernels.triton.decode_attention import AOT_CASES
 from tools.compile_kernels import compile_case
