@@ -20,7 +20,7 @@ Each request is pushed, begun and ended once.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -51,9 +51,8 @@ class _Flow:
         heads: heap of waiting requests, the first one to begin on top; entries whose ``turn`` is
             None are stale.
         tails: heap of the same requests, the last one to begin on top.
-        place: place of the request that began last; never falls.
-        ends: smallest place of the next pooled request (False) or of the next request that needs a
-            decode node (True).
+        places: place of the request that began last, by the sign of the priority; never falls.
+        ends: smallest place of the next request, by the sign of the priority and `needs_decode`.
         charge: sum of the waiting requests' charges.
         outstanding: sum of the charges of begun requests without a first token.
         num_open: number of requests that wait, or have begun and not ended.
@@ -66,8 +65,8 @@ class _Flow:
     seen_at: float
     heads: list[Ticket] = field(default_factory=list)
     tails: list[tuple[int, int, int, Ticket]] = field(default_factory=list)
-    place: int = 0
-    ends: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    places: Counter[int] = field(default_factory=Counter)
+    ends: Counter[tuple[int, bool]] = field(default_factory=Counter)
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_kv_tokens: int = 0
@@ -125,7 +124,8 @@ class FairQueue:
         """Give a new request its place among its tenant's; call before other methods."""
         flow = self._flows.get(ticket.tenant)
         if flow is not None:
-            ticket.place = max(flow.place, flow.ends[ticket.needs_decode])
+            sign = ticket.sign
+            ticket.place = max(flow.places[sign], flow.ends[sign, ticket.needs_decode])
 
     def push(self, ticket: Ticket) -> None:
         """Add a waiting request, whose ``turn`` must be set. Takes O(log n)."""
@@ -179,7 +179,7 @@ class FairQueue:
             ticket.turn = None
             self._count(flow, ticket, -1)
         ticket.is_charged = True
-        flow.place = max(flow.place, ticket.place)
+        flow.places[ticket.sign] = max(flow.places[ticket.sign], ticket.place)
         flow.start += ticket.charge
         flow.outstanding += ticket.charge
         self._outstanding += ticket.charge
@@ -291,7 +291,7 @@ class FairQueue:
             flow = self._flows[ticket.tenant] = _Flow(ticket.tenant, self.virtual_time, now)
         flow.seen_at = now
         part = 1 if ticket.needs_decode else POOLED_PART - 1
-        flow.ends[ticket.needs_decode] = ticket.place + part * ticket.num_prompt_tokens
+        flow.ends[ticket.sign, ticket.needs_decode] = ticket.place + part * ticket.num_prompt_tokens
         self._flows.move_to_end(ticket.tenant)
         oldest = next(iter(self._flows.values()))
         if now - oldest.seen_at > ACTIVE_S and not oldest.num_open:

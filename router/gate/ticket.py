@@ -64,6 +64,11 @@ class Ticket:
         """Return the sort key among the tenant's requests."""
         return self.order[0], self.place, self.order[1]
 
+    @property
+    def sign(self) -> int:
+        """Return the sign of the priority: -1, 0 or 1."""
+        return (self.order[0] > 0) - (self.order[0] < 0)
+
     def __lt__(self, other: Ticket) -> bool:
         return self.key < other.key
 

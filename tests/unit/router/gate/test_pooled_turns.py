@@ -25,12 +25,14 @@ class Line:
         self.loop = asyncio.new_event_loop()
         self.queue = FairQueue()
 
-    def push(self, name: str, num_tokens: int = NUM_TOKENS, tenant: str = "") -> None:
+    def push(
+        self, name: str, num_tokens: int = NUM_TOKENS, tenant: str = "", priority: int = 0
+    ) -> None:
         number = next(numbers)
         ticket = Ticket(
             request_id=name,
             tenant=tenant,
-            order=(0, number),
+            order=(priority, number),
             num_prompt_tokens=num_tokens,
             num_kv_tokens=num_tokens,
             num_uncached_tokens=num_tokens,
@@ -90,6 +92,17 @@ def test_a_flood_of_prompts_starves_no_pooled_request(
             line.push(f"chat{next(names)}", of_prompts)
         assert passed <= (POOLED_PART - 1) * of_pooled + of_prompts
     assert pools == [f"p{number}" for number in range(20)]
+
+
+def test_prompts_of_low_priority_delay_no_prompt_of_another_priority(line: Line) -> None:
+    line.push("p0")
+    line.push("p1")
+    assert line.begin() == ["p0"]
+    for number in range(50):
+        line.push(f"batch{number}", priority=5)
+    line.push("p2")
+    line.push("chat")
+    assert line.begin(4) == ["chat", "p1", "p2", "batch0"]
 
 
 def test_tenants_share_as_before(line: Line) -> None:
