@@ -331,8 +331,9 @@ class PooledShare:
     """Limits the tokens that pooled requests compute in a step.
 
     While a request that samples has prompt tokens to compute, pooled requests compute one of
-    `POOLED_PART` prompt tokens. For some steps afterwards, steps have at most this part of the
-    usual number of tokens, so that the next prompt soon starts.
+    `POOLED_PART` prompt tokens; in the first of such steps they compute one token, because most
+    prompts need a single step. For some steps afterwards, steps have at most this part of the usual
+    number of tokens, so that the next prompt soon starts.
 
     Args:
         room: holds the waiting requests.
@@ -349,15 +350,19 @@ class PooledShare:
         self._room = room
         self._max_num_tokens = max_num_tokens
         self._num_short_steps = 0
+        self._competed = False  # whether a prompt competed with pooled requests in the last step
 
     def plan_step(self, running: Iterable[Request], num_prompt_tokens: int) -> None:
         """Set ``num_left`` for a step that may compute ``num_prompt_tokens`` prompt tokens."""
         self.num_left = ALL
         if not self.num_open:
             return
+        competed, self._competed = self._competed, False
         if self._room.has_prompt or any(map(_is_in_prompt, running)):
-            self._num_short_steps = SHORT_STEPS
-            self.num_left = _part_of(min(num_prompt_tokens, self._max_num_tokens))
+            self._num_short_steps, self._competed = SHORT_STEPS, True
+            # One token, and not none: the prompt may wait for blocks of running pooled requests
+            num_shared = min(num_prompt_tokens, self._max_num_tokens)
+            self.num_left = _part_of(num_shared) if competed else 1
         elif self._num_short_steps:
             self._num_short_steps -= 1
             self.num_left = _part_of(self._max_num_tokens)

@@ -121,11 +121,7 @@ class Attempt:
             fields = {**for_both, **self._supply.fetch_fields(self.decode)}
             self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **fields))
         if self.prefill is not None:
-            work = LegWork(
-                num_tokens=num_uncomputed,
-                num_uncomputed=num_uncomputed,
-                fetch_s=self._supply.fetch_s,
-            )
+            work = LegWork.of_prompt(num_uncomputed, self._supply.fetch_s, call.pooling)
             self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
             self.prefill.send(

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from baton.api.outputs import FinishReason
+from baton.api.pooling import PoolingParams
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.words import (
@@ -102,6 +103,7 @@ class LegWork:
         arrives_s: seconds until the prompt's KV is expected on the node.
         fetch_s: seconds that the request is expected to wait for a cached prefix after its queue;
             0: no prefix.
+        is_pooled: whether the prompt's hidden states are pooled, and no token is sampled.
     """
 
     num_tokens: int
@@ -111,6 +113,17 @@ class LegWork:
     timeout_s: float = math.inf
     arrives_s: float = 0.0
     fetch_s: float = 0.0
+    is_pooled: bool = False
+
+    @classmethod
+    def of_prompt(cls, num_tokens: int, fetch_s: float, pooling: PoolingParams | None) -> LegWork:
+        """Return the work of a prefill node that computes ``num_tokens`` tokens of a prompt."""
+        return cls(
+            num_tokens=num_tokens,
+            num_uncomputed=num_tokens,
+            fetch_s=fetch_s,
+            is_pooled=pooling is not None,
+        )
 
 
 @dataclass(slots=True)
@@ -270,6 +283,7 @@ class Node:
             num_arriving=work.num_arriving,
             promise=promise,
             fetch_s=work.fetch_s,
+            is_pooled=work.is_pooled,
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))

@@ -131,6 +131,7 @@ class Admission:
             expires_at=now + timeout_s,
         )
         self._check_rates(principal, ticket.num_tokens)
+        self._queue.give_place(ticket)
         begins = self._queue.is_next(ticket) and self._has_room(ticket)
         if not begins:
             self._check_times(ticket, max_tokens, timeout_s)

@@ -66,7 +66,8 @@ class Capacity:
         fleet = self._fleet()
         if not fleet:
             return True
-        if not self._has_time(fleet.prefills or fleet.self_prefilling, shares=shares):
+        prefills = fleet.prefills or fleet.self_prefilling
+        if not self._has_time(prefills, shares=shares, pooled=False):
             return False
         needed = self.kv_tokens(num_prompt_tokens, max_tokens)
         headroom = 2 * _KV_HEADROOM if shares else _KV_HEADROOM
@@ -79,13 +80,14 @@ class Capacity:
             shares: whether to leave room to other tenants; see `has_room`.
         """
         prefills = self._prompt_fleet().prefills
-        return not prefills or self._has_time(prefills, shares=shares)
+        return not prefills or self._has_time(prefills, shares=shares, pooled=True)
 
-    def _has_time(self, prefills: Sequence[NodeLoad], *, shares: bool) -> bool:
+    def _has_time(self, prefills: Sequence[NodeLoad], *, shares: bool, pooled: bool) -> bool:
         if shares:
             now, window_s = self._clock(), self._shared_prefill_window_s
             return any(_left_s(node, now) <= window_s for node in prefills)
-        return any(node.prefill_queue_s <= self._prefill_window_s for node in prefills)
+        queues_s = (one.prefill_queue_s if pooled else one.sampling_queue_s for one in prefills)
+        return any(queue_s <= self._prefill_window_s for queue_s in queues_s)
 
     def kv_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Return how many tokens of KV a request will hold if its output has the mean length."""

@@ -11,13 +11,16 @@ tokens in proportion to their weights, and a lone tenant gets all tokens. A tena
 starts at the current virtual time, so it cannot save up. The cost is corrected when the request
 ends. Requests with negative priority begin before other tenants' requests, and are charged, too.
 
+Pooled requests of a tenant hardly delay the tenant's other requests, by the same method: of the
+prompt tokens that begin while both kinds wait, one in `POOLED_PART` belongs to pooled requests.
+
 Each request is pushed, begun and ended once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,6 +29,8 @@ from router.gate.ticket import Ticket, charge_of
 
 # Other tenants leave no room for a tenant that sent no request for this many seconds.
 ACTIVE_S = 60.0
+# As in the scheduler of a prefill node
+POOLED_PART = 8
 _MAX_STALE = 64  # a heap with more entries than twice its live entries plus this is rebuilt
 
 
@@ -46,6 +51,8 @@ class _Flow:
         heads: heap of waiting requests, the first one to begin on top; entries whose ``turn`` is
             None are stale.
         tails: heap of the same requests, the last one to begin on top.
+        places: place of the request that began last, by the sign of the priority; never falls.
+        ends: smallest place of the next request, by the sign of the priority and `needs_decode`.
         charge: sum of the waiting requests' charges.
         outstanding: sum of the charges of begun requests without a first token.
         num_open: number of requests that wait, or have begun and not ended.
@@ -57,7 +64,9 @@ class _Flow:
     start: int
     seen_at: float
     heads: list[Ticket] = field(default_factory=list)
-    tails: list[tuple[int, int, Ticket]] = field(default_factory=list)
+    tails: list[tuple[int, int, int, Ticket]] = field(default_factory=list)
+    places: Counter[int] = field(default_factory=Counter)
+    ends: Counter[tuple[int, bool]] = field(default_factory=Counter)
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_kv_tokens: int = 0
@@ -81,9 +90,9 @@ class _Flow:
         return self.heads[0] if self.heads else None
 
     def tail(self) -> Ticket | None:
-        while self.tails and self.tails[0][2].turn is None:
+        while self.tails and self.tails[0][-1].turn is None:
             heapq.heappop(self.tails)
-        return self.tails[0][2] if self.tails else None
+        return self.tails[0][-1] if self.tails else None
 
 
 class FairQueue:
@@ -111,6 +120,13 @@ class FairQueue:
 
     # ------------------------------------------------------------------ one request
 
+    def give_place(self, ticket: Ticket) -> None:
+        """Give a new request its place among its tenant's; call before other methods."""
+        flow = self._flows.get(ticket.tenant)
+        if flow is not None:
+            sign = ticket.sign
+            ticket.place = max(flow.places[sign], flow.ends[sign, ticket.needs_decode])
+
     def push(self, ticket: Ticket) -> None:
         """Add a waiting request, whose ``turn`` must be set. Takes O(log n)."""
         flow = self._seen(ticket)
@@ -118,8 +134,8 @@ class FairQueue:
         flow.start = self._start_of(flow)
         flow.num_open += 1
         heapq.heappush(flow.heads, ticket)
-        priority, arrival = ticket.order
-        heapq.heappush(flow.tails, (-priority, -arrival, ticket))
+        priority, place, arrival = ticket.key
+        heapq.heappush(flow.tails, (-priority, -place, -arrival, ticket))
         self._count(flow, ticket, 1)
         self._num_active += flow.is_active - was_active
         self._reorder(flow)
@@ -163,6 +179,7 @@ class FairQueue:
             ticket.turn = None
             self._count(flow, ticket, -1)
         ticket.is_charged = True
+        flow.places[ticket.sign] = max(flow.places[ticket.sign], ticket.place)
         flow.start += ticket.charge
         flow.outstanding += ticket.charge
         self._outstanding += ticket.charge
@@ -273,6 +290,8 @@ class FairQueue:
         if flow is None:
             flow = self._flows[ticket.tenant] = _Flow(ticket.tenant, self.virtual_time, now)
         flow.seen_at = now
+        part = 1 if ticket.needs_decode else POOLED_PART - 1
+        flow.ends[ticket.sign, ticket.needs_decode] = ticket.place + part * ticket.num_prompt_tokens
         self._flows.move_to_end(ticket.tenant)
         oldest = next(iter(self._flows.values()))
         if now - oldest.seen_at > ACTIVE_S and not oldest.num_open:
@@ -289,7 +308,7 @@ class FairQueue:
             flow.heads = [one for one in flow.heads if one.turn is not None]
             heapq.heapify(flow.heads)
         if len(flow.tails) > 2 * flow.num_requests + _MAX_STALE:
-            flow.tails = [entry for entry in flow.tails if entry[2].turn is not None]
+            flow.tails = [entry for entry in flow.tails if entry[-1].turn is not None]
             heapq.heapify(flow.tails)
 
     def _reorder(self, flow: _Flow) -> None:

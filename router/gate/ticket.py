@@ -19,7 +19,9 @@ class Ticket:
         request_id: the request's scoped id.
         tenant: the tenant in whose queue the request waits.
         weight: weight of the client's API key.
-        order: (priority, arrival); of one tenant's requests, the smallest begins first.
+        order: (priority, arrival).
+        place: virtual time at which the request begins among its tenant's; set by `FairQueue`. Of
+            one tenant's requests, the one with the smallest (priority, place, arrival) is first.
         num_prompt_tokens: length of the prompt.
         num_kv_tokens: number of tokens whose KV the request is expected to hold.
         num_uncached_tokens: number of prompt tokens that must probably be computed.
@@ -40,6 +42,7 @@ class Ticket:
     tenant: str = ""
     weight: float = 1.0
     order: tuple[int, int]
+    place: int = 0
     num_prompt_tokens: int
     num_kv_tokens: int
     num_uncached_tokens: int
@@ -56,8 +59,18 @@ class Ticket:
     turn: asyncio.Future[None] | None = None
     refusal: BatonError | None = None
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Return the sort key among the tenant's requests."""
+        return self.order[0], self.place, self.order[1]
+
+    @property
+    def sign(self) -> int:
+        """Return the sign of the priority: -1, 0 or 1."""
+        return (self.order[0] > 0) - (self.order[0] < 0)
+
     def __lt__(self, other: Ticket) -> bool:
-        return self.order < other.order
+        return self.key < other.key
 
     @property
     def num_tokens(self) -> int:

@@ -80,6 +80,7 @@ class Account:
         num_decoding: number of prompt tokens once the request decodes here; 0 before.
         is_beside: whether other requests were on this decode node when this request was placed.
         fetch_s: seconds that the request is expected to wait for a cached prefix after its queue.
+        is_pooled: whether the request is pooled, so that it lets other prompts go first.
         begun_at: when this decode node sent its first token of the request; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes the prompt.
@@ -93,6 +94,7 @@ class Account:
     num_decoding: int = 0
     is_beside: bool = False
     fetch_s: float = 0.0
+    is_pooled: bool = False
     begun_at: float | None = None
     promise: Promise | None = None
     forecast: PrefillForecast | None = None
@@ -129,6 +131,8 @@ class NodeLoad:
             image files, so that no step can finish a prompt.
         prefill_queue_s: predicted seconds to compute all open prompts of all routers that do not
             wait for encodings.
+        sampling_queue_s: the part of ``prefill_queue_s`` that does not belong to this router's
+            pooled prompts. Other prompts go before pooled ones, and so wait only for this part.
         prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
             queue included: base + per token * uncomputed tokens. Larger if the weight is below 1.
         prefill_front_s: mean seconds per prompt in ``prefill_queue_s``: the assumed whole time of
@@ -182,7 +186,7 @@ class NodeLoad:
         )
         self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
         self.awaits_encodings = self.awaits_images = False
-        self.prefill_queue_s = 0.0
+        self.prefill_queue_s = self.sampling_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
         self.num_batch = 0
@@ -199,6 +203,7 @@ class NodeLoad:
         # Number of prompt tokens of this router's requests that are not computed
         self._num_uncomputed = 0
         self.num_uncomputed_requests = 0
+        self._num_pooled = self._num_pooled_requests = 0  # the pooled part of these two numbers
         self._num_foreign = 0
         self._num_foreign_requests = 0
         self._num_decoding = 0
@@ -230,6 +235,7 @@ class NodeLoad:
         num_arriving: int = 0,
         promise: Promise | None = None,
         fetch_s: float = 0.0,
+        is_pooled: bool = False,
     ) -> Account:
         """Add a request that was placed here to the load; return the request's `Account`."""
         forecast, is_beside = None, self.num_batch > 0
@@ -241,6 +247,9 @@ class NodeLoad:
             forecast.wait_s += fetch_s
             self._num_uncomputed += num_uncomputed
             self.num_uncomputed_requests += 1
+            if is_pooled:
+                self._num_pooled += num_uncomputed
+                self._num_pooled_requests += 1
             if self._is_decode:
                 self._prompts_s = self._recent_prompts_s(now) + self.delay_s(num_uncomputed)
                 self._prompts_at = now
@@ -255,6 +264,7 @@ class NodeLoad:
             num_arriving,
             is_beside=is_beside,
             fetch_s=fetch_s,
+            is_pooled=is_pooled,
             promise=promise,
             forecast=forecast,
         )
@@ -339,6 +349,9 @@ class NodeLoad:
     def _drop_uncomputed(self, account: Account) -> None:
         if account.num_uncomputed:
             self._num_uncomputed -= account.num_uncomputed
+            if account.is_pooled:
+                self._num_pooled -= account.num_uncomputed
+                self._num_pooled_requests -= 1
             account.num_uncomputed = 0
             self.num_uncomputed_requests -= 1
             self.prefill_progress_at = self._clock()
@@ -488,6 +501,8 @@ class NodeLoad:
             self._num_uncomputed + self._num_foreign
         )
         self.prefill_queue_s = open_s * (1 - self._share_without_encodings())
+        pooled_s = line.base * self._num_pooled_requests + line.per_unit * self._num_pooled
+        self.sampling_queue_s = max(self.prefill_queue_s - pooled_s, 0.0)
         self.prefill_base_s = (self.prefill_queue_s + line.base) / weight
         self.prefill_s_per_token = line.per_unit / weight
         front_s = min(open_s / max(num_requests, 1), self.prefill_queue_s)
