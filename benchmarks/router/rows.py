@@ -78,8 +78,8 @@ ROUTER = Source("router_cost", (
     Row("memory after many requests / before", _memory, "flat: <= 1.05"),
     Row("tokens per core-second, two routers on one port and one core / one router", _two_routers,
         "> 1",
-        "two routers on one core each see it half idle and merge fewer tokens per"
-        " message. Two routers with a core each were not measured."),
+        "probably the data of each process leaves the core's caches while the other one runs"
+        " (log). Two routers with a core each were not measured."),
 ), "One router on a core of its own, 256 streams, compared with a relay that does nothing"
    " else.")  # fmt: skip
 _STEP = "results > a node's step that names 16 blocks, {}, us > median"
@@ -152,7 +152,9 @@ CONTROL_PLANE = Source("control_plane", (
     Row("memory of the router per cached block",
         value(_NODES.format("rss_bytes_per_block"), "{:.0f} bytes")),
     Row("the router restarts: all pairs, and 2 million cached blocks, known again after",
-        _restart, "<= 5 s"),
+        _restart, "<= 5 s",
+        "half of the two cores' time is taken by the simulated nodes; of the router's half, most"
+        " goes into 1,000 connections, beats, and the index of blocks (log)."),
 ), "One process simulates all nodes, on the cores that the router has, too.",
    absent="not measured yet with 1,000 nodes and a restart; docs/log.md has figures")  # fmt: skip
 SUBJECT = Subject(

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.api.errors import NotFoundError
 from baton.checkpoint.model_identity import identity_of
 from baton.link.words import NodeRegistration, NodeRole
 
@@ -53,6 +54,15 @@ class Loss:
     fate: Fate = Fate.OPEN
 
 
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """The last leave of a node: when, which process, and why, as in "it went away"."""
+
+    at: float
+    engine_id: str
+    why: str
+
+
 class LostNodes:
     """Remembers the nodes that one router lost.
 
@@ -65,10 +75,12 @@ class LostNodes:
         self, clock: Callable[[], float] = time.monotonic, return_s: float = RETURN_S
     ) -> None:
         self._clock = clock
+        self._started_at = clock()
         self._return_s = return_s
         self._losses: deque[Loss] = deque(maxlen=MAX_LOSSES)  # the latest losses, oldest first
         # For each lost node's name, oldest first: when it left, and its registration
         self._missing: dict[str, tuple[float, NodeRegistration]] = {}
+        self._left: dict[str, _Departure] = {}  # by name, oldest first; also nodes not expected
 
     def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:
         """Record that a node left unexpectedly.
@@ -80,6 +92,7 @@ class LostNodes:
 
     def note_joined(self, engine_id: str, node_name: str) -> None:
         """Set the fates of losses: the joined process lives, earlier processes of its name died."""
+        self._left.pop(node_name, None)
         for loss in self._losses:
             if self._is_open(loss):
                 if loss.engine_id == engine_id:
@@ -104,6 +117,41 @@ class LostNodes:
 
     def _is_open(self, loss: Loss) -> bool:
         return loss.fate is Fate.OPEN
+
+    def note_left(self, engine_id: str, node_name: str, why: str) -> None:
+        """Remember why a node left, whether or not it is expected to return."""
+        self._left.pop(node_name, None)
+        self._left[node_name] = _Departure(self._clock(), engine_id, why)
+        if len(self._left) > MAX_SHOWN:
+            del self._left[next(iter(self._left))]
+
+    def why_left(self, name: str) -> str:
+        """Return why the node with this name or engine id left; empty if no such node did."""
+        left = self._find_left(name)
+        return "" if left is None else f"it {left.why}, {self._clock() - left.at:.0f} s ago"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since this router started."""
+        return self._clock() - self._started_at
+
+    def expected_for(self, name: str, return_s: float) -> float:
+        """Return for how many seconds a lost node is still expected; 0: it is not.
+
+        Args:
+            name: the node's name or engine id.
+            return_s: seconds in which a lost node may return.
+        """
+        left = self._find_left(name)
+        if left is None or not any(
+            name in (one.node_name, one.engine_id) for _, one in self._missing.values()
+        ):
+            return 0.0
+        return max(left.at + return_s - self._clock(), 0.0)
+
+    def _find_left(self, name: str) -> _Departure | None:
+        of_engine = (one for one in self._left.values() if one.engine_id == name)
+        return self._left.get(name) or next(of_engine, None)
 
     def note_missing(self, registration: NodeRegistration) -> None:
         """Remember a node that left, without its peer info, so that operators see it as missing."""
@@ -132,3 +180,14 @@ class LostNodes:
         """Return when the last missing node of a role left; -inf if none is missing."""
         times = [at for at, one in self._missing.values() if one.role is role]
         return max(times, default=float("-inf"))
+
+
+def no_such_node(name: str, *pools: LostNodes) -> NotFoundError:
+    """Return the error for a node that is not here, with the reason.
+
+    Args:
+        pools: the nodes that each pool of the router lost.
+    """
+    reasons = filter(None, (pool.why_left(name) for pool in pools))
+    never = f"none of this name has joined this router, which started {pools[0].age_s:.0f} s ago"
+    return NotFoundError(f"there is no node {name!r}: {next(reasons, never)}")

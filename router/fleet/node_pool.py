@@ -7,6 +7,7 @@ pick nodes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -17,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from baton.adapters.digest import shorten_digest
-from baton.api.errors import NotFoundError
 from baton.api.images import PromptImage
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
@@ -50,7 +50,7 @@ from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
 from router.fleet.load.forecast import PlaceForecasts
 from router.fleet.load.node_load import NodeLoad, SharedRates
-from router.fleet.lost_nodes import LostNodes
+from router.fleet.lost_nodes import LostNodes, no_such_node
 from router.fleet.node import Node
 from router.fleet.node_claims import Vocabulary, event_problem, registration_problem
 from router.fleet.peers.introductions import Introductions
@@ -334,6 +334,26 @@ class NodePool:
     def node(self, engine_id: str) -> Node | None:
         return self._nodes.get(engine_id)
 
+    def find_node(self, name: str) -> Node | None:
+        """Return the node with this name or engine id; None: it is not here."""
+        named = (one for one in self._nodes.values() if name in (one.name, one.engine_id))
+        return next(named, None)
+
+    async def find_or_await_node(self, name: str, return_s: float) -> Node | None:
+        """Return the node with this name or engine id; None: it is not here.
+
+        Waits for a node that was lost less than ``return_s`` seconds ago: if the node or this
+        router only stood still, the node joins again at once.
+        """
+        while (node := self.find_node(name)) is None:
+            rest_s = self.lost_nodes.expected_for(name, return_s)
+            if not rest_s:
+                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rest_s):
+                    await self.wait_for_change()
+        return node
+
     # ------------------------------------------------------------------ membership
 
     @property
@@ -416,6 +436,8 @@ class NodePool:
             if not self._is_held_up and node.registration.role in PAIR_ROLES:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
+        told = "left after its drain" if node.is_draining and not on_purpose else why
+        self.lost_nodes.note_left(node.engine_id, node.name, told)
         self.prefix_index.remove(node.engine_id)
         self.encode_places.forget(node.engine_id)
         self.prefix_sources.forget(node.engine_id)
@@ -480,15 +502,14 @@ class NodePool:
 
         Raises NotFoundError if no node of this name has joined or is missing.
         """
-        for node in self.nodes:
-            if name in (node.name, node.engine_id):
-                self.gate.expel(node.engine_id)
-                self.remove(node, "was removed by an operator", on_purpose=True)
-                self._review_identity(left=node.identity)
-                # If the node still reads its link, this command ends its process in an orderly way.
-                node.send(DrainCommand(stop=True))
-                node.hang_up()
-                return node.registration
+        if (node := self.find_node(name)) is not None:
+            self.gate.expel(node.engine_id)
+            self.remove(node, "was removed by an operator", on_purpose=True)
+            self._review_identity(left=node.identity)
+            # If the node still reads its link, this command ends its process in an orderly way.
+            node.send(DrainCommand(stop=True))
+            node.hang_up()
+            return node.registration
         for lost in self.lost:
             if name in (lost.node_name, lost.engine_id):
                 self.gate.expel(lost.engine_id)
@@ -496,7 +517,7 @@ class NodePool:
                 self._review_identity(left=identity_of(lost.compatibility))
                 self._note_change()
                 return lost
-        raise NotFoundError(f"there is no node {name!r}")
+        raise no_such_node(name, self.lost_nodes)
 
     def count_missed_beats(self) -> None:
         """Count the missed beats of each node, and send it a beat; remove silent nodes.

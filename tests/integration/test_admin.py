@@ -29,6 +29,7 @@ from baton.api.sampling_params import SamplingParams
 from baton.client.client import AsyncClient
 from baton.deployment.local_deployment import LocalDeployment
 from baton.serving.rpc import bearer, open_sync_channel
+from baton.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.processes.deployments import run_deployment
 from tests.fakes.time.waiting import wait_until
 
@@ -163,7 +164,8 @@ def test_exit_codes_and_one_line_errors(operator: Operator) -> None:
     assert nobody == "error: --router: 127.0.0.1:1 cannot be reached (is it up?)\n"
     assert operator.run("policy", "set", code=2).startswith("error: NAME: must be given: ")
     assert "unknown routing policy 'x'" in operator.run("policy", "set", "x", code=2)
-    assert operator.run("drain", "d9", code=3) == "error: there is no node 'd9'\n"
+    never = "error: there is no node 'd9': none of this name has joined this router"
+    assert operator.run("drain", "d9", code=3).startswith(never)
     assert operator.run("trace", "never", code=3).startswith("error: request 'never' is not")
     assert operator.run("abort", "never", code=3) == "error: request 'never' is not open\n"
     assert "log_level: must be one of" in operator.run("log-level", "d0", "loud", code=2)
@@ -275,6 +277,25 @@ def test_abort_ends_a_request_for_its_client_and_on_all_nodes(
     assert operator.json("requests")["requests"][0]["error_code"] == "CANCELLED"
 
 
+def test_a_node_that_stood_still_is_asked_once_it_has_joined_again(
+    deployment: LocalDeployment, operator: Operator
+) -> None:
+    process, asked = deployment.child("d0").process, admin_pb2.NodeRequest(node="d0")
+    process.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: operator.json("node", "d0").get("lost"), "the loss of d0")
+        with open_sync_channel(deployment.config.listen) as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            metadata = bearer(deployment.admin_token)
+            found = admin.ListNodeRequests.future(asked, timeout=20, metadata=metadata)
+            # The answer shows that the router has got the first call, too
+            assert admin.GetNode(asked, timeout=20, metadata=metadata).lost
+            process.send_signal(signal.SIGCONT)
+            assert found.result().num_blocks
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
 def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_process(
     deployment: LocalDeployment, operator: Operator
 ) -> None:
@@ -317,12 +338,14 @@ def test_drain_under_load_loses_nothing_then_resume_serves_and_remove_ends_the_p
     removed = asyncio.run(under_load("remove", "d0", "--wait"))
     assert (set(removed[:8]), set(removed[-8:])) == (both, {"d1"})
     assert deployment.child("d0").process.wait(20) == 0
-    assert operator.run("node", "d0", code=3) == "error: there is no node 'd0'\n"
+    why = "error: there is no node 'd0': it left after its drain"
+    assert operator.run("node", "d0", code=3).startswith(why)
     # The last decode node is busy for longer than somebody wants to wait.
     busy = asyncio.run(_drain_for_too_short_a_time(router, operator))
     assert busy.startswith("error: d1 is still draining after --timeout-s: d1 is draining: 1")
     operator.run("remove", "d1", "--force")
-    assert operator.run("node", "d1", code=3) == "error: there is no node 'd1'\n"
+    why = "error: there is no node 'd1': it was removed by an operator"
+    assert operator.run("node", "d1", code=3).startswith(why)
     assert deployment.child("d1").process.wait(20) == 0
     log = Path(deployment.child("router").log).read_text(encoding="utf-8")
     for what in ("drain d0", "resume d0", "remove d0", "remove d1 by force"):

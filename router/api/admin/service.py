@@ -41,6 +41,7 @@ from router.api.admin.views import (
 )
 from router.api.admin.weights import WeightsChanges
 from router.calls.request_log import RequestRecord
+from router.fleet.lost_nodes import no_such_node
 from router.fleet.node import Node
 from router.gate.overload import Overload
 from router.intake.cache_hints import send_hint, session_hint
@@ -51,6 +52,9 @@ from router.policies import POLICIES
 logger = logging.getLogger(__name__)
 
 ROUTER_THREAD = "MainThread"
+# Seconds for which calls wait for the return of a node that was just lost. Nodes are lost for a
+# moment if they or the router stand still for more than a second.
+RETURN_S = 5.0
 _DEFAULT_LIMIT = 20
 _DEFAULT_MAX_TOKENS = 128
 
@@ -115,13 +119,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             for registration in base.pool.lost:
                 if request.node in (registration.node_name, registration.engine_id):
                     return describe_lost(registration)
-        return self._describe(self._find(request.node))
+        return self._describe(await self._find(request.node))
 
     async def Drain(  # gRPC prescribes this name
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
         """Let a node take no new requests and finish its own; return without waiting for that."""
-        node = self._find(request.node)
+        node = await self._find(request.node)
         _note(context, f"drain {node.name}")
         node.send(DrainCommand())
         return self._describe(node)
@@ -130,7 +134,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.NodeDescription:
         """Let a node that drains or has drained take new requests again."""
-        node = self._find(request.node)
+        node = await self._find(request.node)
         _note(context, f"resume {node.name}")
         node.send(DrainCommand(resume=True))
         return self._describe(node)
@@ -143,7 +147,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             gone = self._expel(request.node)
             _note(context, f"remove {gone.node_name} by force")
             return describe_lost(gone)
-        node = self._find(request.node)
+        node = await self._find(request.node)
         _note(context, f"remove {node.name}")
         node.send(DrainCommand(stop=True))
         return self._describe(node)
@@ -375,7 +379,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.NodeWeights:
         """Begin a change of a node's weights, or only describe them."""
         return await self._weights.change(
-            _calls(context), self._find(request.node), request.request
+            _calls(context), await self._find(request.node), request.request
         )
 
     async def UnloadAdapter(  # gRPC's naming
@@ -392,7 +396,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.NodeRequest, context: Context
     ) -> admin_pb2.ListRequestsResponse:
         """Return the open requests of one node, which may come from several routers."""
-        return await _calls(context).list_requests(self._find(request.node))
+        return await _calls(context).list_requests(await self._find(request.node))
 
     async def Audit(  # gRPC prescribes this name
         self, request: admin_pb2.AuditRequest, context: Context
@@ -405,14 +409,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             except BatonError as error:
                 return [admin_pb2.NodeAudit(node_name=node.name, problem=str(error))]
 
-        asked = await asyncio.gather(*map(ask, self._chosen(request.node)))
+        asked = await asyncio.gather(*map(ask, await self._chosen(request.node)))
         return admin_pb2.AuditResponse(nodes=[audit for audits in asked for audit in audits])
 
     async def FlushCache(  # gRPC prescribes this name
         self, request: admin_pb2.AdminFlushCacheRequest, context: Context
     ) -> admin_pb2.AdminFlushCacheResponse:
         """Empty the prefix cache of one node or all."""
-        nodes = self._chosen(request.node)
+        nodes = await self._chosen(request.node)
         _note(context, f"flush-cache {request.node or 'of all nodes'}")
 
         async def ask(node: Node) -> admin_pb2.NodeFlush:
@@ -433,7 +437,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             return wire_admin.set_log_level(
                 admin_pb2.SetLogLevelRequest(level=request.level, module=request.module)
             )
-        node = self._find(request.node)
+        node = await self._find(request.node)
         _note(context, f"log-level {request.level!r} {request.module!r} on {node.name}")
         return await _calls(context).set_log_level(node, request.level, request.module)
 
@@ -441,7 +445,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.AdminProfileRequest, context: Context
     ) -> admin_pb2.ProfileResponse:
         """Profile the router process, or the engine of a node, for some seconds."""
-        node = self._find(request.node) if request.node else None
+        node = await self._find(request.node) if request.node else None
         _note(context, f"profile {node.name if node else 'the router'} for {request.seconds:g} s")
         if node is None:
             return await wire_admin.profile(ROUTER_THREAD, request.seconds)
@@ -471,15 +475,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """Return the nodes of all base models."""
         return [node for base in self._bases for node in base.pool.nodes]
 
-    def _find(self, name: str) -> Node:
-        for node in self._nodes():
-            if name in (node.name, node.engine_id):
-                return node
-        raise NotFoundError(f"there is no node {name!r}")
+    async def _find(self, name: str) -> Node:
+        """Return a node by its name or engine id; wait a moment for a node that was just lost.
 
-    def _chosen(self, name: str) -> list[Node]:
+        Raises NotFoundError, with the reason why the node is not here.
+        """
+        pools = [base.pool for base in self._bases]
+        found = await asyncio.gather(*(one.find_or_await_node(name, RETURN_S) for one in pools))
+        for node in found:
+            if node is not None:
+                return node
+        raise no_such_node(name, *(pool.lost_nodes for pool in pools))
+
+    async def _chosen(self, name: str) -> list[Node]:
         """Return the node with this name, or all nodes if the name is empty."""
-        return [self._find(name)] if name else self._nodes()
+        return [await self._find(name)] if name else self._nodes()
 
     def _expel(self, name: str) -> NodeRegistration:
         """Remove a node at once, whichever base model it serves; raises NotFoundError."""

@@ -20,6 +20,7 @@ from baton.link.words import DrainCommand, NodeBeat, NodeRole, ServingState
 from baton.serving.call_gate import CallGate
 from baton.serving.rpc import RpcServer, open_channel
 from baton.v1 import admin_pb2, admin_pb2_grpc, node_pb2
+from router.api.admin import service
 from router.api.admin.service import AdminService
 from router.api.admin.views import describe_nodes
 from router.policies.cost import Cost
@@ -38,10 +39,10 @@ async def served(
 ) -> AsyncIterator[Call]:
     """A router's admin service; calls of it by name and fields of the request."""
     intake = make_intake(scene.dispatcher, None, vocab_size=100, default_timeout_s=60)
-    service = AdminService(one_base(scene.dispatcher, intake), policy="least_tokens")
+    admin = AdminService(one_base(scene.dispatcher, intake), policy="least_tokens")
     server = RpcServer(
         [SERVICE],
-        lambda one: admin_pb2_grpc.add_AdminServicer_to_server(service, one),  # type: ignore[no-untyped-call]  # generated
+        lambda one: admin_pb2_grpc.add_AdminServicer_to_server(admin, one),  # type: ignore[no-untyped-call]  # generated
         CallGate(Access(admin_token=token), ANYBODY if is_public else ANYBODY_HERE),
     )
     address = await server.start("127.0.0.1:0")
@@ -112,10 +113,10 @@ async def test_drain_resume_and_remove_are_told_to_the_node_and_logged() -> None
         found = await call("GetNode", node="d0")
         assert found.beat.serving_state == node_pb2.SERVING_STATE_DRAINED
         assert (await call("GetNode", node="p0")).peers[0].node_name == "d0"
-        assert await code_of(call, "Drain", node="nobody") == (
-            grpc.StatusCode.NOT_FOUND,
-            "there is no node 'nobody'",
-        )
+        code, why = await code_of(call, "Drain", node="nobody")
+        assert code is grpc.StatusCode.NOT_FOUND
+        never = "none of this name has joined this router, which started 0 s ago"
+        assert why == f"there is no node 'nobody': {never}"
 
 
 @asynchronous
@@ -286,3 +287,53 @@ async def test_others_have_their_turn_while_many_nodes_are_described() -> None:
     task.cancel()
     assert len(nodes) == 6
     assert num_turns >= 5
+
+
+@asynchronous
+async def test_a_call_waits_for_a_node_that_was_just_lost_and_joins_again() -> None:
+    """Regression: a node that stood still for a second was unknown until it had joined again."""
+    scene = Scene()
+    async with served(scene) as call:
+        scene.decode.leave()
+        asked = asyncio.create_task(call("Drain", node="d0"))
+        looked = asyncio.create_task(call("GetNode", node="d0"))
+        assert (await looked).lost  # the router shows what it knows at once
+        assert not asked.done()
+        again = HandNode(scene.pool, make_registration("d0", NodeRole.DECODE))
+        assert (await asked).engine_id == "d0-0"
+        assert again.of(DrainCommand) == [DrainCommand()]
+
+
+@pytest.mark.parametrize(
+    ("why", "on_purpose", "told"),
+    [
+        ("is silent (missed 4 beats)", False, "it is silent (missed 4 beats), 0 s ago"),
+        ("said something impossible", True, "it said something impossible, 0 s ago"),
+    ],
+)
+def test_an_unknown_nodes_error_says_why_it_left(
+    why: str, on_purpose: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RETURN_S", 0.01)
+
+    @asynchronous
+    async def run() -> None:
+        scene = Scene()
+        async with served(scene) as call:
+            scene.pool.remove(scene.decode.node, why, on_purpose=on_purpose)
+            for name in ("d0", "d0-0"):  # name and engine id
+                code, problem = await code_of(call, "Drain", node=name)
+                assert code is grpc.StatusCode.NOT_FOUND
+                assert problem == f"there is no node {name!r}: {told}"
+
+    run()
+
+
+@asynchronous
+async def test_a_drained_node_that_left_is_not_awaited() -> None:
+    scene = Scene()
+    async with served(scene) as call:
+        scene.pool.on_event(scene.decode.node, NodeBeat(serving_state=ServingState.DRAINED))
+        scene.decode.leave()
+        _, problem = await code_of(call, "Resume", node="d0")
+        assert problem == "there is no node 'd0': it left after its drain, 0 s ago"
