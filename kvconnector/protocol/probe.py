@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
 OFFER_S = 2 * TIMEOUT_S  # seconds after which a slot is free again, even if its peer is silent
+FORGOTTEN = "the peer has forgotten the self-test"
 REPEAT_S = 0.05  # seconds between repeats of an unanswered SelfTest
 # Limits on a bandwidth measurement: the number of writes, and the seconds spent posting them. The
 # measured bandwidth of a slow path is right. If the I/O thread cannot post fast enough to fill the
@@ -280,9 +281,16 @@ class ProbeSlots:
         return slot
 
     def read_slot(self, message: SelfTest) -> None:
-        """Read the peer's slot if it was offered for this probe; send a known result again."""
+        """Read the peer's slot if it was offered for this probe; send a known result again.
+
+        If this end has forgotten the peer during the probe, the peer must begin a new probe.
+        """
         offer = self._offers.get(message.engine_id)
-        if offer is None or offer.number != message.test:
+        if offer is None:
+            forgotten = _Offer(message.test, None, self._turn.now, problem=FORGOTTEN)
+            self._answer(forgotten, message)
+            return
+        if offer.number != message.test:
             return
         if offer.slot is not None:
             offer.seen = message

@@ -1,7 +1,8 @@
 """Connection: one TLS connection that never blocks; it sends queued bytes and reads frames.
 
-The owner polls the sockets, and sets ``is_ready`` when a connection can read or write. Refuses to
-know: peers, blocks.
+TLS encrypts to memory and decrypts from memory, so that one system call sends or reads many TLS
+records. The owner polls the sockets, and sets ``is_ready`` when a connection can read or write.
+Refuses to know: peers, blocks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from baton.api.errors import TransferError
 from kvconnector.transports.base import UNACKNOWLEDGED_S
 from kvconnector.transports.sockets.frames import Frame, FrameReader, cut_parts
 
-# bytes per call that encrypts; other threads can run during and between the calls
-PIECE_BYTES = 2**18
-# Maximum number of bytes that one connection sends, and that it reads, per turn; then other
-# connections have their turn.
-ROUND_BYTES = 4 * 2**20
+# Maximum number of bytes per call that encrypts; other threads can run during and between the calls
+PIECE_BYTES = 2**19
+# Maximum number of bytes that one call reads from the kernel. Many TLS records per system call cost
+# a core less than one record per call.
+READ_BYTES = 2**19
+# Maximum number of bytes that one connection sends, and that it reads, per turn; then messages are
+# handled, and other connections have their turn.
+ROUND_BYTES = 2**20
 
 
 class Connection:
@@ -39,6 +43,8 @@ class Connection:
         problem: why the connection has ended; empty while the connection is open.
         made_at: time at which the connection was made.
         sent_bytes: number of bytes that were encrypted with this connection's keys.
+        raw: the TCP socket, to poll.
+        tls: the TLS state, which knows the other end's certificate.
     """
 
     def __init__(
@@ -57,12 +63,16 @@ class Connection:
         self.made_at = now
         self.sent_bytes = 0
         self.reader = reader
+        self.raw = raw
         self._on_frame = on_frame
         self._queue: deque[memoryview | bytes] = deque()
         self._queued_bytes = 0
+        # Encrypted bytes that the kernel has not accepted yet
+        self._encrypted = memoryview(b"")
+        self._received = memoryview(bytearray(READ_BYTES))
         self._wants_write = False
         self._has_more = False
-        self._socket: ssl.SSLSocket | None = None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.address = "?"
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -71,22 +81,16 @@ class Connection:
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             host, port = raw.getpeername()[:2]
             self.address = f"{host}:{port}"
-            self._socket = context.wrap_socket(
-                raw, server_side=is_server, do_handshake_on_connect=False
-            )
-        except OSError as error:  # includes SSLError
-            raw.close()
-            self.problem = describe(error)
-
-    @property
-    def socket(self) -> ssl.SSLSocket:
-        assert self._socket is not None
-        return self._socket
+        except OSError as error:
+            self.close(describe(error))
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
+        # typeshed says `bytes`, but with a buffer `read` returns a number of bytes
+        self._read_tls: Callable[[int, memoryview], int] = self.tls.read  # type: ignore[assignment]
 
     @property
     def queued_bytes(self) -> int:
         """Return the number of queued bytes that the kernel has not accepted yet."""
-        return self._queued_bytes
+        return self._queued_bytes + len(self._encrypted)
 
     @property
     def wants_write(self) -> bool:
@@ -106,19 +110,15 @@ class Connection:
 
     def progress(self) -> None:
         """Send and read as much as one turn allows, without waiting."""
-        if self._socket is None or self.problem or not (self.is_ready or self.has_more):
+        if self.problem or not (self.is_ready or self.has_more):
             return
         self.is_ready = self._has_more = self._wants_write = False
         try:
-            if not self.is_secure:
-                self._socket.do_handshake()
-                self.is_secure = True
-            self._send(self._socket)
-            self._receive(self._socket)
-        except ssl.SSLWantReadError:
-            pass
-        except ssl.SSLWantWriteError:
-            self._wants_write = True
+            if self.is_secure:
+                self._send()
+                self._receive()
+            else:
+                self._shake_hands()
         except (OSError, ValueError, TransferError) as error:
             self.close(describe(error))
 
@@ -126,67 +126,128 @@ class Connection:
         """Send as much as one turn allows, without waiting."""
         if self.is_secure and not self.problem and not self._wants_write:
             try:
-                self._send(self.socket)
+                self._send()
             except (OSError, ValueError) as error:
                 self.close(describe(error))
 
-    def _send(self, sock: ssl.SSLSocket) -> None:
+    def _send(self) -> None:
+        """Encrypt queued bytes and give them to the kernel, until it accepts no more."""
         num_sent = 0
-        try:
-            while self._queue and num_sent < ROUND_BYTES:
-                # After "want write", TLS must be given the same bytes again, so the piece stays
-                # first in the queue.
-                sent = sock.send(self._queue[0])
-                num_sent += sent
-                self._queued_bytes -= sent
-                if sent == len(self._queue[0]):
-                    self._queue.popleft()
-                else:
-                    self._queue[0] = memoryview(self._queue[0])[sent:]
-        except ssl.SSLWantWriteError:
-            self._wants_write = True
-        except ssl.SSLWantReadError:
-            pass
+        while self._send_encrypted() and self._queue and num_sent < ROUND_BYTES:
+            piece = self._queue.popleft()
+            self.tls.write(piece)
+            self._queued_bytes -= len(piece)
+            self.sent_bytes += len(piece)
+            num_sent += len(piece)
+            self._take_encrypted()
         self._has_more |= bool(self._queue) and not self._wants_write
-        self.sent_bytes += num_sent
 
-    def _receive(self, sock: ssl.SSLSocket) -> None:
-        num_received = 0
+    def _take_encrypted(self) -> None:
+        """Take the bytes that TLS has made for the other end."""
+        if self._outgoing.pending:
+            made = self._outgoing.read()
+            self._encrypted = memoryview(bytes(self._encrypted) + made if self._encrypted else made)
+
+    def _send_encrypted(self) -> bool:
+        """Give encrypted bytes to the kernel; return whether it has accepted all of them."""
+        while self._encrypted:
+            try:
+                num_sent = self.raw.send(self._encrypted)
+            except BlockingIOError:
+                self._wants_write = True
+                return False
+            self._encrypted = self._encrypted[num_sent:]
+        return True
+
+    def _shake_hands(self) -> None:
+        """Continue the TLS handshake. The owner checks the identity before a frame is read."""
         try:
-            while num_received < ROUND_BYTES and not self.problem:
-                received = sock.recv_into(self.reader.buffer())
-                if received == 0:
-                    amid = " in the middle of a frame" if self.reader.is_amid else ""
-                    self.close(f"the other end has closed the connection{amid}")
+            while True:
+                try:
+                    self.tls.do_handshake()
+                except ssl.SSLWantReadError:
+                    if self._read_from_kernel() == 0:
+                        return
+                else:
+                    self.is_secure = self._has_more = True
                     return
-                num_received += received
-                frame = self.reader.advance(received)
-                if frame is not None:
-                    self._on_frame(self, frame)
-            self._has_more = True
-        except ssl.SSLWantReadError:
+        finally:
+            # A refused handshake has made an alert that says why
+            if not self.problem:
+                self._take_encrypted()
+                self._send_encrypted()
+
+    def _receive(self) -> None:
+        """Read frames until no more bytes have arrived, or this turn is over."""
+        if self._incoming.pending:  # bytes that came with the end of the handshake
+            self._decrypt()
+        num_received = 0
+        while num_received < ROUND_BYTES and not self.problem:
+            num_read = self._read_from_kernel()
+            if num_read:
+                self._decrypt()
+            if num_read < READ_BYTES:
+                return
+            num_received += num_read
+        self._has_more = True
+
+    def _read_from_kernel(self) -> int:
+        """Read bytes to decrypt; return their number, or 0 if none have arrived or none follow."""
+        try:
+            num_read = self.raw.recv_into(self._received)
+        except BlockingIOError:
+            return 0
+        if num_read == 0:
+            self._close_at_end()
+        self._incoming.write(self._received[:num_read])
+        return num_read
+
+    def _decrypt(self) -> None:
+        """Read frames from the received bytes."""
+        while not self.problem and self._read_frame_part():
             pass
-        except ssl.SSLWantWriteError:
-            self._wants_write = True
+        if not self.problem and self._outgoing.pending:  # TLS itself answers, as to new keys
+            self._take_encrypted()
+            self._send_encrypted()
+
+    def _read_frame_part(self) -> bool:
+        """Decrypt bytes into the memory for the next part of a frame; return whether it is full."""
+        into, num_filled, is_over = self.reader.buffer(), 0, False
+        while num_filled < len(into) and not is_over:
+            try:
+                num_read = self._read_tls(len(into) - num_filled, into[num_filled:])
+            except ssl.SSLWantReadError:
+                break
+            num_filled += num_read
+            is_over = num_read == 0
+        if num_filled:
+            frame = self.reader.advance(num_filled)
+            if frame is not None:
+                self._on_frame(self, frame)
+        if is_over:
+            self._close_at_end()
+        return num_filled == len(into)
+
+    def _close_at_end(self) -> None:
+        amid = " in the middle of a frame" if self.reader.is_amid else ""
+        self.close(f"the other end has closed the connection{amid}")
 
     def end_sending(self) -> None:
         """Tell the other end that no more bytes follow; earlier bytes still arrive."""
         if not self.problem:
             try:
-                # `SSLSocket.shutdown` would drop the TLS keys, which bytes of the other end still
-                # need.
-                socket.socket.shutdown(self.socket, socket.SHUT_WR)
-            except (OSError, ValueError) as error:
+                self.raw.shutdown(socket.SHUT_WR)
+            except OSError as error:
                 self.close(describe(error))
 
     def close(self, problem: str) -> None:
         """Close the connection for the reason ``problem``; repeated calls are harmless."""
         if not self.problem:
             self.problem = problem
-        if self._socket is not None:
-            self._socket.close()
+        self.raw.close()
         self._queue.clear()
         self._queued_bytes = 0
+        self._encrypted = memoryview(b"")
 
 
 def describe(error: Exception) -> str:

@@ -47,8 +47,8 @@ class Identity(Protocol):
     def forget(self, identity: bytes) -> None:
         """Stop accepting a peer's identity."""
 
-    def shown(self, connection: ssl.SSLSocket) -> bytes:
-        """Return the identity that the peer on this connection has proved."""
+    def shown(self, tls: ssl.SSLObject) -> bytes:
+        """Return the identity that the other end of a TLS connection has proved."""
 
 
 def identity_of(files: CertificateFiles | None) -> Identity:
@@ -125,8 +125,8 @@ class PinnedIdentity:
                 context.load_verify_locations(cadata=identity)
         return contexts
 
-    def shown(self, connection: ssl.SSLSocket) -> bytes:
-        return connection.getpeercert(binary_form=True) or b""
+    def shown(self, tls: ssl.SSLObject) -> bytes:
+        return tls.getpeercert(binary_form=True) or b""
 
 
 class NamedIdentity:
@@ -171,8 +171,8 @@ class NamedIdentity:
     def forget(self, identity: bytes) -> None:
         pass  # a certificate that contains no name
 
-    def shown(self, connection: ssl.SSLSocket) -> bytes:
-        certificate = connection.getpeercert() or {}
+    def shown(self, tls: ssl.SSLObject) -> bytes:
+        certificate = tls.getpeercert() or {}
         names = [name for name in certificate.get("subjectAltName", ()) if len(name) == 2]
         for kind in ("URI", "DNS"):
             for name in names:

@@ -185,7 +185,7 @@ class Incoming:
         shown = self._shown_by(hello.engine_id)
         if shown is None:
             raise FrameError("no router has told us of it yet")
-        if self._identity.shown(incoming.connection.socket) != shown:
+        if self._identity.shown(incoming.connection.tls) != shown:
             raise FrameError(f"it is not {hello.engine_id}: its certificate is another's")
         same = [i for i in self._incoming if i.peer_id == hello.engine_id]
         if len(same) >= MAX_PER_PEER:

@@ -78,6 +78,7 @@ class Outgoing:
 
     Attributes:
         problem: why the connection has failed for good; empty: it has not.
+        has_ended_write: whether a write has ended since the owner last set this to false.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Outgoing:
         self._back_off_s = FIRST_BACK_OFF_S
         self._last_failure = ""
         self._waiting: list[memoryview | bytes] = []  # bytes to send after the next WELCOME
+        self.has_ended_write = False
         self._num_done = 0  # writes on this connection that are over
         self._writes: deque[PostedWrite] = deque()
 
@@ -248,7 +250,7 @@ class Outgoing:
         was_secure = connection.is_secure
         connection.progress()
         if connection.is_secure and not was_secure and not connection.problem:
-            if self._identity.shown(connection.socket) == self._shown:
+            if self._identity.shown(connection.tls) == self._shown:
                 connection.post(self._hello)
                 connection.progress()
             else:
@@ -299,6 +301,7 @@ class Outgoing:
             write = self._writes.popleft()
             write.is_taken = done.is_taken or self._num_done < done.count
             write.is_over = True
+        self.has_ended_write = True
 
     def _renew(self) -> None:
         """Replace the connection to get new keys, if it has sent enough bytes and is idle."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import select
+import selectors
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -75,6 +75,9 @@ class TlsTransport:
         self._outgoing: dict[str, Outgoing] = {}
         self._grants: dict[str, dict[TransferKey, frozenset[int]]] = {}  # by engine id
         self._inbox: list[tuple[str, bytes]] = []
+        self._selector = selectors.DefaultSelector()
+        # The watched sockets by descriptor: whom each belongs to, and the events
+        self._watched: dict[int, tuple[object, int]] = {}
         self._identity = identity_of(options.tls)
         self._incoming = Incoming(
             engine_id,
@@ -185,18 +188,27 @@ class TlsTransport:
     # ------------------------------------------------------------------ in
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return arrived messages. Also send and read, longer while blocks are under way."""
+        """Return arrived messages. Also send and read; for longer while only blocks are moved."""
         # `time.monotonic` and not the injected clock, because this code waits for real sockets.
         until = time.monotonic() + ROUND_S
+        for outgoing in self._outgoing.values():
+            outgoing.has_ended_write = False
         self._look(0.0)
         self._progress()
-        while self._is_amid() and (left_s := until - time.monotonic()) > 0:
+        while self._only_moves_blocks() and (left_s := until - time.monotonic()) > 0:
             self._look(left_s)
             self._progress()
         for engine_id in self._grants.keys() - self._peers.keys():
             del self._grants[engine_id]
+        self._watch()  # the I/O thread may sleep now
         taken, self._inbox = self._inbox, []
         return taken
+
+    @property
+    def descriptor(self) -> int | None:
+        """Return a descriptor that is readable while `take_notifications` would do something."""
+        fileno = getattr(self._selector, "fileno", None)  # not all kinds of selectors have one
+        return None if fileno is None else int(fileno())
 
     def _progress(self) -> None:
         for outgoing in list(self._outgoing.values()):
@@ -207,30 +219,41 @@ class TlsTransport:
         out = [c for outgoing in self._outgoing.values() for c in outgoing.connections()]
         return [c for c in out + self._incoming.connections() if not c.problem]
 
-    def _is_amid(self) -> bool:
-        """Return whether blocks' bytes are under way to or from a peer."""
+    def _only_moves_blocks(self) -> bool:
+        """Return whether blocks' bytes are under way, and nothing has come to be handled."""
+        if self._inbox or any(outgoing.has_ended_write for outgoing in self._outgoing.values()):
+            return False
         if any(outgoing.is_active for outgoing in self._outgoing.values()):
             return True
         return any(c.has_more or c.reader.is_amid for c in self._incoming.connections())
 
-    def _look(self, seconds: float) -> None:
-        """Set ``is_ready`` of all connections that are ready; wait up to ``seconds`` for one."""
-        poller = select.poll()
-        poller.register(self._incoming.listener, select.POLLIN)
+    def _watch(self) -> None:
+        """Let the selector watch what the open sockets wait for."""
+        wanted: dict[int, tuple[object, int]] = {
+            self._incoming.listener.fileno(): (self._incoming, selectors.EVENT_READ)
+        }
         for outgoing in self._outgoing.values():
             if outgoing.dialling is not None:
-                poller.register(outgoing.dialling, select.POLLOUT)
-        by_descriptor = {c.socket.fileno(): c for c in self._connections()}
-        for descriptor, connection in by_descriptor.items():
-            if connection.has_more:
-                seconds = 0.0
-            room = select.POLLOUT if connection.wants_write else 0
-            poller.register(descriptor, select.POLLIN | room)
-        for descriptor, _ in poller.poll(max(0.0, seconds) * 1e3):
-            if descriptor in by_descriptor:
-                by_descriptor[descriptor].is_ready = True
-            elif descriptor == self._incoming.listener.fileno():
-                self._incoming.is_ready = True
+                wanted[outgoing.dialling.fileno()] = outgoing.dialling, selectors.EVENT_WRITE
+        for connection in self._connections():
+            room = selectors.EVENT_WRITE if connection.queued_bytes else 0
+            wanted[connection.raw.fileno()] = connection, selectors.EVENT_READ | room
+        # The number of a closed socket may now be the number of another socket.
+        for descriptor in [d for d, one in self._watched.items() if wanted.get(d) != one]:
+            self._selector.unregister(descriptor)
+            del self._watched[descriptor]
+        for descriptor in wanted.keys() - self._watched.keys():
+            self._watched[descriptor] = one, events = wanted[descriptor]
+            self._selector.register(descriptor, events, one)
+
+    def _look(self, seconds: float) -> None:
+        """Set ``is_ready`` of all connections that are ready; wait up to ``seconds`` for one."""
+        self._watch()
+        if any(connection.has_more for connection in self._connections()):
+            seconds = 0.0
+        for key, _ in self._selector.select(seconds):
+            if isinstance(key.data, Connection | Incoming):
+                key.data.is_ready = True
 
     def _on_message(self, engine_id: str, payload: bytes) -> None:
         self._inbox.append((engine_id, payload))
@@ -271,6 +294,7 @@ class TlsTransport:
         for engine_id in list(self._outgoing):
             self._hang_up(engine_id)
         self._incoming.close()
+        self._selector.close()
 
 
 def _read_where(peer: PeerInfo) -> _Where:

@@ -306,6 +306,21 @@ def test_an_end_that_was_introduced_anew_alone_is_connected_again() -> None:
     assert scene.kinds("d") == [CONNECTED, CONNECTED, CONNECTED]
 
 
+def test_a_test_that_the_other_end_has_forgotten_is_begun_again_at_once() -> None:
+    """The router loses and introduces a node again while its test runs."""
+    scene = Scene()
+    scene.network.holds_tests = True
+    sender = scene.add("p")
+    scene.run(4 * ROUND_S)
+    scene.receiver.disconnect("p")
+    scene.run(4 * ROUND_S)
+    scene.receiver.connect(sender.peer_info)
+    for _ in range(10):
+        scene.run(0.1)
+        scene.land_all()
+    assert scene.kinds("p")[-1] == scene.kinds("d")[-1] == CONNECTED
+
+
 def test_more_peers_than_slots_take_turns() -> None:
     scene = Scene()
     names = [f"p{number}" for number in range(3 * NUM_SLOTS)]

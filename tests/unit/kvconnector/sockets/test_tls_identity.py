@@ -119,13 +119,13 @@ def test_new_files_are_used_from_the_next_connection_on(
     p, d = made
     meet(p, d)
     (before,) = p.transport._outgoing[d.id].connections()
-    shown = before.socket.getpeercert(binary_form=True)
+    shown = before.tls.getpeercert(binary_form=True)
     authority.issue("d0", D_URI)
     p.transport.disconnect(d.id)
     p.transport.connect(d.info)
     meet(p, d)
     (after,) = p.transport._outgoing[d.id].connections()
-    assert after.socket.getpeercert(binary_form=True) != shown
+    assert after.tls.getpeercert(binary_form=True) != shown
 
 
 @pytest.mark.parametrize("begin", [LONG_AGO, FAR_AHEAD])

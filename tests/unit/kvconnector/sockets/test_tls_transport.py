@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+
 import msgspec
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.peer_info import RankMemory
 from kvconnector.transports.base import PendingWrite
+from kvconnector.transports.sockets.frames import MAX_HEAD_BYTES, Kind, encode_frame
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.memory import StagedMemory
 from kvconnector.transports.sockets.transport import _Where
@@ -23,8 +26,14 @@ from tests.fakes.handoff.tls_ends import (
     where_of,
     with_where,
 )
+from tests.fakes.time.waiting import wait_until
 
 pytestmark = pytest.mark.medium
+
+
+def is_readable(end: End) -> bool:
+    assert end.transport.descriptor is not None
+    return bool(select.select([end.transport.descriptor], [], [], 0)[0])
 
 
 def refused(p: End, d: End, write: PendingWrite) -> None:
@@ -168,6 +177,25 @@ def test_messages_go_both_ways_in_order(ends: tuple[End, End]) -> None:
     rounds_until(ends, lambda: len(p.heard) == len(d.heard) == len(sent), "all messages")
     assert p.heard == d.heard == sent
     assert (p.heard_of, d.heard_of) == ({d.id}, {p.id})  # as their certificates say
+
+
+def test_the_descriptor_shows_messages_and_bytes_that_the_kernel_did_not_take(
+    ends: tuple[End, End],
+) -> None:
+    """The I/O thread sleeps on the descriptor."""
+    p, d = ends
+    meet(p, d)
+    rounds_until(ends, lambda: not is_readable(p) and not is_readable(d), "rest")
+    p.transport.notify(d.id, b"news")
+    wait_until(lambda: is_readable(d), "the message")
+    rounds_until((d,), lambda: d.heard == [b"news"], "the message")
+    assert not is_readable(d)
+    (connection,) = p.transport._outgoing[d.id].connections()
+    connection.post(encode_frame(Kind.MESSAGE, b"x" * MAX_HEAD_BYTES) * 16)
+    rounds_until((p,), lambda: connection.wants_write, "a full send buffer")
+    assert not is_readable(p)
+    rounds_until((d,), lambda: is_readable(p), "room in the send buffer")
+    rounds_until(ends, lambda: len(d.heard) == 17, "all messages")
 
 
 def test_who_is_learnt_late_is_dialled_until_it_answers(ends: tuple[End, End]) -> None:
