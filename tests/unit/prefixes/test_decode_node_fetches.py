@@ -37,6 +37,8 @@ def test_a_decode_node_that_computes_a_prompt_fetches_what_a_prefill_node_has(
     assert cluster.output(("second", 7)) == tokens_of(tuple(prompt), NUM_OUT, architecture)
     receipt = cluster.receipts["second"]
     assert receipt.num_fetched_tokens == receipt.num_cached_tokens == num_cached
+    use = cluster.d.beat().cache
+    assert (use.fetched_tokens, use.memory_tokens) == (num_cached, 0)
     assert receipt.num_prompt_tokens_computed == len(prompt) - num_cached
     assert receipt.parked_s >= receipt.fetch_wait_s > 0
     assert cluster.p_shares.num_tokens_total == num_cached
