@@ -277,9 +277,9 @@ def test_https_logs_who_fails_once_and_not_each_time(system: System) -> None:
             await fail()
 
     asyncio.run(fail_often())
-    lines = [line for line in system.log("router").splitlines() if "TLS handshake with" in line]
+    lines = [line for line in system.log("router").splitlines() if "TLS handshake failed" in line]
     assert len(lines) == 1
-    assert "a TLS handshake with 127.0.0.1 failed: " in lines[0]
+    assert "127.0.0.1: a TLS handshake failed: " in lines[0]
 
 
 # ---------------------------------------------------------------- rotation; ends with another CA
