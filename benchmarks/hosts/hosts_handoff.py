@@ -11,8 +11,10 @@ too. Then ends without engines fill the links (`full_link.py`) to show how long 
 from __future__ import annotations
 
 import random
+import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,6 @@ from baton.v1 import admin_pb2
 from benchmarks.handoff.handoff_modes import PARAMS, make_checkpoint, push_figures
 from benchmarks.hosts.full_link import SLOW, measure_full_links, measure_slow_neighbour
 from benchmarks.hosts.link_model import BITS, Prefills, exposed_s, least_rate, push_queue
-from benchmarks.runner.deployments import receipt_of
 from benchmarks.runner.programs import admin_of
 from benchmarks.runner.run import Run
 from tests.hosts.network import Network, why_no_hosts
@@ -84,22 +85,34 @@ def _is_paired(router: str) -> bool:
 
 def measure(
     network: Network, router: str, rate: float, length: int, num_requests: int
-) -> list[Receipt]:
-    """Send requests of one length over links with one rate; return their receipts."""
+) -> list[tuple[Receipt, float]]:
+    """Send requests of one length over links with one rate.
+
+    Returns each request's receipt, and the exposed transfer in milliseconds that the router
+    expected when it chose the nodes.
+    """
     for name in ("p0", "d0"):
         network.limit(name, rate * 1e9 or None)
     draw = random.Random(f"{rate} {length}")
-    receipts = []
-    with Client(router) as client:
+    found = []
+    with Client(router) as client, admin_of(router) as admin:
         for _ in range(num_requests):
             prompt = draw.choices(range(2, 500), k=length)
-            receipts.append(receipt_of(client, prompt, PARAMS)[0])
-    return receipts
+            request_id = uuid.uuid4().hex
+            deltas = list(client.stream(prompt, PARAMS, request_id=request_id))
+            [receipt] = [delta.receipt for delta in deltas if delta.receipt]
+            question = admin_pb2.ExplainRequest(request_id=request_id)
+            decision = admin.Explain(question, timeout=10).decisions[-1]
+            terms = {term.name: term.value for term in decision.candidates[0].terms}
+            found.append((receipt, terms["exposed_transfer_ms"]))
+    return found
 
 
-def figures(receipts: list[Receipt], rate: float, push: str) -> dict[str, Any]:
+def figures(measured: Sequence[tuple[Receipt, float]], rate: float, push: str) -> dict[str, Any]:
     """Return medians over requests of one length, and the share of the link's rate."""
+    receipts = [receipt for receipt, _ in measured]
     found: dict[str, Any] = dict(push_figures(receipts))
+    found["expected_exposed_ms"] = round(statistics.median(ms for _, ms in measured), 2)
     prefill, decode = receipts[0].prefill, receipts[0].decode
     assert prefill is not None
     assert decode is not None
@@ -238,7 +251,9 @@ def speed_of(rate: float) -> str:
 
 def print_row(name: str, row: dict[str, Any]) -> None:
     """Print the main figures of one row."""
-    parts = [f"exposed {row['exposed_transfer_ms']:.2f} ms", f"prefill {row['prefill_ms']:.0f} ms"]
+    parts = [f"exposed {row['exposed_transfer_ms']:.2f} ms"]
+    parts += [f"router expected {row['expected_exposed_ms']:.2f} ms"]
+    parts += [f"prefill {row['prefill_ms']:.0f} ms"]
     if "predicted_exposed_ms" in row:
         parts.append(f"predicted {row['predicted_exposed_ms']:.2f} ms")
     if "least_gbit_per_s" in row:
