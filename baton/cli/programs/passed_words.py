@@ -6,6 +6,7 @@ These words are models, and options of the programs that `baton up` starts.
 from __future__ import annotations
 
 import difflib
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,14 +86,18 @@ def _option(word: str, program: str) -> Option | None:
     """Return a program's option; --no-x is the option x, if the option is a switch."""
     options = by_name(PROGRAMS.load(program))
     name = _name_of(word)
-    switch = options.get(name.removeprefix("no_"))
-    return switch if switch is not None and switch.type is bool else options.get(name)
+    positive = options.get(name.removeprefix("no_"))
+    return positive if _is_switch(positive) else options.get(name)
+
+
+def _is_switch(option: Option | None) -> bool:
+    """Return whether an option is yes or no, and so has no value on the command line."""
+    return option is not None and bool in (option.type, *typing.get_args(option.type))
 
 
 def _value_after(word: str, program: str, rest: Iterator[str]) -> list[str]:
     """Return the value of an option, taken from the words that follow; empty if there is none."""
-    option = _option(word, program)
-    if "=" in word or (option is not None and option.type is bool):
+    if "=" in word or _is_switch(_option(word, program)):
         return []
     value = next(rest, None)
     if value is None:

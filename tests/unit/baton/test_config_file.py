@@ -206,24 +206,25 @@ def test_up_gives_each_option_to_the_programs_that_have_it(
     path.write_text("model = 'other'\n[up]\ndecode = 2\n", encoding="utf-8")
     code, _, errors = baton(
         "up", "m", "--pooling", "last", "n", "--max-model-len=64", "--no-local-prefill",
-        "--trace-endpoint", "http://t", "--push", "chunks", "--inject-faults", "@f",
+        "--kv-digests", "--trace-endpoint", "http://t", "--push", "chunks", "--inject-faults", "@f",
         "--config", path, "--prefill-args", "--push tail", "--encoder-cache-tokens", "5",
     )  # fmt: skip
     assert (code, errors) == (0, "")
     [config] = started
     assert (config.models, config.num_decode) == (("m", "n"), 2)
-    for_all = ["--trace-endpoint", "http://t"]
+    traced = ["--trace-endpoint", "http://t"]
+    for_nodes = ["--kv-digests", *traced]
     assert config.router_args == [
-        "--config", str(path), "--pooling", "last", "--no-local-prefill", *for_all,
+        "--config", str(path), "--pooling", "last", "--no-local-prefill", *traced,
     ]  # fmt: skip
     assert config.node_args == ["--config", str(path)]
     length, faults = "--max-model-len=64", ["--inject-faults", "@f"]
     cache = ["--encoder-cache-tokens", "5"]
     assert config.prefill_args == [
-        length, *for_all, "--push", "chunks", *faults, *cache, "--push", "tail",
+        length, *for_nodes, "--push", "chunks", *faults, *cache, "--push", "tail",
     ]  # fmt: skip
-    assert config.decode_args == [length, *for_all, *faults, *cache]
-    assert config.encode_args == ["--config", str(path), *for_all, *faults, *cache]
+    assert config.decode_args == [length, *for_nodes, *faults, *cache]
+    assert config.encode_args == ["--config", str(path), *for_nodes, *faults, *cache]
 
 
 @pytest.mark.parametrize("given", [["m", "--model", "n"], ["m", "n", "--model", "m"]])
