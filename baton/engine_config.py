@@ -31,6 +31,7 @@ RANK_SUMS = ("auto", "own", "nccl")
 KV_LAYOUTS = ("layers", "heads")
 EXECUTOR_NAMES = ("auto", "uniproc", "multiproc", "external_launcher", "ray")
 MAX_RANKS = 64
+BY_DECODES = "decodes"  # value of pipeline_layers: stages take equal time to decode
 MAX_ADAPTERS = 4096
 DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
@@ -124,9 +125,9 @@ class EngineConfig:
     )
     pipeline_layers: str = option(
         "",
-        help="Number of layers of each pipeline stage, first stage first, such as 8,4; by default "
-        "equal numbers. The last stage also computes logits, which takes as long as some layers "
-        "when tokens are decoded.",
+        help="Number of layers of each pipeline stage, first stage first, such as 8,4. Empty: "
+        "equal numbers. decodes: numbers with which the stages take equal time to decode; the "
+        "last stage also computes logits, which take as long as some layers.",
     )
     executor: str = option(
         "auto",
@@ -462,10 +463,14 @@ class EngineConfig:
             )
 
     def _check_layers(self) -> None:
+        if self.pipeline_layers == BY_DECODES:
+            return
         parts = self.pipeline_layers.split(",") if self.pipeline_layers else []
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             got = repr(self.pipeline_layers)
-            raise ConfigError(f"pipeline_layers: must be numbers above 0 such as 8,4, got {got}")
+            raise ConfigError(
+                f"pipeline_layers: must be decodes, or numbers above 0 such as 8,4, got {got}"
+            )
         if parts and self.pipeline_parallel_size == 1:
             raise ConfigError("pipeline_layers: needs pipeline_parallel_size of 2 or more, got 1")
         if parts and len(parts) != self.pipeline_parallel_size:
@@ -513,7 +518,9 @@ class EngineConfig:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Number of layers of each pipeline stage; empty: as equal as possible."""
+        """Number of layers of each pipeline stage; empty: as equal as possible, or by decodes."""
+        if self.pipeline_layers == BY_DECODES:
+            return ()
         return tuple(map(int, filter(None, self.pipeline_layers.split(","))))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.api.errors import ConfigError
-from baton.engine_config import EngineConfig
+from baton.engine_config import BY_DECODES, EngineConfig
 from baton.options import check_limits, group, option
 from node_runtime.options import NodeOptions
 
@@ -51,6 +51,8 @@ class DecodeNodeOptions(NodeOptions):
     """Options of a decode node; a wrong value raises ConfigError with the field's name."""
 
     engine: EngineConfig = group(
-        lambda: EngineConfig(preemption="hand-back", cuda_graph_max_chunk=0)
+        lambda: EngineConfig(
+            preemption="hand-back", cuda_graph_max_chunk=0, pipeline_layers=BY_DECODES
+        )
     )
     decode: DecodeOptions = group(DecodeOptions)

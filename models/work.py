@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.kv.layers import shared_layers
+from baton.kv.manifest import shard
 from models.config import ModelConfig
 from models.memory_needs import expert_matrices, layer_matrices, memory_needs
 from models.recipe import AttentionSpec, LatentSpec, LayerSpec, Matrix
@@ -93,6 +94,35 @@ def model_work(
         num_experts=0 if moe is None else moe.num_experts,
         top_k=0 if moe is None else moe.top_k,
     )
+
+
+def layers_by_decodes(config: ModelConfig, num_stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage with which the stages take equal time to decode.
+
+    The last stage also computes logits. Empty if equal numbers of layers are as good, if there is
+    one stage, or if the numbers would part a layer from the layer whose KV it reads.
+    """
+    num_layers = config.num_layers
+    if not 1 < num_stages <= num_layers:
+        return ()
+    experts, moe = _size(expert_matrices(config)), config.experts
+    used = experts * moe.top_k / moe.num_experts if moe is not None else 0.0
+    in_all = _size(layer_matrices(config)) + used
+    head = config.vocab_size * config.hidden_size * num_layers / max(in_all, 1)  # in layers
+
+    def slowest(num_last: int) -> float:
+        return max(-(-(num_layers - num_last) // (num_stages - 1)), num_last + head)
+
+    most = num_layers // num_stages
+    num_last = min(range(most, 0, -1), key=slowest)
+    before = num_stages - 1
+    spans = [shard(num_layers - num_last, stage, before) for stage in range(before)]
+    ends = [end for _, end in spans]
+    sources = shared_layers([layer.mixer.kv for layer in config.layers]).items()
+    parts_kv = any(source < end <= reader for end in ends for reader, source in sources)
+    if num_last == most or parts_kv:
+        return ()
+    return (*(end - first for first, end in spans), num_last)
 
 
 def _attention(layers: Sequence[LayerSpec], value_bytes: int) -> tuple[AttentionWork, ...]:

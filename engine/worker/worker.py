@@ -19,7 +19,7 @@ from baton.adapters.files import Adapter, AdapterFiles
 from baton.api.changes import SleepLevel
 from baton.api.errors import ConfigError, ModelLoadError
 from baton.checkpoint.weights_cache import WeightsCache
-from baton.engine_config import EngineConfig
+from baton.engine_config import BY_DECODES, EngineConfig
 from baton_kernels.attention import wanted_block_size
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.sampling.step_sampler import LaunchedStep
@@ -74,6 +74,7 @@ from models.layers.moe import loads_of
 from models.loading.finite_weights import check_finite
 from models.parallel.group import ALONE, Ranks
 from models.parallel.shards import stage_layers
+from models.work import layers_by_decodes
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +118,12 @@ class Worker:
         # scheduler would slow the forward pass.
         by_itself = device.type == "cuda" or ranks.num_stages > 1
         self.runs_ahead = by_itself if runs_ahead is None else runs_ahead
-        ranks = replace(
-            ranks, stage_layers=config.stage_layers, expert_parallel=config.expert_parallel
-        )
         use_cores(config, ranks.everyone.rank, ranks.everyone.size)
         described = ModelConfig.from_folder(model_folder)
+        numbers = config.stage_layers
+        if config.pipeline_layers == BY_DECODES:
+            numbers = layers_by_decodes(described, ranks.num_stages)
+        ranks = replace(ranks, stage_layers=numbers, expert_parallel=config.expert_parallel)
         self.dtype = choose_dtype(config.dtype, device, described, has_bfloat16(config))
         check_batch_invariant(config, device, described)
         self.config = config = without_images_if_needed(config, device, described)

@@ -153,3 +153,4 @@ def test_wrong_numbers_of_layers_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^pipeline_layers: must .*{problem}"):
         EngineConfig(pipeline_parallel_size=2, pipeline_layers=text)
     assert EngineConfig(pipeline_parallel_size=2, pipeline_layers="8,4").stage_layers == (8, 4)
+    assert EngineConfig(pipeline_layers="decodes").stage_layers == ()

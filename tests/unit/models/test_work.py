@@ -11,7 +11,7 @@ from engine.core.metrics import EngineCounters, attended_tokens
 from engine.core.outputs import ScheduledRequest, SchedulerOutput
 from models.config import ModelConfig
 from models.recipe import AttentionSpec, LayerSpec, MixerSpec, MlpSpec, ShortConvSpec
-from models.work import ModelWork, model_work
+from models.work import ModelWork, layers_by_decodes, model_work
 from tests.fakes.engine.engine_parts import make_request
 
 
@@ -35,6 +35,53 @@ def test_matrices_are_two_flops_a_weight(config: ModelConfig) -> None:
     assert work.expert_bytes == 0
     read = (config.num_layers * layer + hidden * config.vocab_size) * 2  # kept as bfloat16
     assert work.weight_bytes == pytest.approx(read, rel=0.02)
+
+
+def with_layers(config: ModelConfig, num_layers: int, head_in_layers: float) -> ModelConfig:
+    """Return a model of equal layers, with a head of as many weights as some layers."""
+    layer_size = model_work(config, dtype="float32").token_flops / 2 / config.num_layers
+    vocab_size = round(head_in_layers * layer_size / config.hidden_size)
+    return replace(of_layers(config, config.layers[:1] * num_layers), vocab_size=vocab_size)
+
+
+def of_layers(config: ModelConfig, layers: tuple[LayerSpec, ...]) -> ModelConfig:
+    return replace(config, recipe=replace(config.recipe, layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "head_in_layers", "num_stages", "numbers"),
+    [
+        (12, 4.0, 2, (8, 4)),
+        (30, 8.0, 2, (19, 11)),
+        (30, 8.0, 3, (12, 13, 5)),
+        (12, 40.0, 4, (3, 4, 4, 1)),
+        (12, 0.1, 2, ()),  # equal numbers are as good
+        (12, 4.0, 1, ()),
+        (2, 4.0, 3, ()),  # refused elsewhere
+        (4, 9.0, 4, ()),
+    ],
+)
+def test_the_last_stage_of_decodes_has_fewer_layers(
+    config: ModelConfig,
+    num_layers: int,
+    head_in_layers: float,
+    num_stages: int,
+    numbers: tuple[int, ...],
+) -> None:
+    model = with_layers(config, num_layers, head_in_layers)
+    assert layers_by_decodes(model, num_stages) == numbers
+
+
+def test_stages_are_equal_if_a_layer_would_lose_the_kv_that_it_reads(config: ModelConfig) -> None:
+    model = with_layers(config, 12, 4.0)
+    mixer = model.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    shared = replace(model.layers[0], mixer=replace(mixer, kv_distance=1))
+    own = model.layers[:1]
+    parted = of_layers(model, (*own * 8, shared, *own * 3))
+    whole = of_layers(model, (*own * 9, shared, *own * 2))
+    assert layers_by_decodes(parted, 2) == ()
+    assert layers_by_decodes(whole, 2) == (8, 4)
 
 
 def test_of_experts_few_tokens_read_those_that_they_choose() -> None:
