@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from baton.api.pooling import PoolingParams
 from engine.core.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.core.request import Request
 from tests.fakes.engine.engine_parts import extended
@@ -30,6 +31,7 @@ class View:
     token_ids: list[int]
     num_computed_tokens: int
     block_ids: list[int]
+    pooling: PoolingParams | None
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +97,8 @@ class InFlightMachine(SchedulerMachine):
             token_ids.append(sampled)
         start = request.num_computed_tokens + request.num_tokens_in_flight
         return View(
-            request.request_id, request.extra_keys, token_ids, start, list(request.block_ids)
+            *(request.request_id, request.extra_keys, token_ids, start, list(request.block_ids)),
+            request.pooling,
         )
 
     def end_step(self) -> None:

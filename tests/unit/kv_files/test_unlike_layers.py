@@ -49,7 +49,7 @@ def say_turns(num_turns: int, folder: Path, files: Path, **options: Any) -> list
         assert answer(llm, prompt) == answer(plain, prompt)
         # The answer's last token was not computed.
         known = (len(turns[number - 1]) + NUM_OUT - 1) // SIZE * SIZE if number else 0
-        assert llm.metrics().cached_prompt_tokens_total == known
+        assert llm.metrics().cached_prompt_tokens_total == known, tier_of(llm).counts().misses
         counts = tier_of(llm).counts()
         assert (counts.hits, counts.tokens_read) == (bool(number), known)
         llm.engine.close()
