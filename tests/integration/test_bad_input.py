@@ -167,7 +167,7 @@ def test_wrong_router_option(demo_model: Path) -> None:
     [
         ("", "prompt", "at least 1"),
         ([], "prompt", "at least 1"),
-        ([5] * 2048, "prompt", "at most 2047"),
+        ([5] * 2048, "prompt", "2048 tokens > 2047 maximum"),
         ([5, 10_000_000], "prompt", "token ids"),
     ],
 )

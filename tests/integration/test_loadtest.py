@@ -74,7 +74,7 @@ def at(moved: dict[str, str], command: list[str]) -> list[str]:
 
 @pytest.mark.timeout(500)
 def test_the_commands_of_the_page_work(addresses: dict[str, str], tmp_path: Path) -> None:
-    assert [command[0] for command in COMMANDS] == ["router", "sim-node", *["loadtest"] * 10]
+    assert [command[0] for command in COMMANDS] == ["router", "sim-node", *["loadtest"] * 11]
     short = Workload(turn_tokens=Lengths(50, 0.5), output_tokens=Lengths(10, 0.5), mean_turns=2.0)
     starts = gamma_arrivals(random.Random(0), rate_per_s=10.0, variation=1.0)
     write_trace(tmp_path / "trace.jsonl", generate(short, starts, num_sessions=20, seed=0))
