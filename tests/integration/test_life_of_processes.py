@@ -49,7 +49,8 @@ def baton_up(
                 break
             assert time.monotonic() < give_up_at
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(programs_of(process)) == num_children
+        # The template may be about to become a reaper: then its command line names neither.
+        wait_until(lambda: len(programs_of(process)) == num_children, "all programs are children")
         yield process, children
     finally:
         process.kill()

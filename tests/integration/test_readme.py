@@ -107,6 +107,27 @@ def test_the_router_tells_nobody_the_key(guarded: LocalDeployment) -> None:
     assert KEY not in guarded.child("router").log.read_text(encoding="utf-8")
 
 
+def inline_commands() -> list[str]:
+    """Return the commands with options that stand within the pages' sentences."""
+    page = "".join((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
+    return re.findall(r"`(baton (?:loadtest|bench) [^`]*--[^`]+)`", page)
+
+
+def test_a_command_within_a_sentence_works(guarded: LocalDeployment, tmp_path: Path) -> None:
+    [call] = inline_commands()
+    call = call.replace("127.0.0.1:50051", guarded.config.listen)
+    done = subprocess.run(
+        [sys.executable, "-m", *call.split(), "--max-lag-ms", "60000"],
+        cwd=tmp_path,
+        env=os.environ | {"BATON_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # Commands that serve until they are stopped.
 SERVERS = ("up", "router", "prefill", "decode")
 
@@ -150,27 +171,6 @@ def test_a_command_of_the_page_works(guarded: LocalDeployment, call: str, tmp_pa
     is_of_ports = " doctor" in call and "taken: " in done.stdout
     assert done.returncode == 0 or is_of_ports, done.stdout + done.stderr
     assert done.stdout.strip()
-
-
-def inline_commands() -> list[str]:
-    """Return the commands with options that stand within the pages' sentences."""
-    page = "".join((ROOT / name).read_text(encoding="utf-8") for name in PAGES)
-    return re.findall(r"`(baton (?:loadtest|bench) [^`]*--[^`]+)`", page)
-
-
-def test_a_command_within_a_sentence_works(guarded: LocalDeployment, tmp_path: Path) -> None:
-    [call] = inline_commands()
-    call = call.replace("127.0.0.1:50051", guarded.config.listen)
-    done = subprocess.run(
-        [sys.executable, "-m", *call.split(), "--max-lag-ms", "60000"],
-        cwd=tmp_path,
-        env=os.environ | {"BATON_API_KEY": KEY},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_demo_runs_to_its_end() -> None:
