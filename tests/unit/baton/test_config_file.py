@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from baton.cli.app import app
 from baton.cli.declared import make_or_refuse
-from baton.cli.programs import run_up
 from baton.deployment.local_deployment import LocalDeploymentConfig
 from router.config import RouterConfig
 from tools.options_page import PAGE, page
@@ -163,16 +162,9 @@ def test_the_page_of_options_is_what_is_declared() -> None:
 
 
 def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, started: list[LocalDeploymentConfig]
 ) -> None:
     """A default that `up` passed on would win over the router's table."""
-    started: list[LocalDeploymentConfig] = []
-
-    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
-        started.append(config)
-        return 0
-
-    monkeypatch.setattr(run_up, "run_up", run)
     path = tmp_path / "fleet.toml"
     path.write_text(
         "model = 'm'\ndtype = 'float16'\n[up]\ndecode = 2\npolicy = 'round_robin'\n"
@@ -193,15 +185,8 @@ def test_up_passes_on_what_is_its_own_and_not_what_all_read_themselves(
 
 
 def test_up_gives_each_option_to_the_programs_that_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, started: list[LocalDeploymentConfig]
 ) -> None:
-    started: list[LocalDeploymentConfig] = []
-
-    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
-        started.append(config)
-        return 0
-
-    monkeypatch.setattr(run_up, "run_up", run)
     path = tmp_path / "fleet.toml"
     path.write_text("model = 'other'\n[up]\ndecode = 2\n", encoding="utf-8")
     code, _, errors = baton(
@@ -257,15 +242,8 @@ def test_a_variable_divides_models_at_commas_as_paths_may_have_spaces(
 
 
 def test_up_starts_each_model_and_divides_the_memory_among_them(
-    monkeypatch: pytest.MonkeyPatch,
+    started: list[LocalDeploymentConfig],
 ) -> None:
-    started: list[LocalDeploymentConfig] = []
-
-    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
-        started.append(config)
-        return 0
-
-    monkeypatch.setattr(run_up, "run_up", run)
     names = ["--served-model-name", "x=/a", "--served-model-name", "y=/b"]
     models = ["--model", "/a", "--model", "/b", "--prefill", "2"]
     assert baton("up", *models, *names, "--kv-cache-memory", "1G")[0] == 0

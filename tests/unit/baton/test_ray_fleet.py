@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from baton.api.errors import ConfigError
 from baton.cli.app import app
-from baton.cli.programs import run_up
 from baton.deployment.local_deployment import LocalDeploymentConfig, threads_of
 
 
@@ -32,15 +31,8 @@ def test_ray_places_nodes_if_asked(
     arguments: list[str],
     address: str | None,
     node_args: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    started: list[LocalDeploymentConfig],
 ) -> None:
-    started: list[LocalDeploymentConfig] = []
-
-    def run(config: LocalDeploymentConfig, *, ready_timeout_s: float) -> int:
-        started.append(config)
-        return 0
-
-    monkeypatch.setattr(run_up, "run_up", run)
     result = CliRunner().invoke(app, ["up", "--model", "m", *arguments])
     assert (result.exit_code, result.stderr) == (0, "")
     [config] = started
