@@ -62,7 +62,14 @@ class RouterConfig:
         5.0,
         least=0,
         help="How long a request waits for a pair of nodes if there is none, seconds. Until a "
-        "node of each role has joined, it fails at once.",
+        "node of each role has joined, it fails at once; but see --join-grace-s.",
+    )
+    join_grace_s: float = option(
+        10.0,
+        least=0,
+        help="How long after its start the router waits for nodes that are not here yet, seconds. "
+        "Until then, requests wait, and so do operators' commands to a node. Nodes join a router "
+        "that starts again within about two seconds.",
     )
     return_timeout_s: float = option(
         60.0,

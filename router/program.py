@@ -150,6 +150,8 @@ async def _run(parts: _Parts) -> None:
             await server.set_serving(False)
             address = await server.start(listen)
             logger.info("router of %s listens on %s", ", ".join(config.models), address)
+        for base in parts.names.bases:
+            base.pool.lost_nodes.expect_newcomers(config.join_grace_s)
         async with (
             _watching_all(parts.bases),
             _serving_http(parts) as http,

@@ -180,11 +180,11 @@ class Placer:
             pools: whether the call is pooled, and therefore needs only a prefill node.
 
         Raises:
-            NodeUnavailableError: nodes of the needed roles have never joined, or the time is up.
+            NodeUnavailableError: no nodes of the needed roles are expected, or the time is up.
         """
         pool = self._pool
         now = asyncio.get_running_loop().time() + _EARLY_S
-        is_possible = pool.has_had_prefill if pools else pool.has_had_both_roles
+        is_possible = pool.expects_prefill if pools else pool.expects_pair
         if not is_possible or now >= until:
             if pools:
                 why_not = pool.why_no_prompt_node(num_tokens, adapter)

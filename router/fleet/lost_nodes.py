@@ -1,5 +1,8 @@
 """LostNodes: records which nodes left unexpectedly, when, and which of them died.
 
+After a router's start, nodes of which it knows nothing are expected, too: the nodes of the router
+that ran before it.
+
 A lost node is not always dead: links break and recover, and processes stall and continue.
 
     the same engine id joins again                 the node did not die
@@ -12,6 +15,7 @@ Operators see the nodes that did not come back; `Suspects` counts the deaths.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -69,6 +73,9 @@ class LostNodes:
     Args:
         clock: returns monotonic seconds.
         return_s: seconds after which a node that has not come back counts as dead.
+
+    Attributes:
+        newcomers_until: until when nodes that have never joined here are expected, by the clock.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class LostNodes:
         # For each lost node's name, oldest first: when it left, and its registration
         self._missing: dict[str, tuple[float, NodeRegistration]] = {}
         self._left: dict[str, _Departure] = {}  # by name, oldest first; also nodes not expected
+        self.newcomers_until = -math.inf
 
     def note_loss(self, engine_id: str, node_name: str = "", num_open: int = 0) -> None:
         """Record that a node left unexpectedly.
@@ -130,20 +138,35 @@ class LostNodes:
         left = self._find_left(name)
         return "" if left is None else f"it {left.why}, {self._clock() - left.at:.0f} s ago"
 
+    def expect_newcomers(self, for_s: float) -> None:
+        """Expect nodes that have never joined here for some seconds from now on.
+
+        A router that starts again does not know the nodes of its predecessor. They join again
+        within a few seconds.
+        """
+        self.newcomers_until = self._clock() + for_s
+
+    @property
+    def expects_newcomers(self) -> bool:
+        """Return whether nodes that have never joined here are expected now."""
+        return self._clock() < self.newcomers_until
+
     @property
     def age_s(self) -> float:
         """Seconds since this router started."""
         return self._clock() - self._started_at
 
     def expected_for(self, name: str, return_s: float) -> float:
-        """Return for how many seconds a lost node is still expected; 0: it is not.
+        """Return for how many seconds a lost or unknown node is still expected; 0: it is not.
 
         Args:
             name: the node's name or engine id.
             return_s: seconds in which a lost node may return.
         """
         left = self._find_left(name)
-        if left is None or not any(
+        if left is None:
+            return max(self.newcomers_until - self._clock(), 0.0)
+        if not any(
             name in (one.node_name, one.engine_id) for _, one in self._missing.values()
         ):
             return 0.0

@@ -134,7 +134,7 @@ class NodePool:
         self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
         self._roles_seen: set[NodeRole] = set()
-        self._has_had_encoders = False
+        self._has_had_encoders = self._has_had_alone = False
         self._eligibility = eligibility
         self._reach = Reach()
         self._introductions = Introductions(self._reach, clock)
@@ -289,9 +289,11 @@ class NodePool:
         return self.lost_nodes.missing
 
     @property
-    def has_had_both_roles(self) -> bool:
-        """Return whether prefill and decode nodes have ever joined, so that they may return."""
-        return self._roles_seen >= set(PAIR_ROLES)
+    def expects_pair(self) -> bool:
+        """Return whether nodes that serve together were here before, or newcomers are expected."""
+        were_here = self._roles_seen >= set(PAIR_ROLES)
+        may_be_alone = self._may_self_prefill and self._has_had_alone
+        return were_here or may_be_alone or self.lost_nodes.expects_newcomers
 
     @property
     def may_encode_images(self) -> bool:
@@ -302,14 +304,14 @@ class NodePool:
         return self._has_had_encoders or self._roles_seen.isdisjoint(PAIR_ROLES)
 
     @property
-    def has_had_prefill(self) -> bool:
-        """Return whether a prefill node has ever joined."""
-        return NodeRole.PREFILL in self._roles_seen
+    def expects_prefill(self) -> bool:
+        """Return whether a prefill node has joined before, or newcomers are expected."""
+        return NodeRole.PREFILL in self._roles_seen or self.lost_nodes.expects_newcomers
 
     def awaited_until(self, return_s: float) -> float:
         """Return until when the pool expects nodes of a role that lacks usable nodes.
 
-        Returns -inf if no node is expected.
+        Returns -inf, or a time in the past, if no node is expected.
 
         Args:
             return_s: seconds that calls wait for a crashed node, or for a node that changes its
@@ -321,7 +323,8 @@ class NodePool:
         if self._missing_since is None:
             since = map(self.lost_nodes.missing_since, lacking)
             self._missing_since = max(since, default=-math.inf)
-        return self._missing_since + return_s
+        newcomers_until = self.lost_nodes.newcomers_until if lacking else -math.inf
+        return max(self._missing_since + return_s, newcomers_until)
 
     def awaits_nodes(self, return_s: float) -> bool:
         """Return whether nodes that the pool lacks are expected to return; see `awaited_until`."""
@@ -342,8 +345,8 @@ class NodePool:
     async def find_or_await_node(self, name: str, return_s: float) -> Node | None:
         """Return the node with this name or engine id; None: it is not here.
 
-        Waits for a node that was lost less than ``return_s`` seconds ago: if the node or this
-        router only stood still, the node joins again at once.
+        Waits for a node that was lost less than ``return_s`` seconds ago, or that may join because
+        this router has just started: if only the router was gone, the node joins again at once.
         """
         while (node := self.find_node(name)) is None:
             rest_s = self.lost_nodes.expected_for(name, return_s)
@@ -404,6 +407,7 @@ class NodePool:
         self.lost_nodes.note_joined(node.engine_id, node.name)
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
+        self._has_had_alone |= node.registration.computes_prompts
         if node.registration.role in PAIR_ROLES:
             self._has_had_encoders |= node.registration.encodes_images
         revision = node.registration.revision

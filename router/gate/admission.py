@@ -379,5 +379,6 @@ def make_admission(
         prompt_fleet=lambda: pool.prompt_fleet,
         shared_prefill_window_s=options.shared_prefill_window_s,
         clock=pool.clock,
+        awaits_newcomers=lambda: pool.lost_nodes.expects_newcomers,
     )
     return Admission(capacity, options, rates)

@@ -34,6 +34,8 @@ class Capacity:
         clock: the clock of the nodes' loads.
         prompt_fleet: returns the nodes for pooled prompts, which need no decode node; None:
             ``fleet``.
+        awaits_newcomers: returns whether the router has just started, so that requests wait until
+            the first nodes have joined; None: requests never wait for a first node.
 
     Attributes:
         bias: factor by which recent waits were longer than estimated.
@@ -47,16 +49,20 @@ class Capacity:
         shared_prefill_window_s: float = SHARED_PREFILL_WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
         prompt_fleet: Callable[[], Fleet] | None = None,
+        awaits_newcomers: Callable[[], bool] | None = None,
     ) -> None:
         self._fleet = fleet
         self._prompt_fleet = prompt_fleet or fleet
+        self._awaits_newcomers = awaits_newcomers or bool
         self._prefill_window_s = prefill_window_s
         self._shared_prefill_window_s = min(shared_prefill_window_s, prefill_window_s)
         self._clock = clock
         self.bias = 1.0
 
     def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
-        """Return whether some pair of nodes can take a request now; True also if there is no pair.
+        """Return whether some pair of nodes can take a request now.
+
+        True also if there is no pair and none is awaited: the request then learns why.
 
         Args:
             shares: whether to leave room to other tenants, so that their next request does not
@@ -65,7 +71,7 @@ class Capacity:
         """
         fleet = self._fleet()
         if not fleet:
-            return True
+            return not self._awaits_newcomers()
         prefills = fleet.prefills or fleet.self_prefilling
         if not self._has_time(prefills, shares=shares, pooled=False):
             return False
@@ -74,13 +80,17 @@ class Capacity:
         return any(_has_kv_room(node, needed, headroom) for node in _receivers(fleet))
 
     def has_time(self, *, shares: bool = False) -> bool:
-        """Return whether a prefill node can take a pooled prompt now; True if there is none.
+        """Return whether a prefill node can take a pooled prompt now.
+
+        True also if there is no prefill node and none is awaited.
 
         Args:
             shares: whether to leave room to other tenants; see `has_room`.
         """
         prefills = self._prompt_fleet().prefills
-        return not prefills or self._has_time(prefills, shares=shares, pooled=True)
+        if not prefills:
+            return not self._awaits_newcomers()
+        return self._has_time(prefills, shares=shares, pooled=True)
 
     def _has_time(self, prefills: Sequence[NodeLoad], *, shares: bool, pooled: bool) -> bool:
         if shares:

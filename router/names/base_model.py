@@ -48,10 +48,12 @@ class BaseModel:
     def check_adapter(self, adapter: str) -> None:
         """Raise NodeUnavailableError if the nodes of some role can neither use nor load an adapter.
 
+        Right after the router's start, other nodes may still join; see `LostNodes`.
+
         Args:
             adapter: digest of the adapter's files, 64 hex characters.
         """
-        if not self.pool.can_load_adapter(adapter):
+        if not (self.pool.can_load_adapter(adapter) or self.pool.lost_nodes.expects_newcomers):
             with self.metrics.accepting():
                 why = self.pool.adapters.why_not((node.load for node in self.pool.nodes), adapter)
                 raise NodeUnavailableError(

@@ -476,15 +476,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return [node for base in self._bases for node in base.pool.nodes]
 
     async def _find(self, name: str) -> Node:
-        """Return a node by its name or engine id; wait a moment for a node that was just lost.
+        """Return a node by its name or engine id; wait a moment for a node that may join again.
 
         Raises NotFoundError, with the reason why the node is not here.
         """
         pools = [base.pool for base in self._bases]
-        found = await asyncio.gather(*(one.find_or_await_node(name, RETURN_S) for one in pools))
-        for node in found:
-            if node is not None:
-                return node
+        searches = [asyncio.ensure_future(one.find_or_await_node(name, RETURN_S)) for one in pools]
+        try:
+            for search in asyncio.as_completed(searches):
+                if (node := await search) is not None:
+                    return node
+        finally:
+            for search in searches:
+                search.cancel()
         raise no_such_node(name, *(pool.lost_nodes for pool in pools))
 
     async def _chosen(self, name: str) -> list[Node]:

@@ -359,10 +359,10 @@ def test_whatever_a_node_says_is_a_sign_of_life() -> None:
 def test_what_is_missing_is_waited_for_only_after_both_roles_were_there() -> None:
     pool = make_pool()
     prefill = HandNode(pool, make_registration("p", P))
-    assert not pool.has_had_both_roles
+    assert not pool.expects_pair
     prefill.leave()
     HandNode(pool, make_registration("d", D))
-    assert pool.has_had_both_roles
+    assert pool.expects_pair
 
 
 def test_who_waits_for_a_change_hears_of_each_kind() -> None:

@@ -81,7 +81,7 @@ def test_encode_nodes_and_prefill_nodes_are_introduced(fleet: Fleet) -> None:
     assert first.peer_info == b"encodings of p0"
     about = [one.engine_id for one in fleet.p[0].of(PeerUpdate)]
     assert about == ["e0-0", "e1-0"]
-    assert not fleet.pool.has_had_both_roles, "an encode node is no half of a pair"
+    assert not fleet.pool.expects_pair, "an encode node is no half of a pair"
     assert fleet.pool.is_eligible(fleet.e[0].node)
 
 
