@@ -10,9 +10,11 @@ A read brings only the leading blocks that every rank could read. Refuses to kno
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
@@ -26,7 +28,7 @@ from baton.kv.block_hash import BlockHash
 from engine.core.metrics import KVFileCounts
 from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
-from engine.kv_files.run_index import RunIndex
+from engine.kv_files.run_index import RunIndex, plan_pieces
 from engine.kv_files.run_store import RunStore
 
 START_TIMEOUT_S = 60.0
@@ -296,6 +298,38 @@ class _StopSent(threading.Event):
         return self._link.poll(0)
 
 
+class RankScans:
+    """Lists a rank's files on the thread that writes, and lets reads wait for files not listed yet.
+
+    Without this wait, the leader could ask for files that the rank has and does not know: right
+    after the start, or when another node has just written them. The leader would then forget its
+    own part of these files.
+    """
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._num_begun = self._num_ended = 0  # written by the thread that writes
+
+    def scan(self) -> None:
+        """List the changed folders; see `RunStore.scan`."""
+        self._num_begun += 1
+        with contextlib.suppress(OSError):  # then the next order finds fewer files
+            self._store.scan()
+        self._num_ended = self._num_begun
+
+    def wait_for_files(self, job: ReadJob) -> None:
+        """Wait until files with a job's blocks are listed, or cannot be found, or the job stops."""
+        last = self._num_begun + 1  # the first scan that begins after this call
+        while self._num_ended < last and not (job.is_stopped or self._lists(job)):
+            time.sleep(_STOP_S)
+
+    def _lists(self, job: ReadJob) -> bool:
+        end = job.first + len(job.block_ids)
+        chain = job.chain[:end]
+        pieces = plan_pieces(self._store.index.runs_of(job.identity, chain), chain, job.first)
+        return bool(pieces) and pieces[-1].end == end
+
+
 def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
     """Carry out the leader's orders to read and write this rank's files, until the leader ends."""
     given = _OPEN.decode(argument)
@@ -307,16 +341,13 @@ def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
         FileSystem(),
     )
     reader, writer = _connect(given.address, b"read"), _connect(given.address, b"write")
+    scans = RankScans(store)
+    read = functools.partial(_read, scans)
     serve = threading.Thread(
-        target=_serve, args=(reader, store, memory.rank, _read), name="kv-files-read", daemon=True
+        target=_serve, args=(reader, store, memory.rank, read), name="kv-files-read", daemon=True
     )
     serve.start()
-
-    def scan() -> None:
-        with contextlib.suppress(OSError):  # then the next order finds fewer files
-            store.scan()
-
-    _serve(writer, store, memory.rank, _write, scan)
+    _serve(writer, store, memory.rank, _write, scans.scan)
 
 
 def _connect(address: str, purpose: bytes) -> Connection:
@@ -353,9 +384,10 @@ def _serve(
             link.send_bytes(_encode(done))
 
 
-def _read(link: Connection, store: RunStore, order: FileOrder) -> OrderDone:
+def _read(scans: RankScans, link: Connection, store: RunStore, order: FileOrder) -> OrderDone:
     before = store.counts.bytes_read
     job = ReadJob(order.identity, order.chain, order.first, order.block_ids, stop=_StopSent(link))
+    scans.wait_for_files(job)
     store.read(job)
     return OrderDone(job.num_done, job.causes, store.counts.bytes_read - before)
 

@@ -87,3 +87,25 @@ def test_what_one_rank_has_lost_is_written_again(tmp_path: Path) -> None:
         assert not own.index.runs_of(IDENTITY, chain), "no other prompt waits for half of the files"
         write(ranks)
         assert read(ranks, chain).num_done == 8
+
+
+def test_a_rank_that_has_not_listed_its_files_yet_lists_them_before_it_reads(
+    tmp_path: Path,
+) -> None:
+    """Regression: right after a start, or when another node had just written, nothing was read.
+
+    The leader also forgot its own part of the files.
+    """
+    own, _ = open_store(tmp_path)
+    with TwoRanks(own, tmp_path, may_scan=False) as ranks:
+        with TwoRanks(open_store(tmp_path)[0], tmp_path) as others:
+            chain = write(others)
+        own.scan()
+        job = ReadJob(IDENTITY, chain, 0, range(len(chain)))
+        reading = Thread(target=ranks.stores.read, args=(job,))
+        reading.start()
+        wait_until(lambda: job.num_read == 8, "the leader has read its part")
+        ranks.may_scan.set()
+        reading.join()
+        assert (job.num_done, job.causes) == (8, ())
+        assert own.index.runs_of(IDENTITY, chain)
