@@ -166,9 +166,7 @@ class LostNodes:
         left = self._find_left(name)
         if left is None:
             return max(self.newcomers_until - self._clock(), 0.0)
-        if not any(
-            name in (one.node_name, one.engine_id) for _, one in self._missing.values()
-        ):
+        if not any(name in (one.node_name, one.engine_id) for _, one in self._missing.values()):
             return 0.0
         return max(left.at + return_s - self._clock(), 0.0)
 
