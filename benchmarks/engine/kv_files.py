@@ -29,10 +29,12 @@ from baton import LLM, SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
 from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
 from benchmarks.runner.run import Document, Run
-from engine.kv_files.file_system import FileSystem
 from engine.kv_files.run_file import RunName
 from engine.kv_files.run_index import RunIndex
 from engine.kv_files.run_store import RunStore
+from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.folder import FolderStorage
+from engine.kv_files.storage.storage import StorageTerms
 from examples.demo import fetch_model
 
 PARTS = ("prefix", "nobody", "start", "troubles")  # unless others are chosen
@@ -175,7 +177,9 @@ def measure_troubles(run: Run, model: str, tokens: int, repetitions: int) -> Doc
                 if llm.engine.features.files is not None:
                     store = llm.engine.features.files._store
                     assert isinstance(store, RunStore)
-                    store._files = _TroubledFiles(name)
+                    storage = store._storage
+                    assert isinstance(storage, FolderStorage)
+                    storage._files = _TroubledFiles(name)
                     if name == "full disk":  # a read finds nothing
                         store.index = RunIndex()
                 first_token_s(llm, prompt_of(999, 600))
@@ -202,7 +206,7 @@ def measure_start() -> Document:
             path.touch()
             os.truncate(path, FILE_BYTES)
         began_at = time.perf_counter()
-        store = RunStore(Path(folder), 2**40, _NoBlocks(), 16, FileSystem())
+        store = RunStore(FolderStorage(StorageTerms(folder)), 2**40, _NoBlocks(), 16)
         store.scan()
         seconds = time.perf_counter() - began_at
     return {"seconds": seconds, "files": len(store.index), "bytes": store.index.num_bytes}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.api.errors import ConfigError
-from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import WriteJob
 from engine.kv_files.run_file import RunName
-from engine.kv_files.run_store import SECRET
+from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.secret import SECRET
 from tests.fakes.engine.kv_file_stores import (
     BLOCK_BYTES,
     IDENTITY,
