@@ -63,7 +63,7 @@ class RunStore:
         self._storage, self._limit_bytes = storage, limit_bytes
         self.memory, self._block_size = memory, block_size
         self.index = RunIndex()
-        self.counts = KVFileCounts()
+        self.counts = KVFileCounts(are_objects=storage.are_objects)
         least = 2 * -(-MIN_TOKENS // block_size) * memory.block_bytes
         if limit_bytes < least:
             raise ConfigError(
@@ -158,9 +158,7 @@ class RunStore:
                 run.hashes = checked.header.hashes
                 if piece is not None:
                     self._read_blocks(job, piece, file, checked)
-                    # Other nodes, and this node after a restart, read the time of use.
-                    run.used_at = time.time()
-                    file.note_use()
+                    self._note_use(run, file, job.first + job.num_done - piece.begin)
             finally:
                 file.close()
         except FileNotFoundError:
@@ -172,6 +170,13 @@ class RunStore:
             self._drop(run)
             return False
         return True
+
+    def _note_use(self, run: Run, file: StoredFile, num_blocks: int) -> None:
+        """Note that blocks of a run were read now, also for other nodes and after a restart."""
+        now = time.time()
+        self.counts.ages.note_many(max(now - run.used_at, 0.0), num_blocks)
+        run.used_at = now
+        file.note_use()
 
     def _read_header(self, file: StoredFile, run: Run, identity: str) -> CheckedHeader:
         prefix = _read_bytes(file, PREFIX_BYTES)

@@ -37,12 +37,12 @@ class FolderStorage:
         files: does all operations on files.
 
     Attributes:
-        secret, chunk_bytes: see `Storage`.
+        secret, chunk_bytes, are_objects: see `Storage`.
 
     Raises ConfigError if the folder or the key cannot be used.
     """
 
-    chunk_bytes = 2**21
+    chunk_bytes, are_objects = 2**21, False
 
     def __init__(self, terms: StorageTerms, files: FileSystem | None = None) -> None:
         self._folder, self._files = Path(terms.location).expanduser(), files or FileSystem()

@@ -64,13 +64,13 @@ class ObjectStorage:
         terms: bucket and prefix, the file with the key, and the longest time of a read request.
 
     Attributes:
-        secret, chunk_bytes: see `Storage`.
+        secret, chunk_bytes, are_objects: see `Storage`.
 
     Raises ConfigError if the key cannot be used, the bucket is missing, or access is denied. A
     server that does not answer is no error: it may answer later.
     """
 
-    chunk_bytes = _NUM_REQUESTS * _REQUEST_BYTES
+    chunk_bytes, are_objects = _NUM_REQUESTS * _REQUEST_BYTES, True
 
     def __init__(self, terms: StorageTerms) -> None:
         self.secret = read_secret_file(terms.secret_file, FileSystem())

@@ -70,10 +70,12 @@ class Storage(Protocol):
     Attributes:
         secret: key of the digests of all files.
         chunk_bytes: how many bytes of a file to read at once.
+        are_objects: whether the files are objects on a server.
     """
 
     secret: bytes
     chunk_bytes: int
+    are_objects: bool
 
     def list_changes(self) -> Iterator[Listing]:
         """Yield the folders that may have changed since the last call; gone folders are empty.
