@@ -12,7 +12,7 @@ from engine.kv_files.storage.storage import StorageTerms
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """What a store is opened with.
+    """Options with which each rank opens its store.
 
     Attributes:
         storage: where the files are.

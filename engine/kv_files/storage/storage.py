@@ -35,7 +35,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StorageTerms:
-    """What a storage is opened with; ranks get the same terms.
+    """Options with which each rank opens its storage.
 
     Attributes:
         location: a folder, or ``s3://BUCKET/PREFIX``.
