@@ -279,9 +279,15 @@ class EngineConfig:
     )
     kv_files: str = option(
         "",
-        help="Folder for KV of ended requests, read back for later requests with an equal prefix, "
-        "also after a restart. Nodes of one machine may share it. For models with full attention "
-        "in all layers, and one rank. Empty: no files.",
+        help="Where to store KV of ended requests, read back for later requests with an equal "
+        "prefix, also after a restart: a folder, which nodes of one machine may share, or "
+        "s3://BUCKET/PREFIX, which nodes of several machines may share. Empty: nowhere.",
+    )
+    kv_files_secret: str = option(
+        "",
+        help="File with the key of the stored KV's digests: 32 random bytes, readable for this "
+        "user only. Needed with s3://; all nodes that share a bucket need the same key. Empty: a "
+        "folder has a key of its own.",
     )
     kv_files_bytes: int | None = option(
         None,
@@ -289,7 +295,7 @@ class EngineConfig:
         least=2**20,
         unset="auto",
         parse=parse_bytes,
-        help="With --kv-files: maximum bytes of all files in the folder, such as 50G; auto: "
+        help="With --kv-files: maximum bytes of all files there, such as 50G; auto: "
         f"{DEFAULT_KV_FILES_BYTES // GIB}G.",
     )
     kv_files_timeout_s: float = option(
@@ -483,7 +489,19 @@ class EngineConfig:
         if not self.kv_files:
             if self.kv_files_bytes is not None:
                 raise ConfigError(f"kv_files_size: needs kv_files, got {self.kv_files_bytes}")
+            if self.kv_files_secret:
+                raise ConfigError(f"kv_files_secret: needs kv_files, got {self.kv_files_secret!r}")
             return
+        scheme, found, place = self.kv_files.partition("://")
+        if found and (scheme != "s3" or not place.partition("/")[0]):
+            raise ConfigError(
+                f"kv_files: must be a folder or s3://BUCKET/PREFIX, got {self.kv_files!r}"
+            )
+        if found and not self.kv_files_secret:
+            raise ConfigError(
+                "kv_files_secret: s3:// needs a file with the key of the digests, because whoever "
+                "can write to the bucket could change a key that lies there"
+            )
         if not self.prefix_cache:
             raise ConfigError("kv_files: needs prefix_cache, which is off")
         if self.executor_name not in ("uniproc", "multiproc"):

@@ -121,7 +121,7 @@ class DecodeNode:
             num_quarantined_blocks=reservations.quarantine.num_blocks
             + side_work.num_quarantined_blocks,
             num_transfers=reservations.num_transfers + side_work.num_transfers,
-            num_fetched_tokens=self.handoff_metrics().fetched_tokens,
+            handoffs=self.handoff_metrics(),
         )
 
     def requests(self) -> list[RequestView]:

@@ -146,13 +146,14 @@ class StepFigures:
             kv_files=self.file_counts(),
         )
 
-    def cache_use(self, num_fetched_tokens: int) -> CacheUse:
+    def cache_use(self, num_fetched_tokens: int, fetched_age_s: float = 0.0) -> CacheUse:
         """Return the prefix cache's size, and how many prompt tokens came from each source.
 
         Safe from any thread. Each beat calls this method, so it reads only the figures it returns.
 
         Args:
             num_fetched_tokens: prompt tokens that other nodes sent from their caches.
+            fetched_age_s: median age of these tokens' blocks, see `CacheUse`.
         """
         scheduler, counters = self._scheduler, self._scheduler.counters
         pool, files = scheduler.kv_cache_manager.block_pool, self.file_counts() or KVFileCounts()
@@ -169,6 +170,10 @@ class StepFigures:
             fetched_tokens=num_fetched_tokens,
             file_bytes=files.bytes_stored,
             num_files=files.files_stored,
+            are_objects=files.are_objects,
+            memory_age_s=pool.residency.reuse_gap.median_s(),
+            file_age_s=files.ages.median_s(),
+            fetched_age_s=fetched_age_s,
             evicted_after_s=idle.sum_s / max(sum(idle.counts), 1),
         )
 

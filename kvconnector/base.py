@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from baton.api.outputs import PushReceipt
+from baton.kv.residency import SecondsHistogram
 from kvconnector.blocks import LayerRange
 
 TransferKey = tuple[str, int]  # (request_id, epoch)
@@ -41,6 +42,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         image: digest of the image whose encoding was sent, in hexadecimal; empty: KV was sent.
         prefix: hash of the last block of a cached prefix that was sent, in hexadecimal; empty: a
             computed prompt or an encoding was sent.
+        idle_ms: mean time since the last use of a cached prefix's blocks, in milliseconds.
     """
 
     num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -49,6 +51,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
     image: Annotated[str, msgspec.Meta(max_length=64)] = ""
     prefix: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    idle_ms: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**16)] = HANDOFF_VERSION
 
 
@@ -161,6 +164,7 @@ class HandoffMetrics:
         fetches: cached prefixes that this node expected, received and lost since its start.
         fetches_open: cached prefixes that this node sends, expects, or has in quarantine.
         fetched_tokens, fetched_bytes: tokens and bytes of the received prefixes.
+        fetched_ages: time from the last use of a received prefix's blocks until they were sent.
         shared_tokens: tokens of the prefixes that this node sent whole.
     """
 
@@ -174,6 +178,7 @@ class HandoffMetrics:
     fetches_open: int = 0
     fetched_tokens: int = 0
     fetched_bytes: int = 0
+    fetched_ages: SecondsHistogram = field(default_factory=SecondsHistogram)
     shared_tokens: int = 0
 
 

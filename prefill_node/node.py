@@ -115,7 +115,7 @@ class PrefillNode:
             num_quarantined_blocks=tracker.num_draining_blocks + side_work.num_quarantined_blocks,
             num_transfers=tracker.num_transfers + side_work.num_transfers,
             num_waiting_for_encodings=side_work.num_waiting_for_encodings,
-            num_fetched_tokens=self.handoff_metrics().fetched_tokens,
+            handoffs=self.handoff_metrics(),
         )
 
     def requests(self) -> list[RequestView]:

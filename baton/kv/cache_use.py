@@ -18,6 +18,9 @@ class CacheUse:
         file_tokens: prompt tokens that were read from files.
         fetched_tokens: prompt tokens that other nodes sent from their caches.
         file_bytes, num_files: files in the folder, including files of other nodes.
+        are_objects: whether these files are objects on a server.
+        memory_age_s, file_age_s, fetched_age_s: median seconds from the last use of a block until a
+            request used the block again, by the place where the block was; 0: there was none.
         evicted_after_s: mean seconds between the last use and the eviction of a block; 0: no block
             was evicted.
     """
@@ -30,6 +33,10 @@ class CacheUse:
     fetched_tokens: int = 0
     file_bytes: int = 0
     num_files: int = 0
+    are_objects: bool = False
+    memory_age_s: float = 0.0
+    file_age_s: float = 0.0
+    fetched_age_s: float = 0.0
     evicted_after_s: float = 0.0
 
 

@@ -33,6 +33,25 @@ class SecondsHistogram:
         self.counts[bisect_left(RESIDENCY_S, seconds)] += 1
         self.sum_s += seconds
 
+    def note_many(self, seconds: float, number: int) -> None:
+        """Count ``number`` durations of ``seconds`` each."""
+        self.counts[bisect_left(RESIDENCY_S, seconds)] += number
+        self.sum_s += seconds * number
+
+    def median_s(self) -> float:
+        """Return the median, interpolated within its bucket; 0: nothing was counted.
+
+        A median in the last bucket, which has no upper limit, counts as its lower limit.
+        """
+        half, below = sum(self.counts) / 2, 0
+        for place, count in enumerate(self.counts):
+            if count and below + count >= half:
+                low = RESIDENCY_S[place - 1] if place else 0.0
+                high = RESIDENCY_S[place] if place < len(RESIDENCY_S) else low
+                return low + (high - low) * (half - below) / count
+            below += count
+        return 0.0
+
     def copy(self) -> SecondsHistogram:
         return SecondsHistogram(self.counts.copy(), self.sum_s)
 

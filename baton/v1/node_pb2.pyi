@@ -203,7 +203,7 @@ class NodeBeat(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ..., num_decoding_images: _Optional[int] = ...) -> None: ...
 
 class CacheUse(_message.Message):
-    __slots__ = ("num_blocks", "num_bytes", "num_pinned_blocks", "memory_tokens", "file_tokens", "fetched_tokens", "file_bytes", "num_files", "evicted_after_s")
+    __slots__ = ("num_blocks", "num_bytes", "num_pinned_blocks", "memory_tokens", "file_tokens", "fetched_tokens", "file_bytes", "num_files", "evicted_after_s", "are_objects", "memory_age_s", "file_age_s", "fetched_age_s")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,10 @@ class CacheUse(_message.Message):
     FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_FILES_FIELD_NUMBER: _ClassVar[int]
     EVICTED_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    ARE_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    FILE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_AGE_S_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_bytes: int
     num_pinned_blocks: int
@@ -222,7 +226,11 @@ class CacheUse(_message.Message):
     file_bytes: int
     num_files: int
     evicted_after_s: float
-    def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., file_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., num_files: _Optional[int] = ..., evicted_after_s: _Optional[float] = ...) -> None: ...
+    are_objects: bool
+    memory_age_s: float
+    file_age_s: float
+    fetched_age_s: float
+    def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., file_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., num_files: _Optional[int] = ..., evicted_after_s: _Optional[float] = ..., are_objects: bool = ..., memory_age_s: _Optional[float] = ..., file_age_s: _Optional[float] = ..., fetched_age_s: _Optional[float] = ...) -> None: ...
 
 class PeerReport(_message.Message):
     __slots__ = ("engine_id", "connected", "transport", "problem", "bandwidth_bytes_per_s", "is_encode_node")

@@ -7,6 +7,8 @@
     start    the time until 10,000 files with 10 GiB are known
     troubles the long prompt with a disk of 2 MB/s, a full disk or read errors; compared with an
              engine without files
+    turns    a conversation of 8,192 tokens, written in 1 to 31 turns and so in 1 to 5 files, read
+             from the page cache; blocks of SmolLM2 in float32, without an engine
 
 SmolLM2-135M-Instruct with 4-bit weights except in the part larger, in this process.
 """
@@ -14,6 +16,7 @@ SmolLM2-135M-Instruct with 4-bit weights except in the part larger, in this proc
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import statistics
 import tempfile
@@ -29,10 +32,13 @@ from baton import LLM, SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
 from benchmarks.engine_cpu.engine_cpu import WORKS, make_checkpoint
 from benchmarks.runner.run import Document, Run
-from engine.kv_files.file_system import FileSystem
+from engine.kv_files.jobs import ReadJob, WriteJob
 from engine.kv_files.run_file import RunName
 from engine.kv_files.run_index import RunIndex
 from engine.kv_files.run_store import RunStore
+from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.folder import FolderStorage
+from engine.kv_files.storage.storage import StorageTerms
 from examples.demo import fetch_model
 
 PARTS = ("prefix", "nobody", "start", "troubles")  # unless others are chosen
@@ -43,19 +49,21 @@ SLOW_BYTES_PER_S = 2e6
 TROUBLES = ("slow disk", "full disk", "read errors")
 
 
-class _NoBlocks:
-    """Memory without blocks, for a store that only lists files."""
+class _Blocks:
+    """Memory with blocks, for a store without an engine."""
 
-    block_bytes = 2**20
-    in_use = Lock()
+    def __init__(self, num_blocks: int = 0, block_bytes: int = 2**20) -> None:
+        self.block_bytes, self.in_use = block_bytes, Lock()
+        self._memory = memoryview(bytearray(num_blocks * block_bytes))
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
-        raise NotImplementedError
+        size = self.block_bytes
+        return [self._memory[i * size : (i + 1) * size] for i in block_ids]
 
     room_for = contents
 
     def put(self, block_ids: Sequence[int], parts: Sequence[memoryview]) -> None:
-        raise NotImplementedError
+        """Do nothing: the parts are the memory."""
 
 
 class _TroubledFiles(FileSystem):
@@ -175,7 +183,9 @@ def measure_troubles(run: Run, model: str, tokens: int, repetitions: int) -> Doc
                 if llm.engine.features.files is not None:
                     store = llm.engine.features.files._store
                     assert isinstance(store, RunStore)
-                    store._files = _TroubledFiles(name)
+                    storage = store._storage
+                    assert isinstance(storage, FolderStorage)
+                    storage._files = _TroubledFiles(name)
                     if name == "full disk":  # a read finds nothing
                         store.index = RunIndex()
                 first_token_s(llm, prompt_of(999, 600))
@@ -202,10 +212,34 @@ def measure_start() -> Document:
             path.touch()
             os.truncate(path, FILE_BYTES)
         began_at = time.perf_counter()
-        store = RunStore(Path(folder), 2**40, _NoBlocks(), 16, FileSystem())
+        store = RunStore(FolderStorage(StorageTerms(folder)), 2**40, _Blocks(), 16)
         store.scan()
         seconds = time.perf_counter() - began_at
     return {"seconds": seconds, "files": len(store.index), "bytes": store.index.num_bytes}
+
+
+def measure_turns(repetitions: int) -> Document:
+    """Measure how long it takes to read one conversation from few and from several files."""
+    num_blocks, memory = 512, _Blocks(512, 16 * 23_040)
+    chain = [hashlib.blake2b(bytes([i % 256, i // 256])).digest()[:32] for i in range(num_blocks)]
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="baton-kv-") as folder:
+        stores: dict[str, RunStore] = {}
+        for turns in (1, 8, 15, 31):
+            storage = FolderStorage(StorageTerms(f"{folder}/{turns}"))
+            store = RunStore(storage, 2**40, memory, 16)
+            for turn in range(1, turns + 1):
+                end = num_blocks * turn // turns
+                store.write(WriteJob("a", chain[:end], 0, range(end), lambda place: True))
+            stores[f"{turns} turns, {len(store.index)} files"] = store
+        for _ in range(repetitions):
+            for name, store in stores.items():
+                job = ReadJob("a", chain, 0, range(num_blocks))
+                began_at = time.perf_counter()
+                store.read(job)
+                seconds.setdefault(name, []).append(time.perf_counter() - began_at)
+                assert job.num_done == num_blocks, job.causes
+    return {"seconds": {name: statistics.median(found) for name, found in seconds.items()}}
 
 
 def run(
@@ -214,7 +248,7 @@ def run(
     """Measure the chosen parts one after another; other parts keep their results and dates.
 
     Args:
-        part: some of prefix, larger, nobody, start, troubles.
+        part: some of prefix, larger, nobody, start, troubles, turns.
         tokens: tokens of the long prompt.
         repetitions: number of long prompts, and of pairs of batches.
     """
@@ -233,4 +267,6 @@ def run(
         document["nobody"] = measure_nobody(run, str(found), 4 * repetitions)
     if "troubles" in part:
         document["troubles"] = measure_troubles(run, str(found), tokens, repetitions)
+    if "turns" in part:
+        document["turns"] = measure_turns(5 * repetitions)
     return document

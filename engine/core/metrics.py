@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.api.outputs import FinishReason
-from baton.kv.residency import BlockResidency
+from baton.kv.residency import BlockResidency, SecondsHistogram
 from engine.core.outputs import SchedulerOutput
 from engine.core.request import Request
 
@@ -71,6 +71,8 @@ class KVFileCounts:
         bytes_written: bytes of the written files.
         files_evicted: files that this node removed because the folder was full.
         bytes_stored, files_stored: files in the folder, those of other nodes and models included.
+        are_objects: whether the files are objects on a server.
+        ages: time from the last use of a block until it was read from a file.
     """
 
     hits: int = 0
@@ -82,6 +84,8 @@ class KVFileCounts:
     files_evicted: int = 0
     bytes_stored: int = 0
     files_stored: int = 0
+    are_objects: bool = False
+    ages: SecondsHistogram = field(default_factory=SecondsHistogram)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

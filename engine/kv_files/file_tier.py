@@ -533,6 +533,7 @@ class KVFileTier:
             misses=dict(own.misses),
             tokens_read=own.tokens_read,
             runs={end: own.runs[end] + store.runs[end] for end in own.runs},
+            ages=store.ages.copy(),
         )
 
     def held(self) -> list[BlockHolding]:
@@ -578,5 +579,5 @@ class KVFileTier:
         try:
             self._store.scan()
         except OSError as error:
-            self._writing.fail(f"the folder cannot be read: {error}")
+            self._writing.fail(f"the files cannot be listed: {error}")
         self._is_scanned.set()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from baton.engine_config import DEFAULT_KV_FILES_BYTES, EngineConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request
 from engine.core.side_blocks import SideBlocks
 from engine.executors.base import Executor
-from engine.kv_files.file_system import FileSystem
 from engine.kv_files.file_tier import KVFileTier
+from engine.kv_files.open_store import StoreTerms, open_store
 from engine.kv_files.rank_stores import RankStores, open_rank_stores
 from engine.kv_files.run_store import RunStore
+from engine.kv_files.storage.storage import StorageTerms
 
 
 def make_tier(
@@ -23,7 +23,7 @@ def make_tier(
     side_blocks: SideBlocks,
     resume: Callable[[Request], None],
 ) -> KVFileTier | None:
-    """Open the folder of ``--kv-files``; return None without this option.
+    """Open the folder or bucket of ``--kv-files``; return None without this option.
 
     Args:
         manager: owner of the blocks and of the prefix cache.
@@ -31,20 +31,20 @@ def make_tier(
         resume: queues a request that waited for a part of its prompt.
 
     Raises:
-        ConfigError: the folder cannot be used, or a rank cannot open its files.
+        ConfigError: the folder or bucket cannot be used, or a rank cannot open its files.
     """
     if not config.kv_files:
         return None
     memory, manifest = executor.kv_memory, executor.kv_memory.manifest
-    folder = Path(config.kv_files).expanduser()
+    where = StorageTerms(config.kv_files, config.kv_files_secret, config.kv_files_timeout_s)
     limit_bytes = config.kv_files_bytes or DEFAULT_KV_FILES_BYTES
-    own = RunStore(folder, limit_bytes, memory.open_bytes(), manager.block_size, FileSystem())
+    terms = StoreTerms(where, limit_bytes, manager.block_size)
+    own = open_store(terms, memory.open_bytes())
     store: RunStore | RankStores = own
     facts = ""
     if manifest.num_ranks > 1:
         facts = f" {manifest.num_ranks} {manifest.num_stages} {manifest.stage_layers}"
-        options = str(folder), limit_bytes, manager.block_size
-        store = open_rank_stores(own, memory.rank, options, executor.attach)
+        store = open_rank_stores(own, memory.rank, terms, executor.attach)
     windows = memory.spec.sliding_windows
     return KVFileTier(
         manager,

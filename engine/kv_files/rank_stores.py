@@ -26,8 +26,8 @@ import msgspec
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import BlockHash
 from engine.core.metrics import KVFileCounts
-from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
+from engine.kv_files.open_store import StoreTerms, open_store
 from engine.kv_files.run_index import RunIndex, plan_pieces
 from engine.kv_files.run_store import RunStore
 
@@ -40,9 +40,7 @@ _ENTRY = f"{__name__}:serve_rank"
 class OpenStore(msgspec.Struct, frozen=True):
     """A message: open your store, and connect to the leader's socket ``address``."""
 
-    folder: str
-    limit_bytes: int
-    block_size: int
+    terms: StoreTerms
     address: str
 
 
@@ -233,7 +231,7 @@ def _raise_first(found: Sequence[OrderDone]) -> None:
 def open_rank_stores(
     own: RunStore,
     rank: int,
-    options: tuple[str, int, int],
+    terms: StoreTerms,
     attach: Callable[[str, bytes], Mapping[int, Connection]],
 ) -> RankStores:
     """Open the stores of all other ranks.
@@ -241,7 +239,7 @@ def open_rank_stores(
     Args:
         own: the leader's store.
         rank: number of the leader.
-        options: folder, limit in bytes, and block size.
+        terms: what the leader's store was opened with.
         attach: starts a function in each other rank's process, beside its steps; see
             `Executor.attach`.
 
@@ -254,7 +252,7 @@ def open_rank_stores(
             server.bind(address)
             server.listen()
             server.settimeout(START_TIMEOUT_S)
-            num_others = len(attach(_ENTRY, _encode(OpenStore(*options, address))))
+            num_others = len(attach(_ENTRY, _encode(OpenStore(terms, address))))
             links: dict[bytes, list[Connection]] = {b"read": [], b"write": []}
             for _ in range(2 * num_others):
                 link = _accept(server)
@@ -333,13 +331,7 @@ class RankScans:
 def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
     """Carry out the leader's orders to read and write this rank's files, until the leader ends."""
     given = _OPEN.decode(argument)
-    store = RunStore(
-        Path(given.folder),
-        given.limit_bytes,
-        memory.open_bytes(),
-        given.block_size,
-        FileSystem(),
-    )
+    store = open_store(given.terms, memory.open_bytes())
     reader, writer = _connect(given.address, b"read"), _connect(given.address, b"write")
     scans = RankScans(store)
     read = functools.partial(_read, scans)

@@ -16,10 +16,11 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.kv.block_hash import BlockHash
 from baton.kv.prefixes import share_end, transfer_name
+from baton.kv.residency import SecondsHistogram
 from baton.link.words import RequestCommand
 from engine.core.request import Request
 from engine.engine import Engine
@@ -65,13 +66,18 @@ class _Fetch(IncomingTransfer):
 
 @dataclass(slots=True)
 class FetchCounts:
-    """Counts of one node's fetches since its start."""
+    """Counts of one node's fetches since its start.
+
+    Attributes:
+        ages: time from the last use of a received prefix's blocks until they were sent.
+    """
 
     started: int = 0
     received: int = 0
     lost: int = 0
     tokens: int = 0
     num_bytes: int = 0
+    ages: SecondsHistogram = field(default_factory=SecondsHistogram)
 
     def by_state(self) -> dict[str, int]:
         """Return the numbers of fetches, by what became of them."""
@@ -237,13 +243,14 @@ class Fetches:
         num_tokens = fetch.num_blocks * self._block_size
         wanted = num_tokens, hashes[-1:]
         found = None if record is None else (record.num_tokens, [_hash_of(record)])
-        if not fetch.block_ids or found != wanted:
+        if record is None or not fetch.block_ids or found != wanted:
             self.lose(key, fetch, "its commit record does not fit", quiet=True)
             return
         self._cache(fetch, hashes)
         num_tokens -= fetch.num_cached * self._block_size
         self.counts.received += 1
         self.counts.tokens += num_tokens
+        self.counts.ages.note_many(record.idle_ms / 1e3, num_tokens // self._block_size)
         self.counts.num_bytes += event.receipt.num_bytes if event.receipt else 0
         for waiter in fetch.waiters:
             if waiter.request is fetch.request:

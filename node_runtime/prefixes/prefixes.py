@@ -119,4 +119,5 @@ class Prefixes(SideWork):
             fetches_open=self.num_transfers,
             fetched_tokens=counts.tokens,
             fetched_bytes=counts.num_bytes,
+            fetched_ages=counts.ages.copy(),
         )

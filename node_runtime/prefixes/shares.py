@@ -14,13 +14,14 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kv.block_hash import extra_keys_of
 from baton.kv.prefixes import fetch_end, transfer_name
 from baton.link.words import AbortAll, ShareCommand
 from baton.telemetry.ledger import BlockHolding, BlockOwner
+from engine.core.block_pool import BlockPool
 from engine.engine import Engine
 from kvconnector.base import (
     BlockPush,
@@ -108,7 +109,7 @@ class Shares(SideWork):
         pool = self._engine.block_pool
         if pool.num_free_among(found.block_ids) > self._engine.features.side_blocks.num_left:
             found = NOTHING_HELD
-        pool.touch(found.block_ids)
+        idle_s = _touch(pool, found.block_ids)
         self._open[key] = _Share(command, received_at, found.num_tokens, found.block_ids)
         self._sender.start(
             *key,
@@ -121,7 +122,10 @@ class Shares(SideWork):
             self._end(key, "nothing is cached, or too much is being sent")
             return
         record = HandoffRecord(
-            num_tokens=found.num_tokens, token_id=0, prefix=found.last_hash.hex()
+            num_tokens=found.num_tokens,
+            token_id=0,
+            prefix=found.last_hash.hex(),
+            idle_ms=round(1000 * idle_s),
         )
         self._sender.push(
             BlockPush(
@@ -205,3 +209,11 @@ class Shares(SideWork):
         return dataclasses.replace(
             metrics, fetches_open=self.num_transfers, shared_tokens=self.num_tokens_total
         )
+
+
+def _touch(pool: BlockPool, block_ids: Sequence[int]) -> float:
+    """Take a reference on each cached block; return the mean seconds since their last use."""
+    gaps = pool.residency.reuse_gap
+    before_s = gaps.sum_s
+    pool.touch(block_ids)
+    return (gaps.sum_s - before_s) / max(len(block_ids), 1)

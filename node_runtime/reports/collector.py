@@ -242,7 +242,9 @@ class NodeCollector(TransferCollector):
     def collect(self) -> Iterator[Metric]:
         if self._vllm_names is not None:
             yield from self._vllm_names.collect()
-        yield from self._of_engine(self._source.engine_metrics())
+        engine = self._source.engine_metrics()
+        yield from self._of_engine(engine)
+        yield self._hit_ages(engine, self._source.handoff_metrics())
         yield from self._of_transfers()
 
     # ------------------------------------------------------------------ families
@@ -356,6 +358,24 @@ class NodeCollector(TransferCollector):
             yield self._histogram(
                 f"kv_block_{name}_seconds", text, RESIDENCY_S, seconds.counts, seconds.sum_s
             )
+
+    def _hit_ages(self, engine: EngineMetrics, handoffs: HandoffMetrics) -> Metric:
+        """Return histograms of how long ago the blocks of hits were used, by their place."""
+        family = HistogramMetricFamily(
+            "baton_prefix_hit_age_seconds",
+            "From a cached block's last use until the next one.",
+            labels=[*self._common, "source"],
+        )
+        ages = {"memory": engine.residency.reuse_gap}
+        if engine.kv_files is not None:
+            ages["objects" if engine.kv_files.are_objects else "files"] = engine.kv_files.ages
+        if handoffs.fetches:
+            ages["fetched"] = handoffs.fetched_ages
+        for source, seconds in ages.items():
+            so_far = itertools.accumulate(seconds.counts)
+            buckets = list(zip([*map(str, RESIDENCY_S), "+Inf"], so_far, strict=True))
+            family.add_metric([*self._common.values(), source], buckets, seconds.sum_s)
+        return family
 
     def _of_work(self, engine: EngineMetrics) -> Iterator[Metric]:
         counter = self._counter

@@ -14,6 +14,7 @@ from baton.link.words import DecodeCommand, NodeBeat, PrefillCommand, RequestVie
 from baton.telemetry.ledger import BlockHolding, BlockOwner, Ledger, balance
 from engine.core.request import Request, RequestStatus
 from engine.engine import Engine
+from kvconnector.base import HandoffMetrics
 from node_runtime.inbox import Inbox
 
 
@@ -26,13 +27,14 @@ def describe_load(
     num_quarantined_blocks: int,
     num_transfers: int,
     num_waiting_for_encodings: int = 0,
-    num_fetched_tokens: int = 0,
+    handoffs: HandoffMetrics | None = None,
 ) -> NodeBeat:
     """Return a node's report of its load; safe from any thread.
 
     Args:
         inbox: queue of the node's commands.
         requests: the engine's open requests, among which ``num_running`` run.
+        handoffs: metrics with the fetched prefixes; None: the node fetches none.
     """
     parked = RequestStatus.WAITING_FOR_REMOTE_KVS
     to_compute = [request for request in requests if request.status is not parked]
@@ -48,7 +50,10 @@ def describe_load(
         num_waiting_for_adapters=num_held,
         adapter_load_s=inbox.adapter_load_s,
         num_waiting_for_encodings=num_waiting_for_encodings,
-        cache=engine.figures.cache_use(num_fetched_tokens),
+        cache=engine.figures.cache_use(
+            handoffs.fetched_tokens if handoffs else 0,
+            handoffs.fetched_ages.median_s() if handoffs else 0.0,
+        ),
         num_decoding_images=sum(map(_decodes_images, to_compute)),
         num_uncomputed_tokens=sum(
             max(request.num_initial_tokens - request.num_computed_tokens, 0)

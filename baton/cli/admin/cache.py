@@ -23,13 +23,13 @@ from baton.telemetry.receipt_table import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from baton.v1 import admin_pb2
+    from baton.v1 import admin_pb2, node_pb2
 
 _SOURCES = ("from memory", "from files", "fetched")
 
 
 def cache(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Show how full the nodes' prefix caches and files are, and how many tokens each served."""
+    """Show how full the nodes' prefix caches and files are, and which tokens each served."""
     response = ask(access, "ListNodes")
     if is_json(output):
         print_json(response)
@@ -41,8 +41,8 @@ def cache(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> 
         return
     print_first_that_fits(console, _table(found, wide=True), _table(found, wide=False))
     console.print(
-        "[dim]tokens of prompts since each node's start; unused: mean time since the last use of "
-        "evicted blocks[/]"
+        "[dim]tokens of prompts since each node's start, and the median time since the last use of "
+        "their blocks; unused: mean time since the last use of evicted blocks[/]"
     )
 
 
@@ -56,13 +56,30 @@ def _table(found: Sequence[admin_pb2.NodeDescription], *, wide: bool) -> Table:
             "cached": format_bytes(use.num_bytes),
             "pinned": f"{use.num_pinned_blocks / one.num_blocks:.0%}",
             "unused": format_seconds(use.evicted_after_s) if use.evicted_after_s else "",
-            "files": format_bytes(use.file_bytes) if use.num_files else "",
+            "files": _format_files(use),
         }
-        tokens = (use.memory_tokens, use.file_tokens, use.fetched_tokens)
+        hits = (
+            (use.memory_tokens, use.memory_age_s),
+            (use.file_tokens, use.file_age_s),
+            (use.fetched_tokens, use.fetched_age_s),
+        )
         table.add_row(
             escape(one.node_name),
             role_of(one),
             *(cells[name] for name in holds),
-            *(format_count(number) if number else "" for number in tokens),
+            *(_format_hits(*one) for one in hits),
         )
     return table
+
+
+def _format_files(use: node_pb2.CacheUse) -> str:
+    if not use.num_files:
+        return ""
+    return format_bytes(use.file_bytes) + ("\nin objects" if use.are_objects else "")
+
+
+def _format_hits(num_tokens: int, age_s: float) -> str:
+    """Return a number of tokens, and after how long without use their blocks were used again."""
+    if not num_tokens:
+        return ""
+    return format_count(num_tokens) + (f"\nafter {format_seconds(age_s)}" if age_s else "")

@@ -195,9 +195,10 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         f"{beat.num_quarantined_blocks} in quarantine",
     )
     if beat.cache.num_files or beat.cache.file_tokens:
+        kept = "bucket" if beat.cache.are_objects else "folder"
         table.add_row(
             "KV files",
-            f"{format_bytes(beat.cache.file_bytes)} in the folder; this node has read "
+            f"{format_bytes(beat.cache.file_bytes)} in the {kept}; this node has read "
             f"{format_count(beat.cache.file_tokens)} tokens",
         )
     table.add_row(

@@ -8,9 +8,11 @@ from pathlib import Path
 from threading import Lock
 
 from baton.kv.block_hash import BlockHash, BlockHasher, extra_keys_of
-from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import ReadJob, WriteJob
 from engine.kv_files.run_store import RunStore
+from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.folder import FolderStorage
+from engine.kv_files.storage.storage import StorageTerms
 
 BLOCK_SIZE, BLOCK_BYTES, IDENTITY = 16, 256, "a1"
 
@@ -54,9 +56,17 @@ def open_store(
 ) -> tuple[RunStore, Blocks]:
     """Open a folder as a node does at its start."""
     blocks = memory or Blocks()
-    store = RunStore(folder, limit_bytes, blocks, BLOCK_SIZE, files or FileSystem())
+    storage = FolderStorage(StorageTerms(str(folder)), files)
+    store = RunStore(storage, limit_bytes, blocks, BLOCK_SIZE)
     store.scan()
     return store, blocks
+
+
+def folder_of(store: RunStore) -> FolderStorage:
+    """Return the folder of a store."""
+    storage = store._storage
+    assert isinstance(storage, FolderStorage)
+    return storage
 
 
 def write(store: RunStore, blocks: Blocks, chain: Sequence[BlockHash]) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.kv_files.file_system import FileSystem
+from engine.kv_files.storage.file_system import FileSystem
 
 
 class TroubledFiles(FileSystem):

@@ -15,7 +15,7 @@ import typer.main
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.cli.admin import audit, explain, quarantine, requests, stats
+from baton.cli.admin import audit, cache, explain, quarantine, requests, stats
 from baton.cli.admin.app import app
 from baton.cli.admin.connection import ExitCode
 from baton.cli.admin.nodes import kv_bar, nodes_table
@@ -203,6 +203,22 @@ def test_a_node_takes_one_line_of_80_columns() -> None:
     assert len(rows) == 1
     assert "0%" in rows[0]
     assert rows[0].rstrip().endswith("MB/s")
+
+
+def test_the_cache_table_shows_bytes_tokens_and_ages_by_source() -> None:
+    use = node_pb2.CacheUse(
+        num_bytes=2**20, num_files=3, file_bytes=2**30, are_objects=True, evicted_after_s=90,
+        memory_tokens=1200, memory_age_s=0.5, file_tokens=3400, file_age_s=125, fetched_tokens=56,
+    )  # fmt: skip
+    node = admin_pb2.NodeDescription(
+        node_name="p0", num_blocks=8, beat=node_pb2.NodeBeat(cache=use)
+    )
+    page = io.StringIO()
+    Console(file=page, width=120, color_system=None).print(cache._table([node], wide=True))
+    _, _, first, second = page.getvalue().splitlines()
+    found = " ".join(first.split()), " ".join(second.split())
+    assert found[0].endswith("1.0 MiB 0% 1 min 30 s 1.0 GiB 1.2k 3.4k 56"), found
+    assert found[1] == "in objects after 500 ms after 2 min 5 s", found
 
 
 def test_what_a_node_says_is_shown_as_it_is_and_does_nothing_to_a_terminal() -> None:

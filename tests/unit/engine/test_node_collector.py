@@ -40,7 +40,10 @@ RESIDENCY = BlockResidency(
         for index in (3, 4, 5)
     )
 )
-FILES = KVFileCounts(*(901, {"late": 902}, 903, 904, {"written": 905}, 906, 907, 908, 909))
+AGES = SecondsHistogram([0, 3, 4, *[0] * 9], 55.5)
+FILES = KVFileCounts(
+    *(901, {"late": 902}, 903, 904, {"written": 905}, 906, 907, 908, 909, True, AGES)
+)
 COMMON = {"role": "decode", "node": "d0"}
 
 
@@ -66,6 +69,8 @@ class Source:
             ended=dict.fromkeys(TransferOutcome, 3),
             num_quarantined_blocks=4,
             received_bytes=5,
+            fetches={"received": 1},
+            fetched_ages=SecondsHistogram([7, *[0] * 11], 77.0),
         )
 
     def connector_metrics(self) -> ConnectorMetrics:
@@ -152,6 +157,23 @@ def test_a_leak_and_an_overdraft_are_seen(source: Source) -> None:
     assert value(families, "baton_ledger_available") == 1
 
 
+def test_the_ages_of_hits_are_told_by_source(source: Source) -> None:
+    family = scrape(source)["baton_prefix_hit_age_seconds"]
+    sums = {
+        sample.labels["source"]: sample.value
+        for sample in family.samples
+        if sample.name.endswith("_sum")
+    }
+    expected = {"memory": RESIDENCY.reuse_gap.sum_s, "objects": AGES.sum_s, "fetched": 77.0}
+    assert sums == expected
+    counts = [
+        sample.value
+        for sample in family.samples
+        if sample.name.endswith("_count") and sample.labels["source"] == "objects"
+    ]
+    assert counts == [sum(AGES.counts)]
+
+
 def test_every_number_of_the_engine_is_on_the_page(source: Source) -> None:
     families = scrape(source)
     ours = [family for name, family in families.items() if name.startswith("baton_")]
@@ -166,7 +188,7 @@ def test_every_number_of_the_engine_is_on_the_page(source: Source) -> None:
     ):  # fmt: skip
         del fields[name]
     parts = dataclasses.astuple(FILES)
-    of_files = [n for one in parts for n in (one.values() if isinstance(one, dict) else [one])]
+    of_files = [n for one in parts[:-2] for n in (one.values() if isinstance(one, dict) else [one])]
     numbers = [
         *BY_PLACE,
         *of_files,

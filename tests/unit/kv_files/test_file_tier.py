@@ -28,6 +28,7 @@ from node_runtime.reports.operator_views import take_ledger
 from node_runtime.threads import NodeThreads
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.demo_engine import load_demo
+from tests.fakes.engine.kv_file_stores import folder_of
 from tests.fakes.engine.kv_file_systems import DISK_FULL, READ_ERROR, TroubledFiles
 from tests.fakes.time.waiting import wait_until
 
@@ -205,7 +206,7 @@ def test_a_prompt_joins_a_read_that_brings_all_that_files_have(tmp_path: Path) -
 
 def trouble(engine: Engine) -> TroubledFiles:
     """Give an engine's tier files with faults."""
-    files = store_of(engine)._files = TroubledFiles()
+    files = folder_of(store_of(engine))._files = TroubledFiles()
     return files
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_files.file_system import FileSystem, FoundFile
-from engine.kv_files.folder_watch import FolderWatch
-from tests.fakes.engine.kv_file_stores import chain_of, open_store, read, write
+from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.folder_watch import FolderWatch
+from engine.kv_files.storage.storage import FoundFile
+from tests.fakes.engine.kv_file_stores import chain_of, folder_of, open_store, read, write
 from tests.unit.kv_files.test_file_tier import load, store_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports changes")
@@ -56,7 +57,7 @@ def test_only_changed_folders_are_listed(tmp_path: Path) -> None:
 def test_without_a_watch_all_folders_are_listed(tmp_path: Path) -> None:
     files = ListedFiles()
     one, blocks = open_store(tmp_path, files=files)
-    one._watch.close()
+    folder_of(one)._watch.close()
     two, more = open_store(tmp_path)
     write(two, more, chain_of(1, 6))
     files.listed.clear()
@@ -77,6 +78,6 @@ def test_a_user_who_may_watch_no_further_folder_has_no_watch(tmp_path: Path) -> 
 
 def test_a_closed_engine_watches_no_folder(tmp_path: Path) -> None:
     engine = load(tmp_path)
-    assert store_of(engine)._watch.is_on
+    assert folder_of(store_of(engine))._watch.is_on
     engine.close()
-    assert not store_of(engine)._watch.is_on
+    assert not folder_of(store_of(engine))._watch.is_on

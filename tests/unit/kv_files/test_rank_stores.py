@@ -7,8 +7,8 @@ from threading import Thread
 
 import pytest
 
-from engine.kv_files import run_store
 from engine.kv_files.jobs import ReadJob, WriteJob
+from engine.kv_files.storage.folder import FolderStorage
 from tests.fakes.engine.kv_file_ranks import TwoRanks
 from tests.fakes.engine.kv_file_stores import BLOCK_BYTES, chain_of, open_store
 from tests.fakes.time.waiting import wait_until
@@ -59,7 +59,7 @@ def test_a_read_is_not_given_up_because_another_rank_needs_longer(tmp_path: Path
 def test_a_stopped_read_also_stops_a_slower_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "_CHUNK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(FolderStorage, "chunk_bytes", BLOCK_BYTES)
     own, _ = open_store(tmp_path)
     with TwoRanks(own, tmp_path) as ranks:
         chain = write(ranks)

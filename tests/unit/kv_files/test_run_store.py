@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from baton.api.errors import ConfigError
-from engine.kv_files.file_system import FileSystem
 from engine.kv_files.jobs import WriteJob
 from engine.kv_files.run_file import RunName
-from engine.kv_files.run_store import SECRET
+from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.secret import SECRET
 from tests.fakes.engine.kv_file_stores import (
     BLOCK_BYTES,
     IDENTITY,
@@ -359,3 +359,15 @@ def test_many_files_are_found_at_a_start(tmp_path: Path) -> None:
         path.touch()
     first.scan()
     assert len(first.index) == 2000
+
+
+def test_the_age_of_read_blocks_is_counted(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path)
+    chain = chain_of(1, NUM_BLOCKS)
+    write(store, blocks, chain)
+    ((_, run),) = store.index.runs_of(IDENTITY, chain)
+    for used_s, first in ((100.0, 2), (10.0, 0)):
+        run.used_at -= used_s
+        read(store, blocks, chain, first=first)
+    assert sum(store.counts.ages.counts) == NUM_BLOCKS - 2 + NUM_BLOCKS
+    assert store.counts.ages.sum_s == pytest.approx(100 * 6 + 10 * 8, abs=60)

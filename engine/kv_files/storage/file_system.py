@@ -1,4 +1,4 @@
-"""FileSystem: the few operations on files that the file tier needs. Tests replace this class.
+"""FileSystem: the few operations on files that a folder's storage needs. Tests replace this class.
 
 Every method may raise OSError. Refuses to know: runs, blocks.
 """
@@ -9,17 +9,10 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+from engine.kv_files.storage.storage import FoundFile
 
 _MOST_PARTS = 1024  # maximum number of buffers in one system call (IOV_MAX)
-
-
-class FoundFile(NamedTuple):
-    """A file of a folder; ``used_at`` is its time of change, in seconds since 1970."""
-
-    name: str
-    num_bytes: int
-    used_at: float
 
 
 class FileSystem:
@@ -44,7 +37,7 @@ class FileSystem:
         return found
 
     def list_files(self, path: Path) -> list[FoundFile]:
-        """Return the files in a folder.
+        """Return the files in a folder; the time of use is the time of change.
 
         Leaves out files that another process removes meanwhile. The result is empty if the folder
         is missing.

@@ -1,0 +1,149 @@
+"""FolderStorage: files in a folder of this machine, or of a file system that machines share.
+
+    FOLDER/secret                               key of all digests, made by the first node
+    FOLDER/IDENTITY/FIRST TWO DIGITS/NAME.kv    one run of blocks (`run_file.py`)
+
+A file gets its name once it is complete, and never changes, so nodes need no lock. The time of
+change of a file is the time of its last use.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from baton.api.errors import ConfigError
+from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.folder_watch import FolderWatch
+from engine.kv_files.storage.secret import UNFINISHED, open_folder_secret, read_secret_file
+from engine.kv_files.storage.storage import FoundFile, Listing, StorageTerms
+
+# Age in seconds after which an unfinished file is taken for one that a killed node has left.
+_ABANDONED_S = 600.0
+# Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
+# is read again.
+_SETTLED_S = 1.0
+# Seconds between two listings of all folders, because changes by other machines are not reported.
+_SCAN_ALL_S = 30.0
+
+
+class FolderStorage:
+    """Files in a folder, which is made if it is missing.
+
+    Args:
+        terms: the folder, and where its key is.
+        files: does all operations on files.
+
+    Attributes:
+        secret, chunk_bytes, are_objects: see `Storage`.
+
+    Raises ConfigError if the folder or the key cannot be used.
+    """
+
+    chunk_bytes, are_objects = 2**21, False
+
+    def __init__(self, terms: StorageTerms, files: FileSystem | None = None) -> None:
+        self._folder, self._files = Path(terms.location).expanduser(), files or FileSystem()
+        self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
+        self._watch, self._scan_all_at = FolderWatch(), 0.0
+        try:
+            self._files.make_folder(self._folder)
+            self.secret = (
+                read_secret_file(terms.secret_file, self._files)
+                if terms.secret_file
+                else open_folder_secret(self._folder, self._files)
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"kv_files: {self._folder}: cannot be used: {error.strerror}"
+            ) from error
+
+    def open(self, path: str) -> FolderFile:
+        return FolderFile(self._folder / path, self._files)
+
+    def write(
+        self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
+    ) -> bool:
+        target = self._folder / path
+        self._files.make_folder(target.parent)
+        # Nodes in containers have equal process ids.
+        new = target.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
+        try:
+            self._files.write_new(new, parts)
+            if not is_valid():
+                return False
+            self._files.rename(new, target)
+        finally:
+            self._files.remove(new)
+        return True
+
+    def remove(self, path: str, unless_used_after: float | None = None) -> float | None:
+        target = self._folder / path
+        if unless_used_after is not None:
+            used_at = self._files.used_at(target)
+            if used_at is not None and used_at > unless_used_after:
+                return used_at
+        self._files.remove(target)
+        return None
+
+    def close(self) -> None:
+        self._watch.close()
+
+    # ------------------------------------------------------------------ listing
+
+    def list_changes(self) -> Iterator[Listing]:
+        changed, now = self._watch.take_changed(), time.monotonic()
+        are_runs = changed is not None and all(folder.count("/") == 1 for folder in changed)
+        if changed is None or not are_runs or now >= self._scan_all_at:
+            self._scan_all_at = now + _SCAN_ALL_S
+            yield from self._list_all()
+            return
+        for folder in changed:
+            yield self._list_folder(folder)
+
+    def _list_all(self) -> Iterator[Listing]:
+        """List all folders that were changed, and watch all folders from now on."""
+        seen = set()
+        self._watch.watch_folder(self._folder, "")
+        for identity in self._files.list_folders(self._folder):
+            self._watch.watch_folder(self._folder / identity, identity)
+            found = self._files.list_folders(self._folder / identity)
+            for name, changed_at in found.items():
+                folder = f"{identity}/{name}"
+                seen.add(folder)
+                if self._read_at.get(folder) != changed_at:
+                    self._watch.watch_folder(self._folder / folder, folder)
+                    is_settled = time.time() - changed_at > _SETTLED_S
+                    yield self._list_folder(folder)
+                    self._read_at[folder] = changed_at if is_settled else -1.0
+        for folder in self._read_at.keys() - seen:
+            del self._read_at[folder]
+            yield Listing(folder, ())
+
+    def _list_folder(self, folder: str) -> Listing:
+        found: list[FoundFile] = []
+        for file in self._files.list_files(self._folder / folder):
+            if not file.name.startswith(UNFINISHED):
+                found.append(file)
+            elif time.time() - file.used_at > _ABANDONED_S:
+                self._files.remove(self._folder / folder / file.name)
+        return Listing(folder, found)
+
+
+class FolderFile:
+    """An open file of a folder; a `StoredFile`."""
+
+    def __init__(self, path: Path, files: FileSystem) -> None:
+        self._path, self._files = path, files
+        self._descriptor = files.open(path)
+
+    def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
+        return self._files.read_into(self._descriptor, offset, parts)
+
+    def note_use(self) -> None:
+        self._files.touch(self._path)
+
+    def close(self) -> None:
+        self._files.close(self._descriptor)

@@ -1,0 +1,108 @@
+"""Storage and StoredFile: what a `RunStore` needs of the place that keeps its files.
+
+A path is IDENTITY/FIRST TWO DIGITS/NAME. Several nodes may use the same place. Every method may
+raise OSError. Implementations refuse to know: runs, blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class FoundFile(NamedTuple):
+    """A file of a folder; ``used_at`` is its last known use, in seconds since 1970."""
+
+    name: str
+    num_bytes: int
+    used_at: float
+
+
+class Listing(NamedTuple):
+    """All files of one folder (``IDENTITY/FIRST TWO DIGITS``).
+
+    Attributes:
+        began_at: when the listing began, in seconds since 1970; files that were written later may
+            be missing.
+    """
+
+    folder: str
+    files: Sequence[FoundFile]
+    began_at: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class StorageTerms:
+    """Options with which each rank opens its storage.
+
+    Attributes:
+        location: a folder, or ``s3://BUCKET/PREFIX``.
+        secret_file: file with the key of the digests; empty: a folder has a key of its own.
+        timeout_s: longest time of one request to a server.
+    """
+
+    location: str
+    secret_file: str = ""
+    timeout_s: float = 2.0
+
+
+class StoredFile(Protocol):
+    """A file that is open for reading."""
+
+    def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
+        """Fill memory with the file's bytes from an offset on; return how many bytes there were.
+
+        Raises FileNotFoundError if the file was removed or replaced meanwhile.
+        """
+
+    def note_use(self) -> None:
+        """Let other nodes, and this node after a restart, know that the file was used now."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class Storage(Protocol):
+    """A place with files that never change once they have their name.
+
+    Attributes:
+        secret: key of the digests of all files.
+        chunk_bytes: how many bytes of a file to read at once.
+        are_objects: whether the files are objects on a server.
+    """
+
+    secret: bytes
+    chunk_bytes: int
+    are_objects: bool
+
+    def list_changes(self) -> Iterator[Listing]:
+        """Yield the folders that may have changed since the last call; gone folders are empty.
+
+        A call may end before all folders are listed; the next call then goes on.
+        """
+
+    def open(self, path: str) -> StoredFile:
+        """Open a file for reading; raises FileNotFoundError, here or at the first read."""
+
+    def write(
+        self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
+    ) -> bool:
+        """Write a file, in place of a file of this name, and return True.
+
+        Args:
+            is_valid: called once all bytes were read; if it returns False, there is no new file,
+                and `write` returns False.
+        """
+
+    def remove(self, path: str, unless_used_after: float | None = None) -> float | None:
+        """Remove a file, and return None; do nothing if it is gone.
+
+        Args:
+            unless_used_after: if the storage knows without a listing that some node used the file
+                later than this, in seconds since 1970, keep the file and return the time of use.
+        """
+
+    def close(self) -> None:
+        """End all work for `list_changes`; called on the thread that calls `list_changes`."""
