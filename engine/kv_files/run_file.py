@@ -31,6 +31,7 @@ _PREFIX = struct.Struct("<8sI")
 _ALIGNMENT = 4096
 _SALT_BYTES = 16
 _MAX_HEADER_BYTES = 2**26
+_MAX_NUMBER = 2**40  # limit of the numbers in a name
 _HEADER_NUMBER = 2**64  # number of the header's digest; blocks are numbered from 0
 _Hash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -86,6 +87,8 @@ class RunName:
         except ValueError:
             return None
         if not first or start < 0 or num_blocks < 1 or num_tokens < num_blocks:
+            return None
+        if max(start, num_tokens) >= _MAX_NUMBER:  # whoever may write objects chooses their names
             return None
         return cls(first, last, start, num_blocks, num_tokens)
 

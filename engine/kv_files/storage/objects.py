@@ -50,7 +50,6 @@ _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
 NOTE_USE_S = 3600.0
 # Markers without an object are removed after this time, at most so many per call.
 _ORPHAN_S, _MOST_ORPHANS = 600.0, 100
-_Request = Callable[..., Any]
 
 
 class _ChangedError(Exception):
@@ -136,6 +135,11 @@ class ObjectStorage:
         with contextlib.suppress(OSError), self.requests_of("write"):
             obstore.put(self._reads, path + USED, b"", use_multipart=False)
 
+    def _forget_notes(self) -> None:
+        least = time.time() - NOTE_USE_S
+        noted = list(self._noted_at.items())  # at once: the reading thread may add one meanwhile
+        self._noted_at = {path: at for path, at in noted if at > least}
+
     def write(
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
     ) -> bool:
@@ -177,8 +181,7 @@ class ObjectStorage:
             if time.monotonic() < self._list_at:
                 return
             self._list_at = time.monotonic() + LIST_EVERY_S  # also after an error
-            least = time.time() - NOTE_USE_S
-            self._noted_at = {path: at for path, at in self._noted_at.items() if at > least}
+            self._forget_notes()
             self._listing = _Listing(obstore.list(self._writes, chunk_size=_PAGE))
         listing, orphans = self._listing, list[str]()
         try:

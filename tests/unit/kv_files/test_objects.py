@@ -213,6 +213,20 @@ def test_two_nodes_share_a_bucket(server: S3Server, place: Place) -> None:
     assert read(one, blocks, later).causes == ("gone",)
 
 
+@pytest.mark.medium
+def test_each_rank_has_objects_of_its_own(server: S3Server, place: Place) -> None:
+    first = place.llm(tensor_parallel_size=2)
+    said = first.generate([PROMPT], ANSWER)[0].token_ids
+    first.engine.close()
+    identities = {name.split("/")[1] for name in runs(server)}
+    assert sorted(name.rpartition("-")[2] for name in identities) == ["0", "1"]
+    again = place.llm(tensor_parallel_size=2)
+    stop_time(again.engine)
+    assert again.generate([PROMPT], ANSWER)[0].token_ids == said
+    assert again.metrics().cached_prompt_tokens_total == 8 * 16
+    again.engine.close()
+
+
 # ---------------------------------------------------------------- faulty servers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engine.kv_files.jobs import WriteJob
 from engine.kv_files.run_file import RunName
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.secret import SECRET
+from engine.kv_files.storage.storage import Listing
 from tests.fakes.engine.kv_file_stores import (
     BLOCK_BYTES,
     IDENTITY,
@@ -371,3 +373,22 @@ def test_the_age_of_read_blocks_is_counted(tmp_path: Path) -> None:
         read(store, blocks, chain, first=first)
     assert sum(store.counts.ages.counts) == NUM_BLOCKS - 2 + NUM_BLOCKS
     assert store.counts.ages.sum_s == pytest.approx(100 * 6 + 10 * 8, abs=60)
+
+
+def test_an_old_listing_forgets_no_run_that_was_written_later(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path)
+    began_at = time.time() - 1.0
+    write(store, blocks, chain_of(1, NUM_BLOCKS))
+    ((_, run),) = store.index.runs_of(IDENTITY, chain_of(1, NUM_BLOCKS))
+    store._note_folder(Listing(run.folder, (), began_at))
+    assert len(store.index) == 1
+    store._note_folder(Listing(run.folder, (), time.time() + 1.0))
+    assert len(store.index) == 0
+
+
+@pytest.mark.parametrize("numbers", ["0-4-1" + "0" * 900, "9" * 400 + "-4-64", "0-64-4", "-1-4-64"])
+def test_a_name_with_senseless_numbers_is_no_run(numbers: str) -> None:
+    """Regression: a file without a sensible number of tokens made `_make_room` raise."""
+    name = f"{'ab' * 32}-{'cd' * 16}-{numbers}.kv"
+    assert RunName.parse(name) is None
+    assert RunName.parse(name.replace(numbers, "0-4-64")) is not None
