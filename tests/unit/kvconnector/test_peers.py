@@ -11,6 +11,7 @@ from kvconnector.protocol.actions import Connect, ConnectEnded, Send, SendEnded,
 from kvconnector.protocol.messages import Beat, Hello, Message, Start
 from kvconnector.protocol.peers import (
     BEAT_INTERVAL_S,
+    HELLO_INTERVAL_S,
     HELLO_TIMEOUT_S,
     LEASE_S,
     TRIPS_S,
@@ -255,7 +256,21 @@ def test_a_broken_connection_is_made_anew_at_once_when_nothing_is_in_flight() ->
     scene.carry_out()
     assert scene.said == [Hello(engine_id="p")]
     assert scene.num_connects == 2
-    assert scene.kinds() == [CONNECTED]
+
+
+def test_kv_waits_for_a_self_test_over_the_connection_that_replaces_a_broken_one() -> None:
+    """A write that waited for the new connection could arrive after the peer freed the blocks."""
+    scene = Scene()
+    scene.connect()
+    scene.is_broken = True
+    assert scene.peers.send("d", Beat(engine_id="p", sent_at_s=scene.turn.now))
+    scene.carry_out()
+    assert not scene.peers.may_write("d")
+    assert scene.kinds() == [CONNECTED, FAILED]
+    assert scene.lost == ["the connection to d must be replaced"]
+    scene.advance(HELLO_INTERVAL_S)
+    scene.connect()
+    assert scene.peers.may_write("d")
 
 
 def test_a_broken_connection_stays_until_what_is_in_flight_has_ended() -> None:
