@@ -1,6 +1,6 @@
 """ConnectionFences: tells when no byte of a silent peer on another machine can arrive any more.
 
-    silent for SILENT_S -> its connections are listed -> all are closed -> 10 reads and 0.5 s -> over
+    silent for SILENT_S -> its connections are listed -> all are closed -> 10 reads, 0.5 s -> over
                               `-> still open after CLOSE_AFTER_S: this node shuts them down
 
 A node cannot see whether a process on another machine lives. But a sender posts a write only while

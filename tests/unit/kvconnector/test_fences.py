@@ -121,7 +121,7 @@ def test_connections_of_other_hosts_and_later_ones_do_not_count(worker: Worker) 
 
 @pytest.mark.parametrize("others", [(), ("127.0.0.2",)])
 def test_a_connection_that_may_be_the_peers_counts(worker: Worker, others: tuple[str]) -> None:
-    """Such a connection has an address of no known peer, or an address of two peers."""
+    """Count a connection whose address is no known peer's, or two peers'."""
     own = "127.0.0.2" if others else "127.0.0.9"
     worker.accept("127.0.0.2")
     worker.read("p")
