@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made"),
 ]
 
-DRAIN_S = 1.5  # seconds for which the KV that may be in flight fills the slow link
+DRAIN_S = 1.2  # seconds for which the KV that may be in flight fills the slow link
 NUM_BLOCKS = 32  # per transfer: 4 MiB
 
 
