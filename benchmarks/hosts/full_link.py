@@ -14,7 +14,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.hosts.network import Network
 
@@ -22,6 +23,13 @@ SENDER, RECEIVER, SLOW = "p0", "d0", "d1"
 NUM_BLOCKS, FEW_BLOCKS = 512, 64  # per transfer: 64 MiB, and 8 MiB where a link is very slow
 SLOWNESS = 20.0  # the fast link's rate divided by the slow link's
 WARM_S, BITS = 2.0, 8
+
+
+class Cpu(NamedTuple):
+    """CPU time of a process: seconds of running, and of waiting for a CPU while it could run."""
+
+    run_s: float
+    wait_s: float
 
 
 class End:
@@ -49,6 +57,13 @@ class End:
         self.send_order(**order)
         return self._answer()
 
+    def cpu(self) -> Cpu:
+        """Return the CPU time of all of the child's threads so far."""
+        own = self._process.pid
+        [child] = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        stats = [one.read_text().split() for one in Path(f"/proc/{child}/task").glob("*/schedstat")]
+        return Cpu(*(sum(int(words[place]) for words in stats) / 1e9 for place in (0, 1)))
+
     def close(self) -> None:
         """End the process."""
         self._process.kill()
@@ -65,14 +80,20 @@ class End:
 
 @contextmanager
 def connected(
-    network: Network, connector: str, receivers: Sequence[str]
+    network: Network, connector: str, receivers: Sequence[str], ends: list[End] | None = None
 ) -> Iterator[tuple[End, dict[str, str]]]:
-    """Connect a sender to receivers; yield the sender and the receivers' engine ids by host."""
+    """Connect a sender to receivers; yield the sender and the receivers' engine ids by host.
+
+    Args:
+        ends: a list to which the sender and then the receivers are added.
+    """
     with ExitStack() as stack:
 
         def start(host: str) -> End:
             end = End(network, host, connector)
             stack.callback(end.close)
+            if ends is not None:
+                ends.append(end)
             return end
 
         sender, ids = start(SENDER), {}
@@ -83,14 +104,38 @@ def connected(
         yield sender, ids
 
 
-def fill(
+def load(
     sender: End, ids: Sequence[str], seconds: float, num_blocks: int = NUM_BLOCKS
 ) -> dict[str, Any]:
     """Fill the links to some receivers; return the ends' figures by engine id."""
-    # Warm up: in the first load, the sender measures the bandwidth, because the rate was just
-    # changed.
-    sender.carry_out(num_blocks=num_blocks, seconds=WARM_S, engine_ids=list(ids))
     return sender.carry_out(num_blocks=num_blocks, seconds=seconds, engine_ids=list(ids))
+
+
+def warm_up(sender: End, ids: Sequence[str], num_blocks: int = NUM_BLOCKS) -> None:
+    """Let the sender measure the bandwidth of links whose rates were just changed."""
+    load(sender, ids, WARM_S, num_blocks)
+
+
+def cpu_figures(
+    before: Sequence[Cpu], ends: Sequence[End], found: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return what a load has cost, and the rate at which the ends would use all CPUs.
+
+    Messages are late if an end waits for a CPU for a large share of the time. The CPU time contains
+    most of the kernel's work for packets, also for the virtual links between the hosts.
+    """
+    spent = [
+        Cpu(after.run_s - first.run_s, after.wait_s - first.wait_s)
+        for first, after in zip(before, (end.cpu() for end in ends), strict=True)
+    ]
+    gigabytes, num_cpus = found["num_bytes"] / 1e9, len(os.sched_getaffinity(0))
+    row = {"most_in_flight_mb": round(found["most_in_flight"] / 1e6, 2)}
+    for name, cpu in zip(("sender", "receiver"), spent, strict=True):
+        row[f"{name}_cpu_s_per_gb"] = round(cpu.run_s / gigabytes, 3)
+        row[f"{name}_waits_for_cpu"] = round(cpu.wait_s / found["seconds"], 3)
+    cost_s = sum(cpu.run_s for cpu in spent) / gigabytes
+    row["most_gbit_per_s_of_cpus"] = round(BITS * num_cpus / cost_s, 2)
+    return row
 
 
 def figures(found: Mapping[str, Any], rate: float) -> dict[str, float]:
@@ -113,13 +158,16 @@ def measure_full_links(
 ) -> dict[str, dict[str, float]]:
     """Fill one link at each rate, in Gbit/s; 0: unlimited."""
     rows = {}
-    with connected(network, connector, [RECEIVER]) as (sender, ids):
+    ends: list[End] = []
+    with connected(network, connector, [RECEIVER], ends) as (sender, ids):
         for rate in rates:
             for host in (SENDER, RECEIVER):
                 network.limit(host, rate * 1e9 or None)
-            found = fill(sender, list(ids.values()), seconds)
+            warm_up(sender, list(ids.values()))
+            before = [end.cpu() for end in ends]
+            found = load(sender, list(ids.values()), seconds)[ids[RECEIVER]]
             name = f"{connector}, {f'{rate:g} Gbit/s' if rate else 'unlimited'}"
-            rows[name] = figures(found[ids[RECEIVER]], rate)
+            rows[name] = figures(found, rate) | cpu_figures(before, ends, found)
             print(f"{name:28} {rows[name]}", flush=True)
     for host in (SENDER, RECEIVER):
         network.limit(host, None)
@@ -134,7 +182,8 @@ def measure_slow_neighbour(
     with connected(network, connector, list(rates)) as (sender, ids):
         for host, own in rates.items():
             network.limit(host, own * 1e9)
-        found = fill(sender, list(ids.values()), seconds, FEW_BLOCKS)
+        warm_up(sender, list(ids.values()), FEW_BLOCKS)
+        found = load(sender, list(ids.values()), seconds, FEW_BLOCKS)
     rows = {}
     for host, own in rates.items():
         network.limit(host, None)

@@ -157,6 +157,7 @@ class SendingEnd:
             "transfer_s": stream.times_s,
             "round_trips_s": list(round_trips[engine_id]),
             "known_rate": self.sender.machine.peers[engine_id].bandwidth_bytes_per_s,
+            "most_in_flight": self.sender.machine.peers.limit_bytes(engine_id, 2**25),
         }
 
     def _events(self, timeout_s: float = TIMEOUT_S) -> Iterator[Any]:

@@ -19,6 +19,8 @@ WHY = {
 }
 FLAT = 2.0  # maximum growth of the exposed time while the bytes grow 16 times
 _LENGTHS = " / ".join(f"{length:,}" for length in LENGTHS)
+CPU_BOUND = "most_gbit_per_s_of_cpus"
+SENDER_WAITS, RECEIVER_WAITS = "sender_waits_for_cpu", "receiver_waits_for_cpu"
 
 
 def _row(document: Json, connector: str, push: str, speed: str, length: int) -> Json:
@@ -57,7 +59,10 @@ def _share(connector: str, speed: str) -> Measure:
         if speed == "unlimited":
             return Found(f"{rate:.1f} Gbit/s")
         share = number(row, "share_of_link")
-        return Found(f"{share:.2f} ({rate:.2f} Gbit/s)", share)
+        text = f"{share:.2f} ({rate:.2f} Gbit/s)"
+        if CPU_BOUND in row:  # results of earlier versions lack the figures of CPUs
+            text += f"; the CPUs carry at most {number(row, CPU_BOUND):.1f}"
+        return Found(text, share)
 
     return measure
 
@@ -66,7 +71,11 @@ def _messages(connector: str, speed: str) -> Measure:
     def measure(document: Json) -> Found:
         row = at(document, "links", f"{connector}, {speed}")
         p50, p99 = number(row, "message_p50_ms"), number(row, "message_p99_ms")
-        return Found(f"p50 {p50:.1f}, p99 {p99:.1f} ms", p99)
+        text = f"p50 {p50:.1f}, p99 {p99:.1f} ms"
+        if SENDER_WAITS in row:
+            waits = max(number(row, SENDER_WAITS), number(row, RECEIVER_WAITS))
+            text += f"; an end waits for a CPU {100 * waits:.0f} % of the time"
+        return Found(text, p99)
 
     return measure
 

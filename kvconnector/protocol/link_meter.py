@@ -13,6 +13,11 @@ bandwidth below the self-test's makes the router avoid the pair, so that nothing
 bandwidth later. So while no span counts, the meter doubles the bandwidth at intervals, up to the
 self-test's.
 
+A busy process can be slower than the link: all writes have ended before the process looks, and
+pieces wait to be posted. Such a span is *starved*. A bandwidth of starved spans is reported, but
+does not lower the limit of bytes in flight (`Peers.limit_bytes`). Otherwise the limit would make
+pieces smaller, more pieces would cost the process more time, and the next bandwidth would be lower.
+
 Refuses to know: requests, which transport carries the bytes.
 """
 
@@ -20,7 +25,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.telemetry.rates import format_rate
 from kvconnector.base import NO_TRANSFER, TransferEvent, TransferEventKind, TransferKey
@@ -37,8 +44,9 @@ MIN_SPAN_BYTES, MIN_SPAN_S = 2**20, 0.05
 MIN_LONG_SPAN_BYTES = 2**16
 # Enough bytes, or enough seconds of spans, for one measurement
 ENOUGH_BYTES, ENOUGH_S = 16 * 2**20, 0.5
-# Least seconds between two measurements. Bandwidths of a few writes differ a lot, and each report
-# costs the router time and this node a line in the log.
+# Least seconds between two measurements, unless the bandwidth has grown by `REPORT_FACTOR`.
+# Bandwidths of a few writes differ a lot, and each report costs the router time and this node a
+# line in the log.
 INTERVAL_S = 1.0
 # A bandwidth is reported if it differs from the last reported bandwidth by more than this factor.
 REPORT_FACTOR = 1.5
@@ -64,6 +72,9 @@ class _Link:
         is_spoilt: whether a write of the present span failed, so that the span does not count.
         measured_at: when the last measurement was complete, or when the self-test had passed.
         num_bytes, busy_s: bytes and seconds of the spans since the last measurement.
+        starved_bytes: bytes of the starved spans since the last measurement.
+        num_ended: number of writes that have ended since the last post.
+        is_starved: whether half of the last measurement's bytes were bytes of starved spans.
     """
 
     tested: float
@@ -76,15 +87,25 @@ class _Link:
     measured_at: float = 0.0
     num_bytes: int = 0
     busy_s: float = 0.0
+    starved_bytes: int = 0
+    num_ended: int = 0
+    is_starved: bool = False
 
     def begin_write(self, key: TransferKey, num_bytes: int, began_at: float) -> None:
         """Count a posted write."""
         if not self.in_flight:
             self.began_at = began_at
         self.in_flight.setdefault(key, deque()).append(num_bytes)
+        self.num_ended = 0
 
-    def end_write(self, key: TransferKey, now: float, problem: str) -> float | None:
-        """Count the end of a transfer's oldest write; return a complete measurement's bandwidth."""
+    def end_write(
+        self, key: TransferKey, now: float, problem: str, waits: Callable[[], bool] = lambda: False
+    ) -> float | None:
+        """Count the end of a transfer's oldest write; return a complete measurement's bandwidth.
+
+        Args:
+            waits: returns whether pieces wait to be posted.
+        """
         sizes = self.in_flight.get(key)
         if sizes is None:  # the write was posted before the link was known
             return None
@@ -92,7 +113,10 @@ class _Link:
         if not sizes:
             del self.in_flight[key]
         self.is_spoilt = self.is_spoilt or bool(problem)
-        return None if self.in_flight else self._end_span(now)
+        self.num_ended += 1
+        if self.in_flight:
+            return None
+        return self._end_span(now, is_starved=self.num_ended > 1 and waits())
 
     def end_busy_span(self, now: float) -> float | None:
         """End a long span if nearly all of its bytes have arrived; return as `end_write` does."""
@@ -107,7 +131,7 @@ class _Link:
         """Return the writes in flight, with 0 bytes each, so that no later span counts them."""
         return {key: deque([0] * len(sizes)) for key, sizes in self.in_flight.items()}
 
-    def _end_span(self, now: float) -> float | None:
+    def _end_span(self, now: float, *, is_starved: bool = False) -> float | None:
         """Begin a new span; return the bandwidth if a measurement is complete."""
         span_bytes, span_s, is_spoilt = self.span_bytes, now - self.began_at, self.is_spoilt
         self.began_at, self.span_bytes, self.is_spoilt = now, 0, False
@@ -116,11 +140,16 @@ class _Link:
         self.counted_at = now
         self.num_bytes += span_bytes
         self.busy_s += span_s
+        self.starved_bytes += span_bytes if is_starved else 0
         is_enough = self.num_bytes >= ENOUGH_BYTES or self.busy_s >= ENOUGH_S
-        if not is_enough or now - self.measured_at < INTERVAL_S or self.busy_s <= 0:
+        if not is_enough or self.busy_s <= 0:
             return None
         bandwidth = self.num_bytes / self.busy_s
-        self.measured_at, self.num_bytes, self.busy_s = now, 0, 0.0
+        has_grown = bandwidth > REPORT_FACTOR * self.reported
+        if now - self.measured_at < INTERVAL_S and not has_grown:
+            return None
+        self.is_starved = 2 * self.starved_bytes >= self.num_bytes
+        self.measured_at, self.num_bytes, self.busy_s, self.starved_bytes = now, 0, 0.0, 0
         return bandwidth
 
     def _counts(self, span_bytes: int, span_s: float) -> bool:
@@ -165,11 +194,13 @@ class LinkMeter:
                 num_bytes = self._sender.totals.num_bytes - num_before
                 link.begin_write(item.action.key, num_bytes, now - item.posting_s)
                 if item.is_done:
-                    bandwidth = link.end_write(item.action.key, now, "")
+                    link.num_ended += 1  # the write ended before the sender could post the next
+                    waits = partial(self._waits, item.action.engine_id)
+                    bandwidth = link.end_write(item.action.key, now, "", waits)
                     actions += self._note_measured(item.action.engine_id, link, bandwidth)
             case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
                 if link := self._links.get(engine_id):
-                    bandwidth = link.end_write(key, now, problem)
+                    bandwidth = link.end_write(key, now, problem, partial(self._waits, engine_id))
                     actions += self._note_measured(engine_id, link, bandwidth)
             case _:
                 pass
@@ -190,9 +221,20 @@ class LinkMeter:
                 actions += self._report(engine_id, link, bandwidth)
         return actions
 
+    def _waits(self, engine_id: str) -> bool:
+        """Return whether pieces for a peer wait to be posted."""
+        transfers = self._sender.transfers.values()
+        return any(one.engine_id == engine_id and one.can_post for one in transfers)
+
     def _note_measured(self, engine_id: str, link: _Link, bandwidth: float | None) -> list[Action]:
         """Report a measured bandwidth that differs from the reported bandwidth."""
-        if bandwidth is None or _are_near(bandwidth, link.reported):
+        if bandwidth is None or engine_id not in self._sender.peers:
+            return []
+        peer = self._sender.peers[engine_id]
+        is_lower = bandwidth < peer.bandwidth_bytes_per_s
+        if not (_are_near(bandwidth, peer.bandwidth_bytes_per_s) or (is_lower and link.is_starved)):
+            peer.bandwidth_bytes_per_s = bandwidth
+        if _are_near(bandwidth, link.reported):
             return []
         logger.info(
             "writes to %s: %s (before: %s)",
@@ -208,7 +250,8 @@ class LinkMeter:
         peer = self._sender.peers[engine_id]
         if peer.state is not PeerState.CONNECTED:
             return []
-        link.reported = peer.bandwidth_bytes_per_s = bandwidth
+        link.reported = bandwidth
+        peer.bandwidth_bytes_per_s = max(peer.bandwidth_bytes_per_s, bandwidth)
         return [
             TransferEvent(
                 kind=TransferEventKind.PEER_CONNECTED,

@@ -258,6 +258,10 @@ class Repeats:
         if repeat is not None and repeat.engine_id == engine_id:
             del self._repeats[key]
 
+    def has_peer(self, engine_id: str) -> bool:
+        """Return whether a message to this peer is repeated."""
+        return any(repeat.engine_id == engine_id for repeat in self._repeats.values())
+
     def remove_peer(self, engine_id: str) -> None:
         """Stop repeating all messages to a lost peer."""
         for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:

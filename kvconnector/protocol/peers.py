@@ -34,6 +34,9 @@ BEAT_INTERVAL_S = 0.25
 # sender counts them from sending a beat, a receiver from the beat's arrival, so the sender's lease
 # ends first.
 LEASE_S = 4 * BEAT_INTERVAL_S
+# A receiver suspects a peer that may be writing KV only after this many seconds: messages wait
+# behind KV, for long if the link's rate has just fallen. The sender notices a lost peer sooner.
+RECEIVING_LEASE_S = 3 * LEASE_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and greeted less often
 MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a peer
@@ -65,6 +68,8 @@ class Peer:
     Attributes:
         path: name of the data path to the peer.
         alive_at: the latest time, on this node's clock, at which the peer was certainly alive.
+        reached_at: when a write to the peer last ended, which shows that the peer reads. Messages
+            may wait behind KV meanwhile. Only answers renew the lease.
         speak_at: time at which this end sends the next Hello or Beat.
         back_off_s: seconds until the next attempt to reconnect; doubles with each attempt.
         is_broken: whether the transport's connection to the peer has failed and must be replaced.
@@ -85,6 +90,7 @@ class Peer:
     report_at: float
     state: PeerState = PeerState.GREETING
     alive_at: float = -math.inf
+    reached_at: float = -math.inf
     speak_at: float = -math.inf
     reconnect_at: float = -math.inf
     back_off_s: float = HELLO_INTERVAL_S
@@ -120,6 +126,7 @@ class Peers:
         is_busy: returns whether writes to a peer are in flight; until they end, the peer's
             connection is kept.
         is_sending: returns whether writes to any peer are in flight.
+        is_receiving: returns whether a peer may be writing to this node.
         on_lost: called with the reason when a peer becomes suspect.
 
     Attributes:
@@ -134,6 +141,7 @@ class Peers:
         greets: bool,
         is_busy: Callable[[str], bool] = lambda engine_id: False,
         is_sending: Callable[[], bool] = lambda: False,
+        is_receiving: Callable[[str], bool] = lambda engine_id: False,
         on_lost: Callable[[str, str], None] = lambda engine_id, reason: None,
     ) -> None:
         self._turn = turn
@@ -141,6 +149,7 @@ class Peers:
         self.greets = greets
         self._is_busy = is_busy
         self._is_sending = is_sending
+        self._is_receiving = is_receiving
         self._written_at = -math.inf  # when a write to any peer was last posted or ended
         self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
@@ -234,9 +243,15 @@ class Peers:
         if self._is_fresh(peer):
             self.confirm(engine_id)
 
-    def note_write(self) -> None:
-        """Note that a write to any peer was posted, or has ended."""
+    def note_write(self, reached: str = "") -> None:
+        """Note that a write to any peer was posted, or has ended.
+
+        Args:
+            reached: the peer whose memory the write has reached; empty: none.
+        """
         self._written_at = self._turn.now
+        if reached in self._peers:
+            self._peers[reached].reached_at = self._turn.now
 
     def _note_round_trip(self, peer: Peer, seconds: float) -> None:
         peer.recent_trip_s = min(peer.recent_trip_s, seconds)
@@ -312,7 +327,7 @@ class Peers:
         return peer is not None and peer.state in (PeerState.GREETING, PeerState.CONNECTED)
 
     def may_write(self, engine_id: str) -> bool:
-        """Return whether the lease on a peer's memory is valid; if not, set the peer to SUSPECT."""
+        """Return whether the lease on a peer's memory is valid; set a silent peer to SUSPECT."""
         peer = self._peers.get(engine_id)
         if peer is None or not peer.is_probed:
             return False
@@ -382,8 +397,11 @@ class Peers:
         return self._turn.now - peer.alive_at < LEASE_S
 
     def _lose_if_silent(self, peer: Peer) -> None:
-        if peer.state is PeerState.CONNECTED and not self._is_fresh(peer):
-            silent_s = self._turn.now - peer.alive_at
+        if peer.state is not PeerState.CONNECTED or self._is_fresh(peer):
+            return
+        silent_s = self._turn.now - max(peer.alive_at, peer.reached_at)
+        is_receiving = self._is_receiving(peer.engine_id)
+        if silent_s >= (RECEIVING_LEASE_S if is_receiving else LEASE_S):
             self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
@@ -445,6 +463,10 @@ class Peers:
             self._lose_unreached(peer)
             return False
         peer.reconnect_at = now + self._next_back_off(peer)
+        if self.greets and peer.state is PeerState.CONNECTED:
+            # KV goes only over connections over which a self-test has passed. A write that waits
+            # for a connection could arrive when the peer has long freed the blocks (ADR 0140).
+            self._lose(peer, f"the connection to {peer.engine_id} must be replaced")
         self._turn.add_action(Connect(peer.info, then=action))
         return True
 

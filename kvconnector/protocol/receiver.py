@@ -68,9 +68,10 @@ class ReceiveMachine:
     def __init__(self, own: PeerInfo, make_peers: Callable[..., Peers] = Peers) -> None:
         self._own = own
         self._turn = Turn()
-        self.peers = make_peers(self._turn, own, greets=False)
-        self._slots = ProbeSlots(self._turn, own, self.peers)
         self.grants = Repeats()
+        granted = self.grants.has_peer
+        self.peers = make_peers(self._turn, own, greets=False, is_receiving=granted)
+        self._slots = ProbeSlots(self._turn, own, self.peers)
         self._dead_peers = DeadPeers()
         self._num_read_rounds = 0  # number of rounds in which messages were read from the transport
 

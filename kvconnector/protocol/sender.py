@@ -334,7 +334,7 @@ class SendMachine:
         self._turn.add_action(Pause())  # `_post_next` runs after this action
 
     def _on_write_ended(self, result: WriteEnded) -> None:
-        self.peers.note_write()
+        self.peers.note_write("" if result.problem else result.engine_id)
         if not result.key[0]:  # `NO_TRANSFER`: a probe's write
             self._probes.take_ended(result)
             return

@@ -42,6 +42,9 @@ class CertificateFiles(Protocol):
 # limit, TCP sends lost bytes again at intervals that double, so a pair of nodes would stay apart
 # for as long again as their network was cut. The limit is longer than a peer's lease.
 UNACKNOWLEDGED_S = 3
+# Seconds of silence after which a peer certainly posts no more writes for transfers that it knows:
+# longer than a lease (`protocol/peers.py`), which ends first at the sender.
+SILENT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,8 @@ class KVTransport(Protocol):
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
         """Forbid a transfer's writes; return whether none of them can arrive any more.
 
-        A transport whose writes are one-sided cannot refuse them, and returns False.
+        A transport whose writes are one-sided cannot refuse them, and returns False while the peer
+        may still write.
         """
 
     def notify(self, engine_id: str, payload: bytes) -> None:

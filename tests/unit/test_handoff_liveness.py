@@ -17,7 +17,7 @@ from kvconnector.protocol.messages import (
     Start,
     Verified,
 )
-from kvconnector.protocol.peers import BEAT_INTERVAL_S, LEASE_S
+from kvconnector.protocol.peers import BEAT_INTERVAL_S, LEASE_S, RECEIVING_LEASE_S
 from kvconnector.protocol.seals import peek
 from tests.fakes.handoff.handoff_cluster import Cluster
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of
@@ -152,7 +152,7 @@ def test_silence_in_one_direction_ends_transfers_on_both_sides() -> None:
         cluster = make_cluster(20)
         place(cluster, "a", 17)
         run_until_writing(cluster)
-        for _ in range(8):
+        for _ in range(1 + round(RECEIVING_LEASE_S / BEAT_INTERVAL_S)):
             cluster.clock.advance(BEAT_INTERVAL_S)
             for _ in range(2):
                 go_on(cluster)

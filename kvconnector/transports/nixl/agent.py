@@ -23,6 +23,7 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 from kvconnector.transports.base import UNACKNOWLEDGED_S
+from kvconnector.transports.nixl.fences import ConnectionFences, watched_sockets
 
 # Maximum number of released peers that NIXL keeps. A kept peer whose process has ended costs some
 # kilobytes of memory. Dropping a living peer leaves a TCP connection open on both sides.
@@ -131,6 +132,7 @@ class NixlAgent:
             known = set(_epoll_instances())
             self._agent = api.nixl_agent(name, config)
             self.descriptor = _find_descriptor(known)
+            self._fences = ConnectionFences(self._sockets)
             # A layout's blocks are one contiguous range, so they are registered as one region.
             regions = np.array(
                 [[at.base_address, at.num_blocks * at.block_bytes, at.device_id] for at in layouts],
@@ -291,10 +293,30 @@ class NixlAgent:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except self._errors as error:
             raise TransferError(f"NIXL cannot read messages: {_words(error)}") from error
+        self._fences.note_read(by_name, self._peers)
         if by_name and self._resumed:
             for name in self._resumed.keys() & by_name.keys():
                 self._note_first_message(name)
         return [(name, payload) for name, payloads in by_name.items() for payload in payloads]
+
+    def is_cut_off(self, name: str, metadata: bytes) -> bool:
+        """Return whether no write of a peer on another machine can arrive any more (`fences.py`).
+
+        Args:
+            metadata: the peer's metadata. Only this agent may be written to by the peer.
+
+        Returns False if the peer may use other ways than TCP.
+        """
+        if self.descriptor is None or self._memory_kind != "DRAM":
+            return False
+        others = [known for other, known in self._peers.items() if other != name]
+        try:
+            return self._fences.is_closed(name, metadata, others)
+        except (OSError, ValueError):  # /proc is hidden
+            return False
+
+    def _sockets(self) -> dict[int, int]:
+        return {} if self.descriptor is None else watched_sockets(self.descriptor)
 
     def _note_first_message(self, name: str) -> None:
         """Keep a reused connection if its peer sends a message soon; otherwise, replace it.

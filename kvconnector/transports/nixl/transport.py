@@ -212,7 +212,14 @@ class NixlTransport:
         pass  # a peer with this node's metadata can write to all registered memory
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
-        return False
+        # The ranks' processes post writes later than the node whose lease they write under, and
+        # messages reach only the leading rank.
+        peer, own_host = self._peers.get(engine_id), host_identity()
+        if peer is None or peer.info.manifest.num_ranks > 1 or self._manifest.num_ranks > 1:
+            return False
+        if own_host in ("", peer.info.host) or not peer.info.host:
+            return False  # its bytes may take other ways than TCP
+        return self._agent.is_cut_off(engine_id, peer.info.ranks[0].agent_metadata)
 
     def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
         peer = self._peer(engine_id)

@@ -69,8 +69,12 @@ class Link:
                 self.network.deliver(0)
             self.clock.advance(ROUND_S)
 
-    def send(self, seconds: float, *, fails: bool = False) -> None:
-        """Send one request's KV, of which each write takes ``seconds``."""
+    def send(self, seconds: float, *, fails: bool = False, at_once: bool = True) -> None:
+        """Send one request's KV, of which each write takes ``seconds``.
+
+        Args:
+            at_once: whether all writes that are in flight end together.
+        """
         name = f"r{next(self._numbers)}"
         blocks = tuple(range(NUM_BLOCKS))
         self.sender.start(name, 1, "d", num_tokens=16, num_blocks=NUM_BLOCKS)
@@ -81,8 +85,9 @@ class Link:
         num_bytes = 0
         while self.network.writes:
             self.run(seconds)
-            num_bytes += sum(len(one.local_block_ids) for one in self.network.writes) * 2**20
-            while self.network.writes:
+            ended = list(self.network.writes) if at_once else self.network.writes[:1]
+            num_bytes += sum(len(one.local_block_ids) for one in ended) * 2**20
+            for _ in ended:
                 self.network.fail(0, landed=False) if fails else self.network.land(0)
             self.run(2 * ROUND_S)
         assert fails or num_bytes == PUSH_BYTES
@@ -170,7 +175,7 @@ def test_writes_that_end_together_after_a_busy_span_do_not_make_the_link_look_fa
 
 
 def test_bandwidths_that_change_with_each_write_are_measured_at_intervals() -> None:
-    link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
+    link = _Link(tested=2e10, reported=2e10, counted_at=0.0)
     found = []
     for number in range(1, 1 + 4 * 64):  # 4 s
         seconds = 2**-7 if number % 2 else 2**-10
@@ -179,6 +184,25 @@ def test_bandwidths_that_change_with_each_write_are_measured_at_intervals() -> N
     measured = [one for one in found if one is not None]
     assert len(measured) == 4
     assert max(measured) < 1.1 * min(measured)
+
+
+def test_a_bandwidth_that_has_grown_is_measured_at_once() -> None:
+    link = _Link(tested=1e8, reported=1e8, counted_at=0.0)
+    link.begin_write(("r", 1), 2**24, 0.0)
+    assert link.end_write(("r", 1), 2**-6, "") == 2**30
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_busy_sender_does_not_lower_its_limit(is_busy: bool) -> None:
+    """Two writes are in flight at a time; a busy sender finds both at their ends."""
+    link = Link()
+    peer = link.sender.machine.peers["d"]
+    before = 2**21 / (ROUND_TRIPS * peer.round_trip_s + QUEUE_S)
+    peer.bandwidth_bytes_per_s = before
+    while len(link.bandwidths) == 1:
+        link.send(0.5, at_once=is_busy)
+    assert link.bandwidths[1] < link.bandwidths[0]
+    assert peer.bandwidth_bytes_per_s == (before if is_busy else link.bandwidths[1])
 
 
 def test_tiny_slow_writes_of_a_busy_process_are_no_measurement() -> None:

@@ -11,8 +11,10 @@ from kvconnector.protocol.actions import Connect, ConnectEnded, Send, SendEnded,
 from kvconnector.protocol.messages import Beat, Hello, Message, Start
 from kvconnector.protocol.peers import (
     BEAT_INTERVAL_S,
+    HELLO_INTERVAL_S,
     HELLO_TIMEOUT_S,
     LEASE_S,
+    RECEIVING_LEASE_S,
     TRIPS_S,
     Peers,
     PeerState,
@@ -247,6 +249,38 @@ def test_a_peer_that_never_answers_is_reported_once() -> None:
     assert [event.reason for event in scene.events] == [f"no answer in {HELLO_TIMEOUT_S:.0f} s"]
 
 
+def test_a_peer_that_takes_writes_is_not_lost_while_messages_wait_behind_kv() -> None:
+    scene = Scene()
+    scene.connect()
+    for _ in range(30):
+        scene.advance(LEASE_S / 2)
+        scene.peers.note_write("d")
+        scene.tick()
+    assert not scene.peers.may_write("d")  # only answers renew the lease
+    assert scene.lost == []
+    scene.advance(LEASE_S)
+    scene.tick()
+    assert scene.lost == [f"no beat of d for {LEASE_S:.1f} s"]
+
+
+def test_a_receiver_waits_longer_for_a_peer_that_may_be_writing() -> None:
+    turn, granted = Turn(), {"p"}
+    peers = Peers(turn, peer_info("d"), greets=False, is_receiving=granted.__contains__)
+    for name in ("p", "q"):
+        connect = Connect(peer_info(name))
+        peers.take_connected(ConnectEnded(connect, "scripted"))
+        peers.note_alive(name, 0.0)
+        peers.pass_probe(name, "scripted", 1e9)
+    for turn.now, suspects in ((LEASE_S, ["q"]), (RECEIVING_LEASE_S, ["q", "p"])):
+        turn.now -= 0.01
+        peers.tick()
+        assert [p.engine_id for p in peers if p.state is PeerState.SUSPECT] == suspects[:-1]
+        turn.now += 0.02
+        peers.tick()
+        states = {p.engine_id for p in peers if p.state is PeerState.SUSPECT}
+        assert states == set(suspects)
+
+
 def test_a_broken_connection_is_made_anew_at_once_when_nothing_is_in_flight() -> None:
     scene = Scene()
     scene.connect()
@@ -255,7 +289,21 @@ def test_a_broken_connection_is_made_anew_at_once_when_nothing_is_in_flight() ->
     scene.carry_out()
     assert scene.said == [Hello(engine_id="p")]
     assert scene.num_connects == 2
-    assert scene.kinds() == [CONNECTED]
+
+
+def test_kv_waits_for_a_self_test_over_the_connection_that_replaces_a_broken_one() -> None:
+    """A write that waited for the new connection could arrive after the peer freed the blocks."""
+    scene = Scene()
+    scene.connect()
+    scene.is_broken = True
+    assert scene.peers.send("d", Beat(engine_id="p", sent_at_s=scene.turn.now))
+    scene.carry_out()
+    assert not scene.peers.may_write("d")
+    assert scene.kinds() == [CONNECTED, FAILED]
+    assert scene.lost == ["the connection to d must be replaced"]
+    scene.advance(HELLO_INTERVAL_S)
+    scene.connect()
+    assert scene.peers.may_write("d")
 
 
 def test_a_broken_connection_stays_until_what_is_in_flight_has_ended() -> None:

@@ -1,0 +1,159 @@
+"""ConnectionFences: tells when no byte of a silent peer on another machine can arrive any more.
+
+    silent for SILENT_S -> its connections are listed -> all are closed -> 10 reads, 0.5 s -> over
+                              `-> still open after CLOSE_AFTER_S: this node shuts them down
+
+A node cannot see whether a process on another machine lives. But a sender posts a write only while
+its lease is valid, and only over a connection over which a self-test has passed. The lease has
+ended when the sender has been silent for longer than a lease. All later writes are then bytes on
+connections that exist already, so once these connections are closed, nothing more can arrive, even
+if the sender lives and is only cut off.
+
+UCX does not tell which connection belongs to which peer. A connection counts as the peer's unless
+its remote address is another known peer's. So peers on one host share their connections' fate.
+Refuses to know: transfers, the meaning of messages.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from kvconnector.transports.base import SILENT_S
+
+# A connection of a silent peer that is still open after this many seconds is shut down. The process
+# may be stopped, or another process on its host may own the connection and must then reconnect.
+CLOSE_AFTER_S = 5.0
+# After this many reads and seconds, all bytes are read (`DeadPeers` says why).
+FINAL_READS, FINAL_S = 10, 0.5
+MAX_NAMES = 4096  # peers whose last message is remembered; they stay known while they reconnect
+LOOK_S = 0.1  # least seconds between two looks for the same peer
+# Family and address, as in the metadata of a UCX worker
+_FAMILIES = {4: bytes([socket.AF_INET]), 6: bytes([socket.AF_INET6])}
+
+
+@dataclass(slots=True)
+class _Fence:
+    """The connections of one silent peer.
+
+    Attributes:
+        inodes: sockets that were open at the time ``began_at`` and may still be open.
+        closed_at, num_reads: when all were closed, and the number of reads until then; -1: not yet.
+    """
+
+    inodes: set[int]
+    began_at: float
+    looked_at: float = 0.0
+    closed_at: float = -1.0
+    num_reads: int = -1
+
+
+class ConnectionFences:
+    """Watches the TCP connections of one UCX worker.
+
+    Args:
+        list_sockets: returns the descriptors of the worker's sockets by inode.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        list_sockets: Callable[[], Mapping[int, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._list_sockets = list_sockets
+        self._clock = clock
+        self._heard_at: dict[str, float] = {}
+        self._fences: dict[str, _Fence] = {}
+        self._num_reads = 0
+
+    def note_read(self, senders: Collection[str], known: Collection[str]) -> None:
+        """Count a read of all sockets, which has found messages of these senders."""
+        self._num_reads += 1
+        for name in senders:
+            if name in known:  # strangers can claim any number of names
+                self._heard_at.pop(name, None)
+                self._heard_at[name] = self._clock()
+                self._fences.pop(name, None)
+        while len(self._heard_at) > MAX_NAMES:  # a forgotten peer's silence begins anew
+            oldest = next(iter(self._heard_at))
+            del self._heard_at[oldest]
+            self._fences.pop(oldest, None)
+
+    def is_closed(self, name: str, own: bytes, others: Iterable[bytes]) -> bool:
+        """Return whether no byte that a peer has sent so far can arrive any more.
+
+        Args:
+            own: the peer's metadata.
+            others: the metadata of all other known peers.
+        """
+        now = self._clock()
+        if now - self._heard_at.setdefault(name, now) < SILENT_S:
+            return False
+        fence = self._fences.get(name)
+        if fence is None or now - fence.looked_at >= LOOK_S:
+            found = self._sockets_of(own, list(others))
+            if fence is None:
+                fence = self._fences[name] = _Fence(set(found), now)
+            fence.looked_at = now
+            self._look(fence, found, now)
+        num_reads = self._num_reads - fence.num_reads
+        is_closed = fence.closed_at >= 0
+        return is_closed and num_reads >= FINAL_READS and now - fence.closed_at >= FINAL_S
+
+    def _look(self, fence: _Fence, found: Mapping[int, int], now: float) -> None:
+        fence.inodes &= set(found)
+        if fence.inodes and now - fence.began_at >= CLOSE_AFTER_S:
+            for inode in fence.inodes:
+                _shut_down(found[inode], inode)
+        elif not fence.inodes and fence.closed_at < 0:
+            fence.closed_at, fence.num_reads = now, self._num_reads
+
+    def _sockets_of(self, own: bytes, others: Iterable[bytes]) -> dict[int, int]:
+        """Return the descriptors of a peer's sockets by inode."""
+        found = {}
+        for inode, number in self._list_sockets().items():
+            address = _remote_address(number)
+            if address is None:  # a listening socket
+                continue
+            is_others = address and address not in own and any(address in one for one in others)
+            if not is_others:
+                found[inode] = number
+        return found
+
+
+def watched_sockets(descriptor: int) -> dict[int, int]:
+    """Return the descriptors that an epoll instance watches, by inode; raises OSError."""
+    found = {}
+    for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines():
+        if line.startswith("tfd:"):
+            words = line.replace(":", " ").split()
+            found[int(words[words.index("ino") + 1], 16)] = int(words[1])
+    return found
+
+
+def _remote_address(number: int) -> bytes | None:
+    """Return a socket's remote address with its family; empty: unknown; None: it listens."""
+    try:
+        with socket.socket(fileno=os.dup(number)) as copy:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            address = ip_address(copy.getpeername()[0].partition("%")[0])
+    except (OSError, ValueError):  # also a connection that was reset, which may hold unread bytes
+        return b""
+    mapped = getattr(address, "ipv4_mapped", None)
+    address = mapped or address
+    return _FAMILIES[address.version] + address.packed
+
+
+def _shut_down(number: int, inode: int) -> None:
+    """Shut down a connection, unless its descriptor now belongs to another file."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+        if os.fstat(copy.fileno()).st_ino == inode:
+            copy.shutdown(socket.SHUT_RDWR)
