@@ -24,8 +24,8 @@ from baton.telemetry.stack_dump import DUMP_SIGNAL
 
 TICK_S = 1.0
 MOST_TICKS = 120
-# Wait of a client, in seconds, at which all stacks are written; a third of a hung client's wait.
-LONG_WAIT_S = 10.0
+# Wait of a client, in seconds, at which all stacks are written; a client hangs after 30 s.
+LONG_WAIT_S = 20.0
 DUMP_TIME_S = 1.0  # seconds that programs get to write their stacks
 _PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -35,7 +35,7 @@ class ProgramTimes:
     """Times of one process since its start, in seconds, and its state (R, S, D, T, Z).
 
     Attributes:
-        queue_s: time in which the main thread was ready to run, but had no core.
+        queue_s: sum over the threads of the time in which they were ready to run, but had no core.
     """
 
     state: str
@@ -47,12 +47,18 @@ def read_times(pid: int) -> ProgramTimes | None:
     """Return a process's times; None: there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        queue_ns = Path(f"/proc/{pid}/schedstat").read_text().split()[1]
+        queues_ns = [_read_queue_ns(one) for one in Path(f"/proc/{pid}/task").iterdir()]
     except (OSError, IndexError):
         return None
-    return ProgramTimes(
-        fields[0], (int(fields[11]) + int(fields[12])) / _PER_S, int(queue_ns) / 1e9
-    )
+    cpu_ticks = int(fields[11]) + int(fields[12])
+    return ProgramTimes(fields[0], cpu_ticks / _PER_S, sum(queues_ns) / 1e9)
+
+
+def _read_queue_ns(task: Path) -> int:
+    """Return how long a thread was ready to run, but had no core; 0: the thread has ended."""
+    with contextlib.suppress(OSError):
+        return int((task / "schedstat").read_text().split()[1])
+    return 0
 
 
 def read_stolen_s() -> float:

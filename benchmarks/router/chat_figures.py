@@ -90,6 +90,16 @@ def _ratio(ours: Figures, others: Figures) -> dict[str, float]:
     }
 
 
+def turned(rows: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+    """Return a table with a row for each figure, and a column for each shape."""
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    return {
+        name: {shape: row[name] for shape, row in rows.items() if name in row}
+        for name in names
+        if not any(isinstance(row.get(name), Mapping) for row in rows.values())
+    }
+
+
 def show(console: Console, shape: str, measured: Measured) -> None:
     """Print a line per turn, with the terms of each place in whole milliseconds."""
     console.print(f"[bold]{shape}[/], {measured.seconds:.1f} s")

@@ -21,7 +21,7 @@ from typing import Any
 
 from baton import AsyncClient, SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
-from benchmarks.router.chat_figures import FETCH, ratios, show, summarize
+from benchmarks.router.chat_figures import FETCH, ratios, show, summarize, turned
 from benchmarks.router.chat_peer import PEER, measure_peer
 from benchmarks.router.chat_turns import Chats, Load, Measured
 from benchmarks.runner.deployments import deployed
@@ -119,8 +119,8 @@ def run(run: Run, options: Options) -> Document | None:
             found[shape].append(measured)
     results = {shape: summarize(runs, options.turns) for shape, runs in found.items()}
     document = {"load": asdict(options), "results": results, "ratios": ratios(results)}
-    run.show("shape", results)
-    run.show("ratio", document["ratios"])
+    run.show("figure", turned(results))
+    run.show("ratio", turned(document["ratios"]))
     if not options.scale:
         return document
     run.judge(document, SCALED)

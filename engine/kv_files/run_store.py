@@ -45,6 +45,8 @@ _SETTLED_S = 1.0
 # Seconds between two listings of all folders, because changes by other machines are not reported.
 _SCAN_ALL_S = 30.0
 _CHUNK_BYTES = 2**21  # bytes that are read between two checks of `ReadJob.stop`
+# Bytes that the disk reads while earlier bytes are copied and their digests are checked.
+_AHEAD_BYTES = 2**24
 # Maximum number of headers that one look-up reads: thousands of conversations may have the same
 # first blocks.
 _MOST_HEADERS = 32
@@ -290,6 +292,7 @@ class RunStore:
         """Fill the blocks of a piece, a few at a time, and check each block's digest."""
         size, hashes = self.memory.block_bytes, checked.header.hashes
         per_chunk = max(_CHUNK_BYTES // size, 1)
+        told = piece.begin  # the system was told that blocks before this one will be read
         for begin in range(piece.begin, piece.end, per_chunk):
             if job.is_stopped:
                 return
@@ -299,6 +302,11 @@ class RunStore:
             block_ids = job.block_ids[begin - job.first : end - job.first]
             room = self.memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
+            soon = max(end, min(end + _AHEAD_BYTES // size, piece.end))
+            if soon > told:
+                told_at = checked.data_start + (told - piece.at) * size
+                self._files.read_soon(descriptor, told_at, (soon - told) * size)
+                told = soon
             if self._files.read_into(descriptor, offset, room) < size * len(block_ids):
                 raise UnusableError("short", "the file is cut off")
             for place, block in enumerate(room, begin - piece.at):
