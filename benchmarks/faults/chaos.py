@@ -94,7 +94,7 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
-SUPPLY_KILL_AT_COUNT = 2  # messages of fetches and encodings are rare on a busy machine
+FETCH_KILL_AT_COUNT = 2  # messages of fetches are rare on a busy machine
 DEATH_S = 20.0  # limit until a process reaches the point at which it dies
 # After a lost encoding or prefix, the router does not use its sender for 5 s.
 SUPPLY_DEATH_S = 60.0
@@ -103,6 +103,8 @@ RANK_DETECTION_S = 1.0  # limit of the seconds from the signal until the router 
 STOPPED_S = 5.0
 # Seconds between flushes of the prefix caches: drills need hand-offs of whole prompts
 FLUSH_INTERVAL_S = 1.0
+# Drills of fetches need cached prefixes: on a busy machine, a turn may take several seconds.
+FETCH_FLUSH_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -290,7 +292,9 @@ async def arm(site: Site, name: str, point: str, count: int) -> None:
     await site.wait_ready()
 
 
-async def wait_for_death(site: Site, name: str, point: str, count: int, within_s: float) -> None:
+async def wait_for_death(
+    site: Site, name: str, point: str, count: int, within_s: float, flush_s: float
+) -> None:
     site.doomed.add(name)
     child = site.deployment.child(name)
     process = child.process
@@ -300,7 +304,7 @@ async def wait_for_death(site: Site, name: str, point: str, count: int, within_s
         if now > begin + within_s:
             process.kill()  # kill the node, so that it does not disturb the next drill
             raise BatonError(f"{name} never came to where it should die")
-        if now > flushed_at + FLUSH_INTERVAL_S:
+        if now > flushed_at + flush_s:
             with contextlib.suppress(BatonError):  # the node may be dead by now
                 await asyncio.to_thread(flush_caches, site.address)
             flushed_at = time.monotonic()
@@ -394,33 +398,38 @@ def drills_at_arrows() -> list[Drill]:
         "fetch's arrow": FETCH_ARROWS,
         "decode nodes' fetch, arrow": DECODE_FETCH_ARROWS,
     }
-    of_fetches = (FETCH_ARROWS, DECODE_FETCH_ARROWS)
     return [
-        Drill(
-            f"{what} {arrow}: {name} dies at {point}",
-            partial(
-                wait_for_death,
-                name=name,
-                point=point,
-                count=KILL_AT_COUNT if arrows is ARROWS else SUPPLY_KILL_AT_COUNT,
-                within_s=DEATH_S if arrows is ARROWS else SUPPLY_DEATH_S,
-            ),
-            prepare=partial(
-                arm,
-                name=name,
-                point=point,
-                count=KILL_AT_COUNT if arrows is ARROWS else SUPPLY_KILL_AT_COUNT,
-            ),
-            # Fetches are also cancelled when two prompts need the same prefix.
-            num_leavers=4 if arrow in (9, 10) and arrows not in of_fetches else 0,
-            with_images=arrows is ENCODING_ARROWS,
-            with_fetches=arrows in of_fetches,
-            by_decode_nodes=arrows is DECODE_FETCH_ARROWS,
-        )
+        _drill_at_arrow(f"{what} {arrow}: {name} dies at {point}", arrows, arrow, name, point)
         for what, arrows in kinds.items()
         for arrow, points in arrows.items()
         for name, point in points
     ]
+
+
+def _drill_at_arrow(
+    title: str, arrows: Mapping[int, object], arrow: int, name: str, point: str
+) -> Drill:
+    """Return the drill of a process that dies at an arrow of one of the diagrams."""
+    is_fetch = arrows is FETCH_ARROWS or arrows is DECODE_FETCH_ARROWS
+    count = FETCH_KILL_AT_COUNT if is_fetch else KILL_AT_COUNT
+    wait = partial(
+        wait_for_death,
+        name=name,
+        point=point,
+        count=count,
+        within_s=DEATH_S if arrows is ARROWS else SUPPLY_DEATH_S,
+        flush_s=FETCH_FLUSH_INTERVAL_S if is_fetch else FLUSH_INTERVAL_S,
+    )
+    return Drill(
+        title,
+        wait,
+        prepare=partial(arm, name=name, point=point, count=count),
+        # Fetches are also cancelled when two prompts need the same prefix.
+        num_leavers=4 if arrow in (9, 10) and not is_fetch else 0,
+        with_images=arrows is ENCODING_ARROWS,
+        with_fetches=is_fetch,
+        by_decode_nodes=arrows is DECODE_FETCH_ARROWS,
+    )
 
 
 def can_inject_faults() -> bool:
