@@ -277,11 +277,10 @@ class Engine:
         return result
 
     def do_idle_work(self) -> bool:
-        """Do a little work that can wait, such as clearing new KV memory.
-
-        Return whether more such work is left.
-        """
-        return self.executor.do_idle_work(self.block_pool.num_made)
+        """Do a little work that can wait, like clearing new KV memory; return if more is left."""
+        if self.features.is_reading:  # a thread that reads files clears the memory that it needs
+            return False
+        return self.executor.do_idle_work(self.block_pool.num_made, self.features.num_expected)
 
     @property
     def num_steps(self) -> int:

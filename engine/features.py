@@ -163,13 +163,23 @@ class Features:
     @property
     def is_awaited(self) -> bool:
         """Return whether some request waits for its images to be decoded, or for files."""
-        return self.awaits_pixels or (self.files is not None and self.files.is_busy)
+        return self.awaits_pixels or self.is_reading
+
+    @property
+    def is_reading(self) -> bool:
+        """Return whether some request waits for files."""
+        return self.files is not None and self.files.is_busy
+
+    @property
+    def num_expected(self) -> int:
+        """Return how many blocks the longest prefix in files may need."""
+        return 0 if self.files is None else self.files.num_expected_blocks
 
     def wait(self) -> None:
         """Wait a while for images or files, if some request waits for them."""
         if self.awaits_pixels:
             self.images.wait()
-        elif self.files is not None and self.files.is_busy:
+        elif self.files is not None and self.is_reading:
             self.files.wait(_FILE_POLL_S)
 
     def hint_session(self, owner: bytes, session: bytes, keep_s: float) -> None:

@@ -258,7 +258,7 @@ class SimExecutor:
     def rest(self) -> None:
         pass
 
-    def do_idle_work(self, num_used_blocks: int) -> bool:
+    def do_idle_work(self, num_used_blocks: int, num_expected_blocks: int = 0) -> bool:
         return False
 
     def expert_loads(self) -> tuple[float, float]:

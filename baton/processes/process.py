@@ -64,9 +64,16 @@ def run_program(
 async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
     """Run a program's main coroutine on an event loop, after starting the loop's worker threads.
 
+    At SIGUSR2, the process writes its stacks.
+
     If the engine dies, the process is ended at once: a dead engine may leave threads that never
     end, and the event loop and the interpreter would wait for these threads at exit.
     """
+    import asyncio
+
+    from baton.telemetry.stack_dump import dump_stacks_at_signal
+
+    dump_stacks_at_signal(asyncio.get_running_loop())
     try:
         _start_workers()
         await main

@@ -223,7 +223,8 @@ KV_FILES = Source("kv_files", (
     Row("seconds until 10,000 files with 10 GiB are known",
         value("start > seconds", "{:.2f} s"), "<= 2"),
 ), "KV in files (`--kv-files`), SmolLM2-135M-Instruct, whose weights have 4 bits. Files are read by"
-   " a new engine. Requests that find nothing have prompts of 300 tokens and 48 output tokens.",
+   " a new engine that has been idle for a moment. Requests that find nothing have prompts of 300"
+   " tokens and 48 output tokens.",
    absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
 SUBJECT = Subject(
     "Scheduler and engine",

@@ -67,6 +67,7 @@ from benchmarks.faults.chaos_site import (
     list_nodes,
     wait_until_free,
 )
+from benchmarks.faults.chaos_witness import Witness
 from benchmarks.runner.answers import Case
 from benchmarks.runner.demo_adapters import write_adapters
 from benchmarks.runner.environment import DEMO_MODEL
@@ -93,17 +94,27 @@ ARROWS = {
     10: [("p0", "Quiet:send"), ("d0", "Quiet:recv")],
 }
 KILL_AT_COUNT = 5
+FETCH_KILL_AT_COUNT = 2  # messages of fetches are rare on a busy machine
 DEATH_S = 20.0  # limit until a process reaches the point at which it dies
 # After a lost encoding or prefix, the router does not use its sender for 5 s.
 SUPPLY_DEATH_S = 60.0
 RANK_DETECTION_S = 1.0  # limit of the seconds from the signal until the router notices
+# Seconds for which the drill itself did not run; then its clients' waits say nothing.
+STOPPED_S = 5.0
 # Seconds between flushes of the prefix caches: drills need hand-offs of whole prompts
 FLUSH_INTERVAL_S = 1.0
+# Drills of fetches need cached prefixes: on a busy machine, a turn may take several seconds.
+FETCH_FLUSH_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
 class Result:
-    """The result of a drill; ``broken`` lists the promises that were broken."""
+    """The result of a drill.
+
+    Attributes:
+        broken: the promises that were broken.
+        told: what the programs did, if a promise was broken or a client waited long.
+    """
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -114,7 +125,9 @@ class Result:
     detection_s: float | None = None
     recovery_s: float = 0.0
     free_after_s: float | None = None
+    longest_wait_s: float = 0.0
     broken: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
 
 Action = Callable[[Site], Awaitable[None]]
@@ -274,12 +287,14 @@ def _log_size(site: Site, name: str) -> int:
     return site.deployment.child(name).log.stat().st_size
 
 
-async def arm(site: Site, name: str, point: str) -> None:
-    await site.restart(name, "--inject-faults", f"kill={point}:{KILL_AT_COUNT}")
+async def arm(site: Site, name: str, point: str, count: int) -> None:
+    await site.restart(name, "--inject-faults", f"kill={point}:{count}")
     await site.wait_ready()
 
 
-async def wait_for_death(site: Site, name: str, point: str, within_s: float) -> None:
+async def wait_for_death(
+    site: Site, name: str, point: str, count: int, within_s: float, flush_s: float
+) -> None:
     site.doomed.add(name)
     child = site.deployment.child(name)
     process = child.process
@@ -289,12 +304,12 @@ async def wait_for_death(site: Site, name: str, point: str, within_s: float) -> 
         if now > begin + within_s:
             process.kill()  # kill the node, so that it does not disturb the next drill
             raise BatonError(f"{name} never came to where it should die")
-        if now > flushed_at + FLUSH_INTERVAL_S:
+        if now > flushed_at + flush_s:
             with contextlib.suppress(BatonError):  # the node may be dead by now
                 await asyncio.to_thread(flush_caches, site.address)
             flushed_at = time.monotonic()
         await asyncio.sleep(0.01)
-    told = f"killed before {point}:{KILL_AT_COUNT}" in child.log.read_text(errors="replace")
+    told = f"killed before {point}:{count}" in child.log.read_text(errors="replace")
     if process.returncode != -signal.SIGKILL or not told:
         raise BatonError(f"{name} died elsewhere, with exit code {process.returncode}")
     await site.watch_detection(name)
@@ -383,27 +398,38 @@ def drills_at_arrows() -> list[Drill]:
         "fetch's arrow": FETCH_ARROWS,
         "decode nodes' fetch, arrow": DECODE_FETCH_ARROWS,
     }
-    of_fetches = (FETCH_ARROWS, DECODE_FETCH_ARROWS)
     return [
-        Drill(
-            f"{what} {arrow}: {name} dies at {point}",
-            partial(
-                wait_for_death,
-                name=name,
-                point=point,
-                within_s=DEATH_S if arrows is ARROWS else SUPPLY_DEATH_S,
-            ),
-            prepare=partial(arm, name=name, point=point),
-            # Fetches are also cancelled when two prompts need the same prefix.
-            num_leavers=4 if arrow in (9, 10) and arrows not in of_fetches else 0,
-            with_images=arrows is ENCODING_ARROWS,
-            with_fetches=arrows in of_fetches,
-            by_decode_nodes=arrows is DECODE_FETCH_ARROWS,
-        )
+        _drill_at_arrow(f"{what} {arrow}: {name} dies at {point}", arrows, arrow, name, point)
         for what, arrows in kinds.items()
         for arrow, points in arrows.items()
         for name, point in points
     ]
+
+
+def _drill_at_arrow(
+    title: str, arrows: Mapping[int, object], arrow: int, name: str, point: str
+) -> Drill:
+    """Return the drill of a process that dies at an arrow of one of the diagrams."""
+    is_fetch = arrows is FETCH_ARROWS or arrows is DECODE_FETCH_ARROWS
+    count = FETCH_KILL_AT_COUNT if is_fetch else KILL_AT_COUNT
+    wait = partial(
+        wait_for_death,
+        name=name,
+        point=point,
+        count=count,
+        within_s=DEATH_S if arrows is ARROWS else SUPPLY_DEATH_S,
+        flush_s=FETCH_FLUSH_INTERVAL_S if is_fetch else FLUSH_INTERVAL_S,
+    )
+    return Drill(
+        title,
+        wait,
+        prepare=partial(arm, name=name, point=point, count=count),
+        # Fetches are also cancelled when two prompts need the same prefix.
+        num_leavers=4 if arrow in (9, 10) and not is_fetch else 0,
+        with_images=arrows is ENCODING_ARROWS,
+        with_fetches=is_fetch,
+        by_decode_nodes=arrows is DECODE_FETCH_ARROWS,
+    )
 
 
 def can_inject_faults() -> bool:
@@ -433,13 +459,14 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
     except BatonError as error:
         result.broken.append(str(error))
     load = Load(site.address, site.cases, concurrency, seed, num_leavers=drill.num_leavers)
-    async with under_load(load):
-        try:
-            await site.some_time()
-            await drill.action(site)
-            await asyncio.sleep(1.5)
-        except BatonError as error:
-            result.broken.append(str(error))
+    with Witness(site.deployment, load.longest_wait_s) as witness:
+        async with under_load(load):
+            try:
+                await site.some_time()
+                await drill.action(site)
+                await asyncio.sleep(1.5)
+            except BatonError as error:
+                result.broken.append(str(error))
     result.counts = dict(sorted(load.counts().items()))
     result.retried = sum(answer.attempts > 1 for answer in load.answers)
     receipts = [answer.receipt for answer in load.answers if answer.receipt is not None]
@@ -466,6 +493,11 @@ async def run_drill(site: Site, drill: Drill, concurrency: int, seed: int) -> Re
         if those:
             details = sorted({answer.detail for answer in those})
             result.broken.append(f"{len(those)} {outcome}: {'; '.join(details[:5])}")
+    result.longest_wait_s = max((one.total_s for one in load.answers), default=0.0)
+    if witness.late_s > STOPPED_S:
+        result.broken.append(f"the drill itself was stopped for {witness.late_s:.0f} s")
+    if result.broken or witness.stacks:
+        result.told = witness.tell()
     for child in site.deployment.children:
         code = child.process.poll()
         if code is not None and child.name not in site.doomed:
@@ -541,6 +573,8 @@ async def run_all(
                 mark = "; ".join(result.broken) or "holds"
                 counts = result.counts | result.supplies
                 console.print(f"{drill.name}: {counts} {mark}", highlight=False)
+                for line in result.told:
+                    print(line)
                 if len(results) == len(chosen) or chosen[len(results)].site_kind != kind:
                     break
                 try:
@@ -608,7 +642,7 @@ def run(
     run.problems += [f"{r.name}: {'; '.join(r.broken)}" for r in results if r.broken]
     drills_by_name = {r.name: asdict(r) for r in results}
     for row in drills_by_name.values():
-        del row["name"]
+        del row["name"], row["told"]
     run.show("drill", drills_by_name)
     if not short and not only:
         document = {

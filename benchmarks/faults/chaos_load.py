@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import random
 import struct
+import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -47,6 +48,7 @@ class Load:
         num_leavers: number of extra lanes whose clients all leave during the hand-off.
         patience_s: seconds after which a request counts as hung.
         pause_s: seconds between a lane's requests.
+        open_since: by lane, the time on the monotonic clock at which its open request was sent.
     """
 
     address: str
@@ -59,6 +61,7 @@ class Load:
     patience_s: float = HUNG_S
     pause_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)
+    open_since: dict[int, float] = field(default_factory=dict)
     _stopping: bool = False
 
     async def run(self) -> None:
@@ -71,6 +74,10 @@ class Load:
     def stop(self) -> None:
         self._stopping = True
 
+    def longest_wait_s(self) -> float:
+        """Return how long the oldest open request has been open; safe from any thread."""
+        return time.monotonic() - min(list(self.open_since.values()), default=time.monotonic())
+
     async def _lane(self, client: AsyncClient, lane: int) -> None:
         draw = random.Random(f"{self.seed}-{lane}")
         while not self._stopping:
@@ -78,7 +85,9 @@ class Load:
             if self.most < 0:
                 return
             case = draw.choice(self.cases)
+            self.open_since[lane] = time.monotonic()
             answer = await ask(client, case, draw, self.leaving, self.patience_s)
+            del self.open_since[lane]
             self.answers.append(answer)
             failed = answer.outcome == "NodeUnavailableError"
             await asyncio.sleep(max(self.pause_s, RETRY_PAUSE_S if failed else 0.0))

@@ -17,7 +17,7 @@ from typing import Any
 from baton import AsyncClient, SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
 from benchmarks.hosts.slow_link import wait_for_pairs
-from benchmarks.router.chat_places import LATER, Chats, Options, Turn
+from benchmarks.router.chat_turns import LATER, Chats, Load, Turn
 from benchmarks.runner.programs import admin_of
 from benchmarks.runner.run import Document, Run
 from examples.demo import fetch_model
@@ -32,17 +32,15 @@ LONGEST_FETCH_S = "4"
 
 
 def measure(
-    network: Network, gguf: Path, rate: float, options: Options, connector: str
-) -> list[Turn]:
+    network: Network, gguf: Path, rate: float, load: Load, connector: str
+) -> Sequence[Turn]:
     """Run all chats over new programs, whose links have this rate in Mbit/s."""
 
-    async def play(router: str, admin: Any) -> list[Turn]:
+    async def play(router: str, admin: Any) -> Sequence[Turn]:
         async with AsyncClient(router) as client:
             for word in ("warm", "up", "now"):
                 await client.generate(word, SamplingParams(max_tokens=8))
-            chats = Chats(client, admin, options, seed=0)
-            await asyncio.gather(*(chats.chat(number) for number in range(options.sessions)))
-            return chats.rows
+            return (await Chats(client, admin, load, seed=0).play()).rows
 
     with HostPrograms(network) as programs:
         programs.start_router("--policy", "cost", "--no-local-prefill", model=gguf)
@@ -114,12 +112,12 @@ def run(
     gguf = fetch_model(run.console, SMOLLM2)
     if gguf is None:
         raise SystemExit("the model cannot be had")
-    options = Options(sessions=sessions, turns=turns, words=words, output_tokens=output_tokens)
+    load = Load(sessions=sessions, turns=turns, words=words, output_tokens=output_tokens)
     results = {}
     with Network(HOSTS, ["ipv4"]) as network:
         network.enter("client")  # before gRPC starts threads, which keep their network
         for rate in rates:
-            rows = measure(network, Path(gguf), rate, options, connector)
+            rows = measure(network, Path(gguf), rate, load, connector)
             show(run, rate, rows)
             results[f"{rate:g}"] = summarize(rows)
     return {

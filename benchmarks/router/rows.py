@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 from benchmarks.page.measures import at, number, ratio, told, value
 from benchmarks.page.rows import Found, Json, Measurement, Row, Source, Subject
@@ -115,6 +116,40 @@ CHAT_PLACES = Source("chat_places", (
         ratio(_FETCHED.format("computed_per_later_turn"), _PLAIN.format("computed_per_later_turn"),
               ".0f", "")),
 ))  # fmt: skip
+_LOAD = "ratios > 2:2+fetch / {} > {}"
+
+
+def _tokens(document: Json) -> Found:
+    row = at(document, "results > 2:2+fetch")
+    computed, new = number(row, "computed_per_later_turn"), number(row, "new_per_later_turn")
+    return Found(f"{computed / new:.2f} ({computed:.0f} / {new:.0f})", computed / new)
+
+
+def _beside_bound(other: str, name: str, bound: str) -> Callable[[Json], Found]:
+    def measure(document: Json) -> Found:
+        found = number(document, _LOAD.format(other, name))
+        return Found(
+            f"{found:.2f} (bound {number(document, _LOAD.format(other, bound)):.2f})", found
+        )
+
+    return measure
+
+
+CHAT_LOAD = Source("chat_load", (
+    Row("24 chats of 8 turns, 2 prefill and 2 decode nodes that fetch: prompt tokens computed per "
+        "turn from turn 4 on / new tokens", _tokens),
+    Row("likewise, TTFT p50 from turn 4 on, prefixes fetched / not",
+        _beside_bound("2:2", "ttft_p50_later", "ttft_without_waits_at_least"), "<= 0.35"),
+    Row("likewise, output tokens per second, prefixes fetched / not",
+        _beside_bound("2:2", "output_tokens_per_s", "output_tokens_per_s_at_most"), ">= 1.3"),
+    Row("likewise, TTFT p50 from turn 4 on, Baton with fetches / llama.cpp's server",
+        value(_LOAD.format("llamacpp", "ttft_p50_later"), "{:.2f}")),
+    Row("likewise, output tokens per second, Baton with fetches / llama.cpp's server",
+        value(_LOAD.format("llamacpp", "output_tokens_per_s"), "{:.2f}")),
+), "Turns of 1,000 tokens in and 400 out, scaled down. The bounds are those of a load that only"
+   " computes prompts and never waits.",
+   options="--scale 0.2 --sessions 24 --repeats 1",
+   absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
 _COST = "results > server={}, num_streams={} > cpu_us_per_token > median"
 HTTP = Source("http_servers", tuple(
     Row(f"CPU per token, {num_streams} streams: aiohttp / {server}",
@@ -167,7 +202,7 @@ SUBJECT = Subject(
         ),
         Measurement("router.control_plane", "router/fleet baton/link baton/wire", (CONTROL_PLANE,)),
         Measurement("router.prefix_index", "router/fleet", (PREFIX_INDEX,)),
-        Measurement("router.chat_places", "router/policies router/fleet", (CHAT_PLACES,)),
+        Measurement("router.chat_places", "router/policies router/fleet", (CHAT_PLACES, CHAT_LOAD)),
         Measurement("router.http_servers", "baton/serving", (HTTP,)),
     ),
     log=(

@@ -101,11 +101,12 @@ class Executor(Protocol):
     def rest(self) -> None:
         """Announce that no step can be submitted now, so that other nodes may use these cores."""
 
-    def do_idle_work(self, num_used_blocks: int) -> bool:
+    def do_idle_work(self, num_used_blocks: int, num_expected_blocks: int = 0) -> bool:
         """Do a little work that can wait, such as touching KV memory; return whether more is left.
 
         Args:
             num_used_blocks: number of KV blocks that were ever allocated.
+            num_expected_blocks: number of further blocks that may be filled at once.
         """
 
     def expert_loads(self) -> tuple[float, float]:

@@ -277,7 +277,7 @@ class RanksExecutor:
     def rest(self) -> None:
         """Do nothing: ranks do not lend cores to other nodes."""
 
-    def do_idle_work(self, num_used_blocks: int) -> bool:
+    def do_idle_work(self, num_used_blocks: int, num_expected_blocks: int = 0) -> bool:
         """Return False: several ranks never populate KV memory ahead of use."""
         return False
 

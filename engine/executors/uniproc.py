@@ -115,8 +115,8 @@ class UniprocExecutor:
         else:  # the step thread has borrowed other nodes' cores, so it must return them
             self.thread.submit(self.worker.rest).result()
 
-    def do_idle_work(self, num_used_blocks: int) -> bool:
-        return self.worker.do_idle_work(num_used_blocks)
+    def do_idle_work(self, num_used_blocks: int, num_expected_blocks: int = 0) -> bool:
+        return self.worker.do_idle_work(num_used_blocks, num_expected_blocks)
 
     def expert_loads(self) -> tuple[float, float]:
         return self.worker.expert_loads()

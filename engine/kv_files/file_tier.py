@@ -348,6 +348,17 @@ class KVFileTier:
             self._identities = tuple(self._store.identity(digest, group) for group in count)
         return self._identities
 
+    @property
+    def num_expected_blocks(self) -> int:
+        """Return how many blocks the longest prefix in files may need: memory to prepare ahead."""
+        index = self._store.index
+        return sum(
+            (index.most_blocks if self._groups.has_window(group) else index.longest_chain).get(
+                identity, 0
+            )
+            for group, identity in enumerate(self.identities)
+        )
+
     # ------------------------------------------------------------------ between steps
 
     def settle(self) -> None:

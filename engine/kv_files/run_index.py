@@ -78,7 +78,14 @@ class Piece:
 
 
 class RunIndex:
-    """The files in the tier's folder, as far as they are known."""
+    """The files in the tier's folder, as far as they are known.
+
+    Attributes:
+        num_bytes: bytes of all files.
+        most_blocks: by identity, blocks of the longest run that was ever known.
+        longest_chain: by identity, blocks of the longest chain that was ever known: those of a run
+            and those before the run.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,6 +93,8 @@ class RunIndex:
         self._by_folder: dict[str, dict[str, Run]] = {}
         self._by_first: dict[tuple[str, BlockHash], dict[str, Run]] = {}
         self.num_bytes = 0
+        self.most_blocks: dict[str, int] = {}
+        self.longest_chain: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_path)
@@ -99,6 +108,9 @@ class RunIndex:
             self._by_folder.setdefault(run.folder, {})[path] = run
             self._by_first.setdefault((run.identity, run.name.first), {})[path] = run
             self.num_bytes += run.num_bytes
+            size, end = run.name.num_blocks, run.name.start + run.name.num_blocks
+            self.most_blocks[run.identity] = max(self.most_blocks.get(run.identity, 0), size)
+            self.longest_chain[run.identity] = max(self.longest_chain.get(run.identity, 0), end)
 
     def remove(self, path: str) -> None:
         """Remove a file; do nothing if it is unknown."""

@@ -28,6 +28,8 @@ from engine.kv_files.storage.storage import Listing, Storage, StoredFile
 
 # Two times of use with a smaller difference, in seconds, count as equal.
 _SETTLED_S = 1.0
+# Bytes that a disk reads while earlier bytes are copied and their digests are checked.
+_AHEAD_BYTES = 2**24
 # Maximum number of headers that one look-up reads: thousands of conversations may have the same
 # first blocks.
 _MOST_HEADERS = 32
@@ -194,6 +196,7 @@ class RunStore:
         """Fill the blocks of a piece, a few at a time, and check each block's digest."""
         size, hashes = self.memory.block_bytes, checked.header.hashes
         per_chunk = max(self._storage.chunk_bytes // size, 1)
+        told = piece.begin  # the storage was told that blocks before this one will be read
         for begin in range(piece.begin, piece.end, per_chunk):
             if job.is_stopped:
                 return
@@ -203,6 +206,11 @@ class RunStore:
             block_ids = job.block_ids[begin - job.first : end - job.first]
             room = self.memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
+            soon = max(end, min(end + _AHEAD_BYTES // size, piece.end))
+            if soon > told:
+                told_at = checked.data_start + (told - piece.at) * size
+                file.read_soon(told_at, (soon - told) * size)
+                told = soon
             if file.read_into(offset, room) < size * len(block_ids):
                 raise UnusableError("short", "the file is cut off")
             for place, block in enumerate(room, begin - piece.at):

@@ -358,14 +358,14 @@ class Worker:
         if self._lent_cores is not None:
             self._lent_cores.rest()
 
-    def do_idle_work(self, num_used_blocks: int) -> bool:
+    def do_idle_work(self, num_used_blocks: int, num_expected_blocks: int = 0) -> bool:
         """Populate memory of a few KV blocks ahead of use; return whether more is left to populate.
 
         Does nothing while another node computes on this node's cores, to not slow that node down.
         """
         if self._lent_cores is not None and self._lent_cores.are_taken():
             return False
-        return self._pages_ahead.find(num_used_blocks)
+        return self._pages_ahead.find(num_used_blocks, num_expected_blocks)
 
     def close(self) -> None:
         """Release all resources; afterwards nothing can be launched."""

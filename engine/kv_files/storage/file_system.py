@@ -77,6 +77,11 @@ class FileSystem:
                 left[0] = left[0][num_bytes:]
         return num_read
 
+    def read_soon(self, descriptor: int, offset: int, num_bytes: int) -> None:
+        """Let the system read a part of a file ahead; only advice, so a failure is no error."""
+        with contextlib.suppress(AttributeError, OSError):  # macOS has no such call
+            os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
     def close(self, descriptor: int) -> None:
         """Close a descriptor."""
         os.close(descriptor)

@@ -142,6 +142,9 @@ class FolderFile:
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
         return self._files.read_into(self._descriptor, offset, parts)
 
+    def read_soon(self, offset: int, num_bytes: int) -> None:
+        self._files.read_soon(self._descriptor, offset, num_bytes)
+
     def note_use(self) -> None:
         self._files.touch(self._path)
 

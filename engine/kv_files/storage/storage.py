@@ -57,6 +57,9 @@ class StoredFile(Protocol):
         Raises FileNotFoundError if the file was removed or replaced meanwhile.
         """
 
+    def read_soon(self, offset: int, num_bytes: int) -> None:
+        """Say that a part of the file will be read; a storage may fetch the part ahead."""
+
     def note_use(self) -> None:
         """Let other nodes, and this node after a restart, know that the file was used now."""
 

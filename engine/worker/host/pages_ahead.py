@@ -17,8 +17,8 @@ from engine.worker.host.host_memory import read_host_memory
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of bytes that are populated beyond the used blocks, so that an idle node takes
-# little memory.
+# Maximum number of bytes that are populated beyond the used and expected blocks, so that an idle
+# node takes little memory.
 AHEAD_BYTES = 2**26
 SHARE = 8  # second limit: the machine's available memory divided by this number
 STEP_BYTES = 2**21  # bytes of a huge page, populated at a time in less than a ms
@@ -38,17 +38,19 @@ class PagesAhead:
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-    def find(self, num_used: int) -> bool:
+    def find(self, num_used: int, num_expected: int = 0) -> bool:
         """Populate the next 2 MiB; return whether this method should be called again now.
 
         Blocks in use are populated, too, because they may still wait for their first bytes.
 
         Args:
             num_used: number of blocks that were ever used.
+            num_expected: number of further blocks that may be filled at once, such as by files.
         """
         used = num_used * self._block_bytes
+        ahead = AHEAD_BYTES + num_expected * self._block_bytes
         size = min(STEP_BYTES, self._cache.nbytes - self._next)
-        if size <= 0 or self._next >= used + AHEAD_BYTES:
+        if size <= 0 or self._next >= used + ahead:
             return False
         if self._next - used >= read_host_memory().available // SHARE:
             return False

@@ -117,8 +117,8 @@ class DraftingExecutor:
     def rest(self) -> None:
         self._executor.rest()
 
-    def do_idle_work(self, num_used_blocks: int) -> bool:
-        return self._executor.do_idle_work(num_used_blocks)
+    def do_idle_work(self, num_used_blocks: int, num_expected_blocks: int = 0) -> bool:
+        return self._executor.do_idle_work(num_used_blocks, num_expected_blocks)
 
     def expert_loads(self) -> tuple[float, float]:
         return self._executor.expert_loads()

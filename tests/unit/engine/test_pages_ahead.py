@@ -61,6 +61,23 @@ def test_so_much_ahead_of_what_is_used_has_memory(
     assert not cache[6:].any()
 
 
+def test_expected_blocks_have_memory_ahead(cache: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 2 * STEP_BYTES)
+    per_step = STEP_BYTES // cache[0].nbytes
+    pages = PagesAhead(cache)
+    for _ in range(5):
+        pages.find(0, 3 * per_step)
+    assert resident_bytes(cache) == 5 * STEP_BYTES
+    assert not pages.find(0, 3 * per_step)
+    assert pages.find(per_step, 3 * per_step)
+    left = HostMemory(total=2**40, available=8 * pages_ahead.SHARE * STEP_BYTES)
+    monkeypatch.setattr(pages_ahead, "read_host_memory", lambda: left)
+    pages = PagesAhead(cache)
+    while pages.find(0, 20 * per_step):
+        pass
+    assert pages._next == 8 * STEP_BYTES, "expected blocks leave memory for others, too"
+
+
 def test_it_leaves_most_of_what_the_machine_has_left(
     cache: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

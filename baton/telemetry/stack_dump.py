@@ -1,0 +1,60 @@
+"""Writes what a process does to standard error at SIGUSR2: its threads' stacks, and its tasks.
+
+The threads' stacks are written even if the event loop is blocked, the tasks by the loop itself. No
+signal can be sent over the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+DUMP_SIGNAL = signal.SIGUSR2
+MOST_PLACES = 100  # maximum number of different stacks of tasks to write
+_MOST_FRAMES = 40
+
+
+def dump_stacks_at_signal(loop: asyncio.AbstractEventLoop) -> None:
+    """Write the stacks at each `DUMP_SIGNAL`; do nothing if standard error is closed."""
+    with contextlib.suppress(RuntimeError, OSError, ValueError, AttributeError):
+        loop.add_signal_handler(DUMP_SIGNAL, _write_tasks)
+        faulthandler.register(DUMP_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
+
+
+def _write_tasks() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write("".join(f"{line}\n" for line in describe_tasks(asyncio.all_tasks())))
+        sys.stderr.flush()
+
+
+def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> Iterator[str]:
+    """Yield lines that say where tasks wait; tasks that wait at the same place are counted."""
+    tasks = list(tasks)
+    places = Counter(tuple(_frames(task.get_coro())) for task in tasks)
+    yield f"{len(tasks)} tasks, at {len(places)} places"
+    for frames, count in places.most_common(MOST_PLACES):
+        yield f"tasks: {count}"
+        yield from (f"  {frame}" for frame in frames)
+
+
+def _frames(awaited: object) -> Iterator[str]:
+    """Yield file, line and function of a coroutine, and of what it awaits, outermost first."""
+    for _ in range(_MOST_FRAMES):
+        frame = _first_attribute(awaited, "cr_frame", "gi_frame", "ag_frame")
+        if frame is None:
+            if awaited is not None:
+                yield type(awaited).__qualname__
+            return
+        yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        awaited = _first_attribute(awaited, "cr_await", "gi_yieldfrom", "ag_await")
+
+
+def _first_attribute(of: object, *names: str) -> Any:
+    """Return the first attribute that the object has; None: it has none of them."""
+    return next((getattr(of, name) for name in names if hasattr(of, name)), None)
