@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 # A router that sends nothing during more beat intervals of this node has stopped, or the network is
 # dead. Routers answer a beat at least every second interval.
-MAX_MISSED_BEATS = 6
+MAX_MISSED_BEATS = 7
 # Maximum number of reports on peers, and of characters of their problems, in one message.
 MAX_PEER_REPORTS, MAX_PROBLEM_CHARS = 2**10, 2**19
 

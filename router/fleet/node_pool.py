@@ -72,6 +72,8 @@ HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 # The router answers every second beat of a busy node, and every beat of a node at rest. An answer
 # costs less than a beat at any other time, because both processes are awake.
 ANSWER_INTERVAL_S = (INTERVALS_AT_REST - 0.5) * BEAT_INTERVAL_S
+# A node whose beats come late, as in a storm of joins, gets a beat after a pause without answers.
+MAX_PAUSE_S = (INTERVALS_AT_REST + 0.5) * BEAT_INTERVAL_S
 
 
 class NodePool:
@@ -520,15 +522,18 @@ class NodePool:
         raise no_such_node(name, self.lost_nodes)
 
     def count_missed_beats(self) -> None:
-        """Count the missed beats of each node; remove silent nodes.
+        """Count the missed beats of each node; remove silent nodes, and speak to late ones.
 
         Call this once per beat interval. Calls are counted instead of seconds, so that a stall of
         this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
-        self._counted_at = self.clock()
+        self._counted_at = now = self.clock()
         for node in list(self._nodes.values()):
+            if now - node.answered_at >= MAX_PAUSE_S:
+                node.answered_at = now
+                node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
             # The first missed beat is not counted, because the node's beat may be on its way.

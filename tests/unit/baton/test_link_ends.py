@@ -131,8 +131,8 @@ def test_a_node_at_rest_counts_two_intervals_per_beat_until_an_answer_is_late() 
     while not end.miss_beat(num_intervals):
         num_intervals = 1 if end.is_waiting else INTERVALS_AT_REST
         found.append(num_intervals)
-    # The router last spoke at the beat before; the node leaves it after seven intervals, 1.75 s
-    assert found == [2, 1, 1, 1]
+    # The router last spoke at the beat before; the node leaves it after eight intervals, 2 s
+    assert found == [2, 1, 1, 1, 1]
 
 
 def test_a_broken_link_ends_what_its_router_had_placed_once() -> None:
