@@ -33,6 +33,7 @@ class EngineLoop:
         when_idle: does a little work that can wait, and returns whether more is left. After an
             exception, this function is not called again.
         after_death: called after ``on_death``, with the same exception, for work that may hang.
+        tick_s: returns the seconds after which the loop steps again without a wake.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class EngineLoop:
         name: str,
         when_idle: Callable[[], bool] = lambda: False,
         after_death: Callable[[Exception], None] = lambda error: None,
+        tick_s: Callable[[], float] = lambda: TICK_S,
     ) -> None:
+        self._tick_s = tick_s
         self._step, self._when_idle = step, when_idle
         self._on_death, self._after_death = on_death, after_death
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -118,7 +121,7 @@ class EngineLoop:
                 self._num_rounds += 1
                 if not busy:
                     self._in_round = False
-                    tick = time.monotonic() + TICK_S
+                    tick = time.monotonic() + self._tick_s()
                     while not self._wake.is_set() and time.monotonic() < tick:
                         if not self._do_idle_work():
                             self._wake.wait(tick - time.monotonic())

@@ -24,6 +24,7 @@ from baton.access.access import Access
 from baton.access.exposure import Exposure
 from baton.access.tls import NO_TLS, TlsFiles, TlsOptions, describe
 from baton.api.errors import EngineDeadError
+from baton.link.beat_pace import BeatPace
 from baton.link.drain import Drain
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
@@ -145,7 +146,7 @@ async def run_node_program(
     loop = asyncio.get_running_loop()
     stopping, leaving = stop_event(loop), asyncio.Event()
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
-    drain = Drain()
+    drain = Drain((pace := BeatPace()).hurry)
     links: list[RouterLinks] = []  # filled in once the node is loaded
     death: list[Exception] = []
 
@@ -181,7 +182,7 @@ async def run_node_program(
             RouterLinks(
                 routers,
                 node.registration(address),
-                node.submit,
+                _submit_and_hurry(node, pace),
                 drain,
                 on_joined=serving.set_joined,
                 on_stop=leaving.set,
@@ -195,7 +196,7 @@ async def run_node_program(
             _drained(stopping, drain, death, drain_timeout_s),
             _wait_remote_stop(leaving, drain),
         )
-        await _run_until(ends, links[0], node, serving, engine_timeout_s)
+        await _run_until(ends, links[0], node, serving, pace, engine_timeout_s)
         if death:
             raise _died_of(death[0])
     finally:
@@ -204,6 +205,18 @@ async def run_node_program(
         await server.stop(grace_s=0.5)
         await asyncio.to_thread(node.close)
         await asyncio.to_thread(access.audit.close)
+
+
+def _submit_and_hurry(
+    node: NodeProgram, pace: BeatPace
+) -> Callable[[RouterCommand | AbortAll], None]:
+    """Return a function that gives a command to the node, whose next beat then comes earlier."""
+
+    def submit(command: RouterCommand | AbortAll) -> None:
+        node.submit(command)
+        pace.hurry()
+
+    return submit
 
 
 async def _compute_first_steps(node: NodeProgram) -> None:
@@ -373,18 +386,19 @@ async def _run_until(
     links: RouterLinks,
     node: NodeProgram,
     serving: _Serving,
+    pace: BeatPace,
     engine_timeout_s: float,
 ) -> None:
     async def beats() -> None:
-        watch = RoundWatch(node.rounds, BEAT_INTERVAL_S)
+        watch, num_intervals = RoundWatch(node.rounds, BEAT_INTERVAL_S), 1
         while True:
-            watch.tick()
-            links.beat(_with_rounds(node.beat(), watch))
+            watch.tick(num_intervals)
+            rests = links.beat(_with_rounds(node.beat(), watch), num_intervals)
             await serving.set_reaching(bool(links.reached))
             await serving.set_stalled(watch.stalled_s >= STALLED_S)
             if engine_timeout_s and watch.stalled_s >= engine_timeout_s:
                 _end_stalled(node, watch)
-            await asyncio.sleep(BEAT_INTERVAL_S)
+            num_intervals = await pace.wait(rests=rests)
 
     tasks = [
         *map(asyncio.create_task, ends),

@@ -31,7 +31,7 @@ from baton.telemetry.round_watch import Rounds
 from engine.core.metrics import EngineMetrics
 from engine.core.request import RequestStatus
 from engine.crash_dump import dump_crash
-from engine.engine_loop import EngineLoop
+from engine.engine_loop import TICK_S, EngineLoop
 from kvconnector.base import ConnectorMetrics, HandoffMetrics
 from node_runtime.adapters.node_adapters import NodeAdapters
 from node_runtime.node_engine import FirstSteps, LoadedEngine, compute_first_steps
@@ -41,6 +41,7 @@ from node_runtime.weights.node_weights import NodeWeights
 
 logger = logging.getLogger(__name__)
 
+REST_TICK_S = 1.0  # an engine without requests and transfers steps at this interval
 ENGINE_THREAD, KV_THREAD = "engine", "kv-io"
 ENCODINGS_THREAD = "encodings-io"
 FETCHES_THREAD, SHARES_THREAD = "fetches-io", "shares-io"
@@ -190,6 +191,7 @@ class NodeThreads(NodeOnThread[Node]):
             name=ENGINE_THREAD,
             when_idle=loaded.engine.do_idle_work,
             after_death=self.dump,
+            tick_s=self._tick_s,
         )
         self.adapters = NodeAdapters(loaded.engine, self._loop.ask, adapter_root)
         self.weights: NodeWeights | None = None
@@ -270,6 +272,10 @@ class NodeThreads(NodeOnThread[Node]):
             os.kill(os.getpid(), signal.SIGKILL)
         self._kv_events.after_step(busy=busy)
         return busy
+
+    def _tick_s(self) -> float:
+        """Return the seconds until the next step without a wake: few if deadlines may pass."""
+        return REST_TICK_S if self._node.beat().rests else TICK_S
 
     def _is_poisoned(self) -> bool:
         return any(

@@ -21,6 +21,7 @@ from baton.access.tls import ServerContext, TlsFiles, describe
 from baton.api.errors import NodeUnavailableError
 from baton.link.words import BEAT_INTERVAL_S
 from baton.processes.process import num_descriptors_allowed, stop_event
+from baton.processes.shared_ticks import sleep_until_tick
 from baton.serving.access_log import AccessLog
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import RpcLimits
@@ -287,7 +288,7 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
 
     async def count() -> None:
         while True:
-            await asyncio.sleep(BEAT_INTERVAL_S)
+            await sleep_until_tick(BEAT_INTERVAL_S)
             try:
                 pool.count_missed_beats()
                 scaling.tick()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.access.tls import NO_TLS, TlsOptions
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.drain import Drain
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
@@ -51,7 +52,7 @@ from sim_node.executor import SimExecutor, engine_config
 from sim_node.faults import FaultSpec
 from sim_node.options import SimModel, SimOptions
 
-IDLE_BEATS = 4
+IDLE_BEATS = 2
 
 
 class NodeLinks(Protocol):
@@ -59,7 +60,7 @@ class NodeLinks(Protocol):
 
     async def run(self) -> None: ...
     def emit(self, event: NodeEvent) -> None: ...
-    def beat(self, beat: NodeBeat) -> None: ...
+    def beat(self, beat: NodeBeat, num_intervals: int) -> bool: ...
 
 
 class SimNode:
@@ -99,6 +100,7 @@ class SimNode:
         self._going = asyncio.Event()
         self._going.set()
         self._drain = Drain()
+        self._rests, self._num_intervals = False, 0  # intervals since the last beat
         self.simulation = Simulation(
             self.engine_id, role, network, model, options, faults, self.clock, self._emit
         )
@@ -133,9 +135,14 @@ class SimNode:
         await asyncio.gather(self.task, return_exceptions=True)
 
     def beat(self) -> None:
-        """Report the node's load to the router; call once per beat interval."""
-        if self._going.is_set():
-            self._links.beat(self.simulation.beat())
+        """Report the node's load to the router, if a beat is due; call once per beat interval."""
+        if not self._going.is_set():
+            return
+        self._num_intervals += 1
+        is_due = self._num_intervals >= INTERVALS_AT_REST or self.simulation.engine.requests
+        if is_due or not self._rests:
+            self._rests = self._links.beat(self.simulation.beat(), self._num_intervals)
+            self._num_intervals = 0
 
     async def _note_joined(self, joined: bool) -> None:
         if joined:

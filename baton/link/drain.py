@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Callable
 
 from baton.link.words import NodeBeat, ServingState
 
@@ -22,13 +23,17 @@ logger = logging.getLogger(__name__)
 class Drain:
     """The serving state of one node, on its asyncio loop.
 
+    Args:
+        on_change: called when the node begins to drain, or serves again.
+
     Attributes:
         state: serving state that the next beat reports.
         drained: event that is set while the state is ``DRAINED``.
         is_locked: whether `resume` has no effect, because this node could not serve.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
         self.state = ServingState.SERVING
         self.drained = asyncio.Event()
         self.is_locked = False
@@ -42,6 +47,7 @@ class Drain:
         """Start draining; do nothing if the node already drains."""
         if self.state is ServingState.SERVING:
             self.state = ServingState.DRAINING
+            self._on_change()
 
     def resume(self) -> None:
         """Serve again, unless that is impossible now."""
@@ -50,22 +56,13 @@ class Drain:
             return
         self.state = ServingState.SERVING
         self.drained.clear()
+        self._on_change()
 
     def mark(self, beat: NodeBeat, *, all_routers_know: bool) -> NodeBeat:
         """Return the beat with the serving state, which becomes DRAINED if nothing is open."""
         if self.state is not ServingState.SERVING:
-            is_quiet = all_routers_know and not _num_open(beat)
+            is_quiet = all_routers_know and not beat.num_open
             # A router that joins a drained node must first learn of the drain.
             self.state = ServingState.DRAINED if is_quiet else ServingState.DRAINING
             (self.drained.set if is_quiet else self.drained.clear)()
         return dataclasses.replace(beat, serving_state=self.state)
-
-
-def _num_open(beat: NodeBeat) -> int:
-    return (
-        beat.num_waiting
-        + beat.num_waiting_for_remote_kvs
-        + beat.num_running
-        + beat.num_transfers
-        + beat.num_quarantined_blocks
-    )

@@ -17,6 +17,7 @@ import msgspec
 
 from baton.api.errors import ConfigError, InvalidRequestError
 from baton.link import wire
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.message_cuts import cut_message
 from baton.link.words import (
     FIRST_PROTOCOL,
@@ -46,7 +47,8 @@ from baton.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
-# A router that sends nothing during more beats of this node has stopped, or the network is dead.
+# A router that sends nothing during more beat intervals of this node has stopped, or the network is
+# dead. Routers answer a beat at least every second interval.
 MAX_MISSED_BEATS = 7
 # Maximum number of reports on peers, and of characters of their problems, in one message.
 MAX_PEER_REPORTS, MAX_PROBLEM_CHARS = 2**10, 2**19
@@ -144,12 +146,17 @@ class NodeEnd:
         error = RequestError("INVALID_ARGUMENT", problem)
         return (failed_delta(name, command.epoch, error),)
 
-    def miss_beat(self) -> bool:
-        """Count one beat of this node; return whether the router is silent.
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the router has not answered lately, so that it may be silent."""
+        return self.joined and self._num_missed_beats > INTERVALS_AT_REST
+
+    def miss_beat(self, num_intervals: int = 1) -> bool:
+        """Count the intervals of one beat of this node; return whether the router is silent.
 
         Counts beats, not time, so a pause of this process does not make the router look silent.
         """
-        self._num_missed_beats += 1
+        self._num_missed_beats += num_intervals
         return self._num_missed_beats > MAX_MISSED_BEATS
 
     def leave(self) -> AbortAll | None:

@@ -126,9 +126,14 @@ class RouterLink:
         if self.joined:
             self._events.put_nowait(event)
 
-    def count_beat(self) -> None:
+    @property
+    def is_waiting(self) -> bool:
+        """Implement `NodeEnd.is_waiting`."""
+        return self._end.is_waiting
+
+    def count_beat(self, num_intervals: int) -> None:
         """Count a beat of this node; end the link if the router sends nothing any more."""
-        if self.joined and self._end.miss_beat():
+        if self.joined and self._end.miss_beat(num_intervals):
             logger.warning("the router is silent")
             self._is_silent.set()
 

@@ -232,14 +232,20 @@ class RouterLinks:
                     if link.router_id == router_id:
                         link.emit(tuple(deltas))
 
-    def beat(self, beat: NodeBeat) -> None:
+    def beat(self, beat: NodeBeat, num_intervals: int = 1) -> bool:
         """Report load and serving state to all routers, and end the links of silent routers.
 
-        Call this once per beat interval.
+        Call this once per beat interval; if the last call returned True, the next interval may be
+        `INTERVALS_AT_REST` times as long.
+
+        Args:
+            num_intervals: beat intervals since the last call.
         """
-        self.emit(self._drain.mark(beat, all_routers_know=self.all_know_drain))
+        marked = self._drain.mark(beat, all_routers_know=self.all_know_drain)
+        self.emit(marked)
         for link in self._links.values():
-            link.count_beat()
+            link.count_beat(num_intervals)
+        return marked.rests and not any(link.is_waiting for link in self._links.values())
 
     async def run(self) -> None:
         """Keep all links up; never returns.

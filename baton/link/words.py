@@ -216,6 +216,23 @@ class NodeBeat:
     cache: CacheUse = NO_CACHE
     num_decoding_images: int = 0
 
+    @property
+    def num_open(self) -> int:
+        """Number of requests and transfers that are open, and of blocks in quarantine."""
+        return (
+            self.num_waiting
+            + self.num_waiting_for_remote_kvs
+            + self.num_running
+            + self.num_transfers
+            + self.num_quarantined_blocks
+        )
+
+    @property
+    def rests(self) -> bool:
+        """Return whether the node has nothing to do, so that its beats may be rare."""
+        is_serving = self.serving_state is ServingState.SERVING
+        return is_serving and not self.num_open and not self.stalled_thread
+
 
 # A fleet has two reports for each pair of nodes, so a report must be small and fast to make.
 class PeerReport(msgspec.Struct, frozen=True, gc=False):

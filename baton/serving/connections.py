@@ -25,6 +25,7 @@ from typing import cast
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError
+from baton.processes.shared_ticks import sleep_until_tick
 from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 
 logger = logging.getLogger(__name__)
@@ -368,7 +369,7 @@ class Listener:
         limits = self.limits
         shortest_s = min(limits.header_timeout_s, limits.idle_timeout_s, limits.stall_timeout_s)
         while True:
-            await asyncio.sleep(min(_SWEEP_INTERVAL_S, shortest_s / 4))
+            await sleep_until_tick(min(_SWEEP_INTERVAL_S, shortest_s / 4))
             now = asyncio.get_running_loop().time()
             self._end_waiting(self._fresh, now - limits.header_timeout_s)
             self._end_waiting(self._idle, now - limits.idle_timeout_s)

@@ -70,12 +70,16 @@ class RoundWatch:
         self._num_beats: dict[str, int] = {}  # thread -> beats since its round began
         self._longest = 0
 
-    def tick(self) -> None:
-        """Compare each thread's round with its round at the last beat; call once per beat."""
+    def tick(self, num_intervals: int = 1) -> None:
+        """Compare each thread's round with its round at the last beat; call once per beat.
+
+        Args:
+            num_intervals: beat intervals since the last call.
+        """
         rounds = self._rounds()
         for name, now in rounds.items():
             if now.in_round and now == self._last.get(name):
-                self._num_beats[name] = self._num_beats.get(name, 0) + 1
+                self._num_beats[name] = self._num_beats.get(name, 0) + num_intervals
             else:
                 self._longest = max(self._longest, self._num_beats.pop(name, 0))
         self._last = rounds

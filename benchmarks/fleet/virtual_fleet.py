@@ -164,8 +164,9 @@ class PoolLinks:
         if not (self._broken.is_set() or self._is_dropped(self._node.name, event)):
             self._emit(event)
 
-    def beat(self, beat: NodeBeat) -> None:
+    def beat(self, beat: NodeBeat, num_intervals: int) -> bool:
         self.emit(beat)
+        return beat.rests
 
     def _make_node(self) -> Node:
         lane = self._make_lane(self._submit)

@@ -5,8 +5,9 @@ The real `baton router` runs alone on one core, between nodes without an engine 
     costs     compared with a bare grpc.aio relay that has one stream per request
     tls       with mutual TLS, compared with a plain router
     tracing   with all requests traced, compared with none (`trace_cost.py`)
+    sharing   beside other programs on its core, and two routers (`router_sharing.py`)
 
-    python -m benchmarks router_cost [--parts costs tls tracing] [--seconds 4] [--rounds 2]
+    python -m benchmarks router_cost [--parts costs tls tracing sharing] [--seconds 4] [--rounds 2]
 
 Nodes send tokens like an engine: each step has one token per stream. A token costs less when the
 router is the bottleneck, because waiting tokens then share one message; so each rate is reported
@@ -30,6 +31,7 @@ import uvloop
 
 from baton.access.dev_certificates import LOCAL_HOSTS, Holder, write_dev_certificates
 from baton.access.tls import TlsOptions
+from benchmarks.router.router_sharing import measure_sharing
 from benchmarks.router.router_site import (
     Site,
     in_turns,
@@ -139,13 +141,13 @@ class Options:
 
     Attributes:
         parts: costs: compared with a relay; tls: mTLS compared with plain; tracing: all requests
-            traced compared with none.
+            traced compared with none; sharing: other programs on the router's core.
         slices: number of slices of each router; 0: 12 for tls, 30 for tracing.
         requests: number of requests of a slice.
         held: numbers of streams that are held open.
     """
 
-    parts: Sequence[Literal["costs", "tls", "tracing"]] = ("costs",)
+    parts: Sequence[Literal["costs", "tls", "tracing", "sharing"]] = ("costs",)
     seconds: float = 4.0
     rounds: int = 2
     streams: int = 256
@@ -164,10 +166,21 @@ def run(run: Run, options: Options) -> None:
     async def tracing(options: Options, model: Path) -> dict[str, Any]:
         return await measure_tracing(options.slices or 30, options.requests, model)
 
-    measures = {"costs": measure_costs, "tls": measure_tls, "tracing": tracing}
+    async def sharing(options: Options, model: Path) -> dict[str, Any]:
+        return await measure_sharing(
+            model, num_streams=options.streams, seconds=options.seconds, rounds=options.rounds
+        )
+
+    measures = {
+        "costs": measure_costs, "tls": measure_tls, "tracing": tracing, "sharing": sharing,
+    }  # fmt: skip
+    names = {
+        "costs": "router_cost", "tls": "tls_cost", "tracing": "trace_cost",
+        "sharing": "router_sharing",
+    }  # fmt: skip
     for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             document = uvloop.run(measures[part](options, large_model(Path(folder))))
-        name = {"costs": "router_cost", "tls": "tls_cost", "tracing": "trace_cost"}[part]
+        name = names[part]
         run.judge({key: value for key, value in document.items() if key != "slices"}, name)
         run.save(document, name)

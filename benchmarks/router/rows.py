@@ -79,8 +79,9 @@ ROUTER = Source("router_cost", (
     Row("memory after many requests / before", _memory, "flat: <= 1.05"),
     Row("tokens per core-second, two routers on one port and one core / one router", _two_routers,
         "> 1",
-        "probably the data of each process leaves the core's caches while the other one runs"
-        " (log). Two routers with a core each were not measured."),
+        "a router that shares its core merges fewer tokens into a message. Beside other programs on"
+        " the core, one router makes as few tokens per core-second as two do (log). Give each"
+        " router a core."),
 ), "One router on a core of its own, 256 streams, compared with a relay that does nothing"
    " else.")  # fmt: skip
 _STEP = "results > a node's step that names 16 blocks, {}, us > median"
@@ -168,6 +169,27 @@ TRACING = Source("trace_cost", (
     Row("CPU of tracing that is off: share of a request's",
         value("itself > off > share", "{:.2f}%", scale=100), "<= 0.5 %"),
 ), options="--parts tracing")  # fmt: skip
+
+
+def _own_cores(document: Json) -> Found:
+    shares = at(document, "of_alone")
+    if "2 routers, own cores" not in shares:
+        return Found("not measured: fewer than four cores")
+    share = number(shares, "2 routers, own cores")
+    return Found(f"{share:.2f}", share)
+
+
+_OF_ALONE = "of_alone > {}"
+SHARING = Source("router_sharing", (
+    Row("tokens per core-second of one router beside a program that computes on its core / alone",
+        value(_OF_ALONE.format("beside 0 MiB"))),
+    Row("tokens per core-second beside a program that reads 64 MiB again and again / alone",
+        value(_OF_ALONE.format("beside 64 MiB"))),
+    Row("tokens per core-second of two routers on one port and one core / one router alone",
+        value(_OF_ALONE.format("2 routers, one core"))),
+    Row("tokens per core-second of two routers with a core each / one router alone", _own_cores),
+), options="--parts sharing",
+   absent="not measured yet on an idle machine; docs/log.md has one busy run")  # fmt: skip
 _NODES = "rows > 1000 nodes > {}"
 
 
@@ -198,7 +220,7 @@ SUBJECT = Subject(
         Measurement(
             "router.router_cost",
             "router/calls router/intake baton/serving baton/link baton/access baton/telemetry",
-            (ROUTER, TLS, TRACING),
+            (ROUTER, TLS, TRACING, SHARING),
         ),
         Measurement("router.control_plane", "router/fleet baton/link baton/wire", (CONTROL_PLANE,)),
         Measurement("router.prefix_index", "router/fleet", (PREFIX_INDEX,)),

@@ -147,6 +147,7 @@ class Node:
             ``load``, ``health`` and ``clock`` when the node joins.
         health: decides whether the node should get requests.
         legs: open attempts on this node, by epoch.
+        answered_at: time of the router's last answer to a beat of the node.
         clock: returns monotonic seconds.
         is_stuck: whether the node sends beats, but one of its threads makes no progress.
         replies: the node's answers to operators' questions.
@@ -164,6 +165,7 @@ class Node:
     legs: dict[int, _Leg] = field(default_factory=dict)
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
+    answered_at: float = -math.inf
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""

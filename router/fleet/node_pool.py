@@ -24,6 +24,7 @@ from baton.checkpoint.model_identity import Identity, identity_of
 from baton.kv.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.kv.prefixes import is_prefix_end, node_of
 from baton.link.beat_interval import BEAT_INTERVAL_S
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.words import (
     PAIR_ROLES,
     AdminReply,
@@ -68,9 +69,11 @@ MAX_KEPT_CHARS = 1024
 # Nodes hang up on a router that is silent for about a second. If this router was busy for longer
 # than `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
-# The router sends a beat at every second count of its nodes' beats: each message wakes threads of a
-# node, and nodes hang up only after `MAX_MISSED_BEATS` of their own beats without a message.
-COUNTS_PER_BEAT = 2
+# The router answers every second beat of a busy node, and every beat of a node at rest. An answer
+# costs less than a beat at any other time, because both processes are awake.
+ANSWER_INTERVAL_S = (INTERVALS_AT_REST - 0.5) * BEAT_INTERVAL_S
+# A node whose beats come late, as in a storm of joins, gets a beat after a pause without answers.
+MAX_PAUSE_S = (INTERVALS_AT_REST + 0.5) * BEAT_INTERVAL_S
 
 
 class NodePool:
@@ -143,7 +146,6 @@ class NodePool:
         self._may_self_prefill = may_self_prefill
         self._engine_timeout_s = engine_timeout_s
         self._counted_at: float | None = None  # time of the last count of missed beats
-        self._num_counts = 0
         self._num_news = 0  # reports on peers after which a new fleet is needed
         self._held_up_until = -math.inf
         self._fleet: Fleet | None = None  # None: make the fleet when it is read next
@@ -524,22 +526,23 @@ class NodePool:
         raise no_such_node(name, self.lost_nodes)
 
     def count_missed_beats(self) -> None:
-        """Count the missed beats of each node, and send it a beat; remove silent nodes.
+        """Count the missed beats of each node; remove silent nodes, and speak to late ones.
 
         Call this once per beat interval. Calls are counted instead of seconds, so that a stall of
         this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
-        self._counted_at = self.clock()
-        self._num_counts += 1
+        self._counted_at = now = self.clock()
         for node in list(self._nodes.values()):
-            if self._num_counts % COUNTS_PER_BEAT == 1:
+            if now - node.answered_at >= MAX_PAUSE_S:
+                node.answered_at = now
                 node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
             # The first missed beat is not counted, because the node's beat may be on its way.
-            if node.num_missed_beats > self._max_missed_beats + 1:
+            not_counted = INTERVALS_AT_REST if node.beat.rests else 1
+            if node.num_missed_beats > self._max_missed_beats + not_counted:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
                 node.hang_up()
 
@@ -608,7 +611,9 @@ class NodePool:
             self._num_news += _is_news(node.reports.get(peer.engine_id), report, best)
             node.reports[peer.engine_id] = report
             peers.append(peer)
-        self._reach.note_reports(node, peers)
+        # The introduction of a node that has just joined notes all pairs
+        if self._introductions.has_introduced(node):
+            self._reach.note_reports(node, peers)
         was_introduced = self._introductions.note_reports(node, strangers)
         self._introductions.introduce_again(node, event)
         if self._num_news != num_before or was_introduced or event.unknown:
@@ -629,6 +634,9 @@ class NodePool:
         return True
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
+        if (now := self.clock()) - node.answered_at >= ANSWER_INTERVAL_S:
+            node.answered_at = now
+            node.send(RouterBeat())
         was_draining, had = node.is_draining, node.beat.adapters
         node.load.note_beat(beat)
         if beat.adapters != had:

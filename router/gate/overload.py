@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from baton.api.errors import OverloadedError
+from baton.processes.shared_ticks import next_tick
 
 logger = logging.getLogger(__name__)
 
@@ -179,16 +180,25 @@ class LoopLag:
     """
 
     INTERVAL_S = 0.1
+    CALM_INTERVAL_S = 0.5
+    _CALM_LAG_S = 0.02
     _NUM_LOOKS = 3
 
     def __init__(self) -> None:
         self.lag_s = 0.0
         self._lags = [0.0] * self._NUM_LOOKS
 
-    async def look(self) -> None:
-        """Sleep for an interval, and measure how much longer than asked for the sleep was."""
+    async def look(self, *, may_be_slow: bool = False) -> None:
+        """Sleep for an interval, and measure how much longer than asked for the sleep was.
+
+        Args:
+            may_be_slow: whether the interval may be `CALM_INTERVAL_S`, while lags are short.
+        """
         loop = asyncio.get_running_loop()
+        is_calm = may_be_slow and max(self._lags) < self._CALM_LAG_S
         due_at = loop.time() + self.INTERVAL_S
-        await asyncio.sleep(self.INTERVAL_S)
+        if is_calm:
+            due_at = next_tick(loop.time(), self.CALM_INTERVAL_S)
+        await asyncio.sleep(due_at - loop.time())
         self._lags = [*self._lags[1:], max(loop.time() - due_at, 0.0)]
         self.lag_s = min(self._lags)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.processes.shared_ticks import sleep_until_tick
 from router.calls.request_log import RequestLog
 
 INTERVAL_S = 2.0
@@ -47,7 +47,7 @@ class History:
     async def run(self) -> None:
         """Record one interval after another, for ever."""
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await sleep_until_tick(INTERVAL_S)
             self.note()
 
     def note(self) -> None:

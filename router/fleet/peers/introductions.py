@@ -167,6 +167,10 @@ class Introductions:
         if not node.registration.batches_peers:
             self._introduce(node)
 
+    def has_introduced(self, node: Node) -> bool:
+        """Return whether the node was introduced to its peers."""
+        return node.engine_id in self._here
+
     def note_reports(self, node: Node, strangers: Iterable[PeerReport]) -> bool:
         """Introduce a node that has sent `PeerReports`, if these are its first.
 
@@ -175,7 +179,7 @@ class Introductions:
         Args:
             strangers: the node's reports on peers that have not joined.
         """
-        if node.engine_id in self._here:
+        if self.has_introduced(node):
             return False
         self._early.add(node.engine_id, strangers, self._clock())
         self._introduce(node)
@@ -301,9 +305,12 @@ class Introductions:
                 node.send(update_about(other, node))
         own = None if are_known else update_about(node, others[0])
         if others[0].registration.batches_peers:
-            due = _due_in(wait_s)
+            due, own_id, all_news = _due_in(wait_s), node.engine_id, self._news
             for other in others:
-                self._news_for(other, due).joined[node.engine_id] = own
+                news = all_news.get(other.engine_id)
+                if news is None or due < news.due:
+                    news = self._news_for(other, due)
+                news.joined[own_id] = own
         else:
             for other in others:
                 other.send(update_about(node, other))

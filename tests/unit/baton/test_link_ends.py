@@ -10,6 +10,7 @@ from baton.api.errors import ConfigError
 from baton.api.outputs import FinishReason, RequestDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd, merge_steps
 from baton.link.router_end import read_event, registered, write_command
 from baton.link.words import (
@@ -117,6 +118,21 @@ def test_a_router_is_silent_after_so_many_beats_and_any_word_counts() -> None:
     assert [end.miss_beat() for _ in range(MAX_MISSED_BEATS + 1)] == [False] * MAX_MISSED_BEATS + [
         True
     ]
+
+
+def test_a_node_at_rest_counts_two_intervals_per_beat_until_an_answer_is_late() -> None:
+    end = joined()
+    for _ in range(10):
+        assert not end.miss_beat(INTERVALS_AT_REST)
+        assert not end.is_waiting
+        assert end.take(sent(RouterBeat())) is None
+    found = []
+    num_intervals = INTERVALS_AT_REST
+    while not end.miss_beat(num_intervals):
+        num_intervals = 1 if end.is_waiting else INTERVALS_AT_REST
+        found.append(num_intervals)
+    # The router last spoke at the beat before; the node leaves it after eight intervals, 2 s
+    assert found == [2, 1, 1, 1, 1]
 
 
 def test_a_broken_link_ends_what_its_router_had_placed_once() -> None:

@@ -5,6 +5,13 @@ from __future__ import annotations
 from baton.telemetry.round_watch import Rounds, RoundWatch
 
 
+def test_a_beat_that_stands_for_two_intervals_counts_twice() -> None:
+    watch = RoundWatch(lambda: {"engine": Rounds(1, True)}, 0.25)
+    watch.tick()
+    watch.tick(2)
+    assert watch.stalled_s == 0.5
+
+
 def test_a_thread_that_ends_no_round_is_told_with_how_long_it_has_not() -> None:
     rounds = {"engine": Rounds(0, False), "kv-io": Rounds(0, True)}
     watch = RoundWatch(lambda: rounds.copy(), 0.25)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -277,6 +278,7 @@ async def test_a_node_leaves_a_router_that_says_nothing_for_too_many_beats() -> 
     await router.server.start()  # it sends no beats
     async with scene.running():
         await until(lambda: scene.joins == [True])
+        router.node.answered_at = math.inf  # the router answers no beat
         for _ in range(MAX_MISSED_BEATS):
             scene.links.beat(NodeBeat())
         await until(lambda: not router.node.num_missed_beats)

@@ -95,7 +95,7 @@ def test_a_machine_that_vanished_keeps_its_name_until_it_is_found_silent() -> No
     pool = make_pool()
     HandNode(pool, make_registration("d", D))
     again = make_registration("d", D, incarnation=1)
-    for _ in range(5):
+    for _ in range(6):
         assert pool.gate.obstacle(again, pool.nodes)
         pool.count_missed_beats()
     pool.count_missed_beats()
