@@ -236,7 +236,7 @@ def test_router_without_nodes_says_so(demo_model: Path) -> None:
     address = free_address()
     router = subprocess.Popen(
         [sys.executable, "-m", "baton", "router", "--model", str(demo_model), "--listen", address,
-         "--http-listen", ""],
+         "--http-listen", "", "--join-grace-s", "0.5"],
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
