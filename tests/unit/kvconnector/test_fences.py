@@ -131,7 +131,7 @@ def test_a_connection_that_may_be_the_peers_counts(worker: Worker, others: tuple
 
 
 def test_a_connection_that_was_reset_counts_until_it_is_closed(worker: Worker) -> None:
-    """Its bytes that have arrived can still be read."""
+    """Bytes that arrived before the reset can still be read."""
     own, theirs = worker.accept("127.0.0.2")
     theirs.send(b"bytes")
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
