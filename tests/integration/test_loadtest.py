@@ -81,7 +81,7 @@ def test_the_commands_of_the_page_work(addresses: dict[str, str], tmp_path: Path
     prompts = ({"prompt": f"Once upon a time, {number}", "output_tokens": 5} for number in range(9))
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     for command in COMMANDS[2:-1]:  # the last one has a test of its own
-        if command[1] == "tune":  # searches for an hour; a test below has a short search
+        if command[1] == "tune":  # searches for an hour; test_tuning.py has a short search
             continue
         moved = addresses | {"examples/demo_model": str(ROOT / "examples" / "demo_model")}
         done = baton(*at(moved, command), *ANY_LAG, cwd=tmp_path, timeout_s=200)
