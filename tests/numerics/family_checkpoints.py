@@ -421,8 +421,10 @@ class TinyCheckpoint:
 
     def closer_logits(self, token_ids: list[int]) -> Tensor:
         """Return logits in float64 if transformers can; its float32 may differ by 1e-4."""
+        closer = copy.deepcopy(self.theirs).double()
+        closer.set_experts_implementation("eager")  # grouped products have no float64
         try:
-            return hugging_face_logits(copy.deepcopy(self.theirs).double(), token_ids)
+            return hugging_face_logits(closer, token_ids)
         except RuntimeError:  # experts are computed in float32 alone
             return self.logits(token_ids)
 

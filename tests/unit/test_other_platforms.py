@@ -21,7 +21,7 @@ import ctypes, mmap, os, platform, resource, select, signal, socket, sys, tempfi
 import aiohttp, cryptography, grpc, grpc_health.v1, grpc_reflection.v1alpha, huggingface_hub
 import jinja2, llguidance, msgspec, prometheus_client, rich, structlog, tokenizers, torch, typer
 import gguf, matplotlib.pyplot, multiprocessing.shared_memory, safetensors.torch
-import torch.distributed, uvloop, xxhash
+import torch.distributed, uvloop, xxhash, zoneinfo
 
 LINUX_ONLY = {
     os: '''sched_getaffinity sched_setaffinity pidfd_open memfd_create eventfd splice unshare setns

@@ -6,6 +6,7 @@ import pytest
 
 from baton.link.words import AbortAll, PeerReport, PeerUpdate
 from baton.telemetry.ledger import BlockOwner
+from kvconnector.protocol.peers import RECEIVING_LEASE_S
 from tests.fakes.handoff.encode_pair import (
     ROUND_S,
     TIMEOUT_S,
@@ -150,14 +151,14 @@ def test_an_attempt_that_has_ended_is_not_expected_again(pair: EncodePair) -> No
 
 
 @pytest.mark.parametrize("when_s", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3])
-def test_an_encode_node_that_stands_still_costs_a_second_and_no_prompt(
+def test_an_encode_node_that_stands_still_costs_three_seconds_and_no_prompt(
     pair: EncodePair, when_s: float
 ) -> None:
     prompt, _ = pair.expect("r", IMAGES, TOKENS)
     pair.order("r", IMAGES)
     pair.run(when_s)
     pair.stopped.add("e")
-    pair.run(2.0)
+    pair.run(RECEIVING_LEASE_S + 1.0)
     assert pair.engine.prompts == [prompt], "the silence was noticed"
     assert not prompt.awaits_encodings
     late, waiting = pair.expect("late", IMAGES, TOKENS)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from baton.engine_config import EngineConfig
-from baton.link.words import NodeRole
+from baton.link.words import NodeBeat, NodeRole
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.base import PendingStep
 from node_runtime.node_engine import LoadedEngine, load_engine
@@ -22,6 +22,9 @@ class NoNode:
 
     def step(self) -> bool:
         return False
+
+    def beat(self) -> NodeBeat:
+        return NodeBeat()
 
 
 class NoEnd:

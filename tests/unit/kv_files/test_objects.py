@@ -258,6 +258,8 @@ def test_a_faulty_server_delays_no_answer(
         assert again.metrics().cached_prompt_tokens_total == 0
         assert again.generate([PROMPT[::-1]], ANSWER)[0].token_ids
         server.gate.set()
+        wait_until(lambda: all(read.has_ended for read in tier._reads), "the reads end")
+        again.engine.features.settle_files()
         again.engine.close()
     if fault == "denied":
         server.deny(is_on=False)
