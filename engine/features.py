@@ -172,7 +172,7 @@ class Features:
 
     @property
     def num_expected(self) -> int:
-        """Return how many blocks the longest prefix in files may need."""
+        """Return how many blocks the longest prefix in files needs."""
         return 0 if self.files is None else self.files.num_expected_blocks
 
     def wait(self) -> None:

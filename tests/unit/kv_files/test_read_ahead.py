@@ -1,4 +1,4 @@
-"""Unit tests of what is prepared for reads of KV files: bytes of the disk, and memory of blocks."""
+"""Unit tests of preparations for reads of KV files: the disk's bytes and the blocks' memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NUM_BLOCKS, AHEAD_BLOCKS = 10, 3
 PROMPT = [5 + (7 * i) % 200 for i in range(8 * 16 + 3)]  # eight blocks
 
 
-class ToldFiles(FileSystem):
-    """Files of this machine that note what is read, and what the system is told to read soon.
+class RecordingFiles(FileSystem):
+    """Files of this machine that record what is read, and what the system is told to read soon.
 
     Attributes:
         calls: name, offset and number of bytes of each call.
@@ -56,7 +56,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_bytes_are_announced_once_before_they_are_read(
     tmp_path: Path, first: int, num_blocks: int
 ) -> None:
-    chain, files = chain_of(1, NUM_BLOCKS), ToldFiles()
+    chain, files = chain_of(1, NUM_BLOCKS), RecordingFiles()
     write(*open_store(tmp_path), chain)
     store, blocks = open_store(tmp_path, files=files)
     files.calls.clear()
