@@ -88,7 +88,7 @@ class ObjectStorage:
     def _check_access(self) -> None:
         """Raise ConfigError if the bucket is missing or access is denied."""
         try:
-            with self.requests_of("list"):
+            with self.short_errors("list"):
                 next(iter(obstore.list(self._reads, chunk_size=1)), None)
         except (FileNotFoundError, PermissionError) as error:
             raise ConfigError(f"kv_files: {self.location}: {error.strerror}") from error
@@ -96,7 +96,7 @@ class ObjectStorage:
             logger.warning("%s: %s; the node tries again", self.location, error.strerror)
 
     @contextlib.contextmanager
-    def requests_of(self, action: str) -> Iterator[None]:
+    def short_errors(self, action: str) -> Iterator[None]:
         """Replace the library's errors by short ones, because they quote the server's answers."""
         try:
             yield
@@ -132,7 +132,7 @@ class ObjectStorage:
         if now - self._noted_at.get(path, 0.0) < NOTE_USE_S:
             return
         self._noted_at[path] = now
-        with contextlib.suppress(OSError), self.requests_of("write"):
+        with contextlib.suppress(OSError), self.short_errors("write"):
             obstore.put(self._reads, path + USED, b"", use_multipart=False)
 
     def _forget_notes(self) -> None:
@@ -144,7 +144,7 @@ class ObjectStorage:
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
     ) -> bool:
         num_bytes = sum(memoryview(part).nbytes for part in parts)
-        with self.requests_of("write"):
+        with self.short_errors("write"):
             if num_bytes <= _PART_BYTES:
                 content = b"".join(parts)
                 if not is_valid():
@@ -166,7 +166,7 @@ class ObjectStorage:
         return True
 
     def remove(self, path: str, unless_used_after: float | None = None) -> float | None:
-        with contextlib.suppress(FileNotFoundError), self.requests_of("remove"):
+        with contextlib.suppress(FileNotFoundError), self.short_errors("remove"):
             obstore.delete(self._writes, [path, path + USED])
         self._noted_at.pop(path, None)
         return None
@@ -186,7 +186,7 @@ class ObjectStorage:
         listing, orphans = self._listing, list[str]()
         try:
             for _ in range(_PAGES_PER_CALL):
-                with self.requests_of("list"):
+                with self.short_errors("list"):
                     page = next(listing.pages, None)
                 for folder in listing.add(page):
                     yield self._list_folder(folder, listing, orphans)
@@ -197,7 +197,7 @@ class ObjectStorage:
             self._listing = None
             raise
         if orphans:
-            with contextlib.suppress(OSError), self.requests_of("remove"):
+            with contextlib.suppress(OSError), self.short_errors("remove"):
                 obstore.delete(self._writes, orphans[:_MOST_ORPHANS])
 
     def _list_folder(self, folder: _Folder, listing: _Listing, orphans: list[str]) -> Listing:
@@ -286,7 +286,7 @@ class ObjectFile:
         self._storage, self._path = storage, path
         self._e_tag: str | None = None
         self._num_bytes = 0
-        with storage.requests_of("read"):
+        with storage.short_errors("read"):
             self._head = self._read_head()
 
     def _read_head(self) -> memoryview:
@@ -306,7 +306,7 @@ class ObjectFile:
             return 0
         if end <= len(self._head):
             return _copy([self._head[offset:end]], parts)
-        with self._storage.requests_of("read"):
+        with self._storage.short_errors("read"):
             return _copy(self._storage.get_parts(self._path, offset, end, self._e_tag), parts)
 
     def read_soon(self, offset: int, num_bytes: int) -> None:

@@ -92,7 +92,7 @@ def test_an_idle_engine_prepares_memory_for_the_longest_prefix_in_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load_demo(kv_files=str(tmp_path))
-    assert first.features.num_expected == 0
+    assert first.features.num_expected_blocks == 0
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
     def ask(name: str) -> Request:
@@ -106,13 +106,13 @@ def test_an_idle_engine_prepares_memory_for_the_longest_prefix_in_files(
     first.schedule()
     first.close()
     num_blocks = (len(PROMPT) + 40 - 1) // 16
-    assert first.features.num_expected == num_blocks
+    assert first.features.num_expected_blocks == num_blocks
 
     engine = load_demo(kv_files=str(tmp_path))
     tier = engine.features.files
     assert tier is not None
     wait_until(tier._is_scanned.is_set, "the folder is listed")
-    assert engine.features.num_expected == num_blocks
+    assert engine.features.num_expected_blocks == num_blocks
     monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 0)
     monkeypatch.setattr(pages_ahead, "STEP_BYTES", 4096)
     pages = engine.executor.worker._pages_ahead  # type: ignore[attr-defined]
