@@ -279,15 +279,15 @@ class EngineConfig:
     )
     kv_files: str = option(
         "",
-        help="Where to store KV of ended requests, read back for later requests with an equal "
-        "prefix, also after a restart: a folder, which nodes of one machine may share, or "
+        help="Where to store KV of ended requests, which later requests with an equal prefix read "
+        "back, also after a restart: a folder, which nodes of one machine may share, or "
         "s3://BUCKET/PREFIX, which nodes of several machines may share. Empty: nowhere.",
     )
     kv_files_secret: str = option(
         "",
-        help="File with the key of the stored KV's digests: 32 random bytes, readable for this "
-        "user only. Needed with s3://; all nodes that share a bucket need the same key. Empty: a "
-        "folder has a key of its own.",
+        help="File with the key of the stored KV's digests: 32 random bytes. The file must belong "
+        "to this user or root, and must not be open to all users. Needed with s3://; all nodes "
+        "that share a bucket need the same key. Empty: a folder has a key of its own.",
     )
     kv_files_bytes: int | None = option(
         None,
@@ -295,7 +295,7 @@ class EngineConfig:
         least=2**20,
         unset="auto",
         parse=parse_bytes,
-        help="With --kv-files: maximum bytes of all files there, such as 50G; auto: "
+        help="With --kv-files: maximum bytes of all files or objects, such as 50G; auto: "
         f"{DEFAULT_KV_FILES_BYTES // GIB}G.",
     )
     kv_files_timeout_s: float = option(
@@ -500,7 +500,7 @@ class EngineConfig:
         if found and not self.kv_files_secret:
             raise ConfigError(
                 "kv_files_secret: s3:// needs a file with the key of the digests, because whoever "
-                "can write to the bucket could change a key that lies there"
+                "can write to the bucket could change a key in the bucket"
             )
         if not self.prefix_cache:
             raise ConfigError("kv_files: needs prefix_cache, which is off")

@@ -277,10 +277,11 @@ class Engine:
         return result
 
     def do_idle_work(self) -> bool:
-        """Do a little work that can wait, like clearing new KV memory; return if more is left."""
+        """Do a little work that can wait, such as clearing memory; return whether more is left."""
         if self.features.is_reading:  # a thread that reads files clears the memory that it needs
             return False
-        return self.executor.do_idle_work(self.block_pool.num_made, self.features.num_expected)
+        num_expected_blocks = self.features.num_expected_blocks
+        return self.executor.do_idle_work(self.block_pool.num_made, num_expected_blocks)
 
     @property
     def num_steps(self) -> int:

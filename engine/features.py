@@ -171,8 +171,8 @@ class Features:
         return self.files is not None and self.files.is_busy
 
     @property
-    def num_expected(self) -> int:
-        """Return how many blocks the longest prefix in files may need."""
+    def num_expected_blocks(self) -> int:
+        """Return how many blocks the longest prefix in files needs."""
         return 0 if self.files is None else self.files.num_expected_blocks
 
     def wait(self) -> None:

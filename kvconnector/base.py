@@ -164,7 +164,7 @@ class HandoffMetrics:
         fetches: cached prefixes that this node expected, received and lost since its start.
         fetches_open: cached prefixes that this node sends, expects, or has in quarantine.
         fetched_tokens, fetched_bytes: tokens and bytes of the received prefixes.
-        fetched_ages: time from the last use of a received prefix's blocks until they were sent.
+        fetched_ages: time from the last use of a received prefix's blocks until their sending.
         shared_tokens: tokens of the prefixes that this node sent whole.
     """
 

@@ -210,7 +210,7 @@ async def run_node_program(
 def _submit_and_hurry(
     node: NodeProgram, pace: BeatPace
 ) -> Callable[[RouterCommand | AbortAll], None]:
-    """Return a function that gives a command to the node, whose next beat then comes earlier."""
+    """Return a function that gives a command to the node and hurries the node's next beat."""
 
     def submit(command: RouterCommand | AbortAll) -> None:
         node.submit(command)

@@ -2,7 +2,7 @@
 
     held -> the sender sends Quiet -------------------------------------------> free
       |---> the sender's process has ended, and all its messages are read ----> free
-      `---> `forbid` of the transport: no write can arrive any more ----------> free
+      `---> the transport's `forbid` finds that no write can arrive any more -> free
 
 A sender that the router has lost may be alive, so it stays connected while blocks that it may write
 are held. Decode nodes hold KV blocks, and prefill nodes hold units of encodings. Refuses to know:

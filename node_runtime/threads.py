@@ -274,7 +274,7 @@ class NodeThreads(NodeOnThread[Node]):
         return busy
 
     def _tick_s(self) -> float:
-        """Return the seconds until the next step without a wake: few if deadlines may pass."""
+        """Return how long the engine thread sleeps at most: short while requests have deadlines."""
         return REST_TICK_S if self._node.beat().rests else TICK_S
 
     def _is_poisoned(self) -> bool:

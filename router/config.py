@@ -62,14 +62,15 @@ class RouterConfig:
         5.0,
         least=0,
         help="How long a request waits for a pair of nodes if there is none, seconds. Until a "
-        "node of each role has joined, it fails at once; but see --join-grace-s.",
+        "node of each role has joined, a request fails at once, except right after the router's "
+        "start (--join-grace-s).",
     )
     join_grace_s: float = option(
         10.0,
         least=0,
-        help="How long after its start the router waits for nodes that are not here yet, seconds. "
-        "Until then, requests wait, and so do operators' commands to a node. Nodes join a router "
-        "that starts again within about two seconds.",
+        help="Seconds after the router's start in which requests and operators' commands wait for "
+        "nodes that have not joined yet. Nodes join a router that was started again within about "
+        "two seconds. 0: requests fail at once.",
     )
     return_timeout_s: float = option(
         60.0,

@@ -52,7 +52,7 @@ from sim_node.executor import SimExecutor, engine_config
 from sim_node.faults import FaultSpec
 from sim_node.options import SimModel, SimOptions
 
-IDLE_BEATS = 2
+IDLE_BEATS = 2  # a node without requests checks deadlines at every second beat
 
 
 class NodeLinks(Protocol):

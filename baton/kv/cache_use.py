@@ -17,10 +17,10 @@ class CacheUse:
             node had to send or compute these tokens.
         file_tokens: prompt tokens that were read from files.
         fetched_tokens: prompt tokens that other nodes sent from their caches.
-        file_bytes, num_files: files in the folder, including files of other nodes.
+        file_bytes, num_files: files or objects of ``--kv-files``, including those of other nodes.
         are_objects: whether these files are objects on a server.
         memory_age_s, file_age_s, fetched_age_s: median seconds from the last use of a block until a
-            request used the block again, by the place where the block was; 0: there was none.
+            request used the block again, by the source of the block; 0: no block was used again.
         evicted_after_s: mean seconds between the last use and the eviction of a block; 0: no block
             was evicted.
     """

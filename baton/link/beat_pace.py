@@ -40,7 +40,7 @@ class BeatPace:
         return max(1, min(num_intervals, int(elapsed)))
 
     def hurry(self) -> None:
-        """End the pause one interval after its begin, because the node rests no longer."""
+        """Shorten the present pause to one interval, because the node rests no longer."""
         if self._due is None or self._timer is None:
             return
         loop, due_at = asyncio.get_running_loop(), self._began_at + BEAT_INTERVAL_S

@@ -47,8 +47,8 @@ from baton.v1 import node_pb2
 
 logger = logging.getLogger(__name__)
 
-# A router that sends nothing during more beat intervals of this node has stopped, or the network is
-# dead. Routers answer a beat at least every second interval.
+# If a router sends nothing during more than this many beat intervals of a node, the router has
+# stopped or the network is dead. Routers answer a beat at least every second interval.
 MAX_MISSED_BEATS = 7
 # Maximum number of reports on peers, and of characters of their problems, in one message.
 MAX_PEER_REPORTS, MAX_PROBLEM_CHARS = 2**10, 2**19
@@ -147,8 +147,8 @@ class NodeEnd:
         return (failed_delta(name, command.epoch, error),)
 
     @property
-    def is_waiting(self) -> bool:
-        """Return whether the router has not answered lately, so that it may be silent."""
+    def awaits_answer(self) -> bool:
+        """Return whether the router's answer is late, so that the router may be silent."""
         return self.joined and self._num_missed_beats > INTERVALS_AT_REST
 
     def miss_beat(self, num_intervals: int = 1) -> bool:

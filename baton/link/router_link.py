@@ -127,9 +127,9 @@ class RouterLink:
             self._events.put_nowait(event)
 
     @property
-    def is_waiting(self) -> bool:
-        """Implement `NodeEnd.is_waiting`."""
-        return self._end.is_waiting
+    def awaits_answer(self) -> bool:
+        """Return whether the router's answer is late, so that the router may be silent."""
+        return self._end.awaits_answer
 
     def count_beat(self, num_intervals: int) -> None:
         """Count a beat of this node; end the link if the router sends nothing any more."""

@@ -235,8 +235,8 @@ class RouterLinks:
     def beat(self, beat: NodeBeat, num_intervals: int = 1) -> bool:
         """Report load and serving state to all routers, and end the links of silent routers.
 
-        Call this once per beat interval; if the last call returned True, the next interval may be
-        `INTERVALS_AT_REST` times as long.
+        Call this once per beat interval. Returns whether the node is at rest and no answer is late,
+        so that the next call may come `INTERVALS_AT_REST` intervals later.
 
         Args:
             num_intervals: beat intervals since the last call.
@@ -245,7 +245,7 @@ class RouterLinks:
         self.emit(marked)
         for link in self._links.values():
             link.count_beat(num_intervals)
-        return marked.rests and not any(link.is_waiting for link in self._links.values())
+        return marked.rests and not any(link.awaits_answer for link in self._links.values())
 
     async def run(self) -> None:
         """Keep all links up; never returns.

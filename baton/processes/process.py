@@ -64,7 +64,7 @@ def run_program(
 async def _end_if_dead(main: Coroutine[Any, Any, None]) -> None:
     """Run a program's main coroutine on an event loop, after starting the loop's worker threads.
 
-    At SIGUSR2, the process writes its stacks.
+    From then on, the process writes the stacks of its threads and tasks when it gets SIGUSR2.
 
     If the engine dies, the process is ended at once: a dead engine may leave threads that never
     end, and the event loop and the interpreter would wait for these threads at exit.

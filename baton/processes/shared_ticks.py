@@ -14,7 +14,10 @@ def next_tick(now: float, interval_s: float) -> float:
 
 
 async def sleep_until_tick(interval_s: float) -> None:
-    """Sleep until the next shared tick, half an interval to one and a half; 0: run other tasks."""
+    """Sleep until the next shared tick, for half an interval to one and a half.
+
+    An interval of 0 only lets other tasks run.
+    """
     if not interval_s:
         await asyncio.sleep(0)
         return

@@ -1,7 +1,7 @@
-"""Writes what a process does to standard error at SIGUSR2: its threads' stacks, and its tasks.
+"""Writes the stacks of a process's threads and tasks to standard error at SIGUSR2.
 
-The threads' stacks are written even if the event loop is blocked, the tasks by the loop itself. No
-signal can be sent over the network.
+The threads' stacks are written even if the event loop is blocked. The event loop itself writes the
+tasks' stacks. Nobody can send the signal over the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_FRAMES = 40
 
 
 def dump_stacks_at_signal(loop: asyncio.AbstractEventLoop) -> None:
-    """Write the stacks at each `DUMP_SIGNAL`; do nothing if standard error is closed."""
+    """Write all stacks at each `DUMP_SIGNAL` from now on, if standard error is open."""
     with contextlib.suppress(RuntimeError, OSError, ValueError, AttributeError):
         loop.add_signal_handler(DUMP_SIGNAL, _write_tasks)
         faulthandler.register(DUMP_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
@@ -55,6 +55,6 @@ def _frames(awaited: object) -> Iterator[str]:
         awaited = _first_attribute(awaited, "cr_await", "gi_yieldfrom", "ag_await")
 
 
-def _first_attribute(of: object, *names: str) -> Any:
-    """Return the first attribute that the object has; None: it has none of them."""
-    return next((getattr(of, name) for name in names if hasattr(of, name)), None)
+def _first_attribute(owner: object, *names: str) -> Any:
+    """Return the first of these attributes that an object has, or None."""
+    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)

@@ -68,7 +68,7 @@ HOST = Source("host_overhead", (
 ), "Host time of steps on a GPU, with a driver that only counts launches: Python and Triton's"
    " launch code are real, matrix products and the device are absent. CPU time, the least of the"
    " rounds' medians.",
-   absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
+   absent="it must be measured on a machine where nothing else runs")  # fmt: skip
 
 
 def _changed(case: str, target: str = "<= 10 per million") -> Row:
@@ -203,7 +203,7 @@ CLAIMS = Source("claims", (
    " (arXiv 2309.06180) give for two data sets. Static batches: one engine, the next batch starts"
    " when the last request of a batch has ended; 16 requests, as many reservations of the longest"
    " request as fit the KV memory in which 64 requests run in blocks.",
-   absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
+   absent="it must be measured on a machine where nothing else runs")  # fmt: skip
 _PREFIX, _LARGER, _TROUBLES = "prefix > seconds", "larger > seconds", "troubles > ratios > {}"
 KV_FILES = Source("kv_files", (
     Row("first token of a prompt of 8,000 tokens, from files in the page cache / computed",
@@ -225,7 +225,7 @@ KV_FILES = Source("kv_files", (
 ), "KV in files (`--kv-files`), SmolLM2-135M-Instruct, whose weights have 4 bits. Files are read by"
    " a new engine that has been idle for a moment. Requests that find nothing have prompts of 300"
    " tokens and 48 output tokens.",
-   absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
+   absent="it must be measured on a machine where nothing else runs")  # fmt: skip
 SUBJECT = Subject(
     "Scheduler and engine",
     (

@@ -99,7 +99,7 @@ DEATH_S = 20.0  # limit until a process reaches the point at which it dies
 # After a lost encoding or prefix, the router does not use its sender for 5 s.
 SUPPLY_DEATH_S = 60.0
 RANK_DETECTION_S = 1.0  # limit of the seconds from the signal until the router notices
-# Seconds for which the drill itself did not run; then its clients' waits say nothing.
+# If the drill itself did not run for this many seconds, its clients' waits say nothing.
 STOPPED_S = 5.0
 # Seconds between flushes of the prefix caches: drills need hand-offs of whole prompts
 FLUSH_INTERVAL_S = 1.0
@@ -113,7 +113,7 @@ class Result:
 
     Attributes:
         broken: the promises that were broken.
-        told: what the programs did, if a promise was broken or a client waited long.
+        told: lines of the witness, if a promise was broken or a client waited long.
     """
 
     name: str

@@ -4,8 +4,8 @@
                     that the machine took away, and by how much the drill's own clock was late
     a long wait     each program's threads and tasks (SIGUSR2), once per wait
 
-A thread of its own records, so a blocked event loop of the drill shows, too. Refuses to know:
-requests, drills.
+The witness records on its own thread, so it also sees when the drill's event loop is blocked.
+Refuses to know: requests, drills.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Witness:
     """Watches the programs of a deployment during the ``with`` block.
 
     Args:
-        longest_wait_s: returns how long the client that has waited longest waits for its answer.
+        longest_wait_s: returns for how many seconds the oldest open request has been open.
 
     Attributes:
         stacks: what each program wrote when a client had waited `LONG_WAIT_S`.
-        late_s: by how much the drill's own clock was late at most; large if the drill was stopped.
+        late_s: most seconds by which a record was late; large if the drill itself was stopped.
     """
 
     def __init__(self, deployment: LocalDeployment, longest_wait_s: Callable[[], float]) -> None:
@@ -111,7 +111,7 @@ class Witness:
             pids = self._pids()
             found = {pid: times for pid in pids if (times := read_times(pid)) is not None}
             stolen_s, wait_s = read_stolen_s(), self._longest_wait_s()
-            programs = [self._told(pids[pid], found[pid], before.get(pid)) for pid in found]
+            programs = [_describe(pids[pid], found[pid], before.get(pid)) for pid in found]
             self._ticks.append(
                 f"{now:.1f} s: late {late_s:.2f}, stolen {stolen_s - stolen_before_s:.2f}, "
                 f"a client waits {wait_s:.1f} s; {'; '.join(programs)}"
@@ -128,12 +128,6 @@ class Witness:
         running = {one.process.pid: one.name for one in children if one.process.poll() is None}
         return {os.getpid(): "drill", **running}
 
-    def _told(self, name: str, now: ProgramTimes, before: ProgramTimes | None) -> str:
-        if before is None:
-            return f"{name} {now.state}"
-        cpu_s, queue_s = now.cpu_s - before.cpu_s, now.queue_s - before.queue_s
-        return f"{name} {now.state} cpu {cpu_s:.2f} queue {queue_s:.2f}"
-
     def _dump(self, pids: Mapping[int, str]) -> None:
         """Let all programs write their stacks to their logs; keep what they wrote."""
         children = {one.name: one for one in self._deployment.children}
@@ -148,3 +142,11 @@ class Witness:
         for name, mark in marks.items():
             written = children[name].log.read_bytes()[mark:]
             self.stacks[name] = written.decode(errors="replace")
+
+
+def _describe(name: str, now: ProgramTimes, before: ProgramTimes | None) -> str:
+    """Return a program's state, and its times since the last record, in seconds."""
+    if before is None:
+        return f"{name} {now.state}"
+    cpu_s, queue_s = now.cpu_s - before.cpu_s, now.queue_s - before.queue_s
+    return f"{name} {now.state} cpu {cpu_s:.2f} queue {queue_s:.2f}"

@@ -15,8 +15,8 @@ from benchmarks.router.chat_peer import PEER
 from benchmarks.router.chat_turns import LATER, Measured
 
 FETCH = "+fetch"  # ending of a shape
-# A node caches whole blocks, and computes at least the last token. So it computes up to so many
-# tokens more than are new.
+# A node caches whole blocks, and computes at least the last token. So a node may compute this many
+# tokens in addition to the new ones.
 ROUNDING_TOKENS = 32
 Figures = Mapping[str, Any]
 
@@ -73,9 +73,10 @@ def ratios(results: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
 def _ratio(ours: Figures, others: Figures) -> dict[str, float]:
     """Compare two shapes.
 
-    The bounds are those of a load that only computes prompts, without any wait: the time to the
-    first token falls as the tokens to compute, and the throughput rises so. Shorter queues may
-    lower the ratio of the times more. Decodes take time, too, so the throughput rises less.
+    The bounds are those of a load that only computes prompts, without any wait. The time to the
+    first token is then proportional to the computed tokens, and the throughput inversely
+    proportional. Shorter queues may lower the ratio of the times further. Decodes take time, too,
+    so the throughput rises less.
     """
     new, computed = ours["new_per_later_turn"], others["computed_per_later_turn"]
     return {
@@ -90,7 +91,7 @@ def _ratio(ours: Figures, others: Figures) -> dict[str, float]:
     }
 
 
-def turned(rows: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+def transpose(rows: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
     """Return a table with a row for each figure, and a column for each shape."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     return {

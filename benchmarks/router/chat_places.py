@@ -6,8 +6,8 @@ turn sends the whole conversation, as text, through the chat template. A shape i
 decode nodes and no prefill node. In a shape with "+fetch", nodes have the option --fetch-prefixes.
 The shape "llamacpp" is llama.cpp's server on all cores, with the same file and the same chats.
 
-With --scale, a turn has 1,000 tokens in and 400 out, times the scale. The results of this load are
-saved in a file of their own, chat_load.json.
+With --scale, a turn has 1,000 input tokens and 400 output tokens, times the scale. The results of
+this load are saved in a separate file, chat_load.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from baton import AsyncClient, SamplingParams
 from baton.checkpoint.packaged_model import SMOLLM2
-from benchmarks.router.chat_figures import FETCH, ratios, show, summarize, turned
+from benchmarks.router.chat_figures import FETCH, ratios, show, summarize, transpose
 from benchmarks.router.chat_peer import PEER, measure_peer
 from benchmarks.router.chat_turns import Chats, Load, Measured
 from benchmarks.runner.deployments import deployed
@@ -46,8 +46,8 @@ class Options(Load):
         repeats: number of times that each shape is measured.
         lend: whether nodes lend idle cores, as with `baton up`; only for a machine without other
             work.
-        scale: the tokens of a turn as a share of 1,000 in and 400 out, in place of ``words`` and
-            ``output_tokens``; 0: as these say.
+        scale: the tokens of a turn as a share of 1,000 input and 400 output tokens, in place of
+            ``words`` and ``output_tokens``; 0: use these two.
     """
 
     shapes: Sequence[str] = ()
@@ -119,8 +119,8 @@ def run(run: Run, options: Options) -> Document | None:
             found[shape].append(measured)
     results = {shape: summarize(runs, options.turns) for shape, runs in found.items()}
     document = {"load": asdict(options), "results": results, "ratios": ratios(results)}
-    run.show("figure", turned(results))
-    run.show("ratio", turned(document["ratios"]))
+    run.show("figure", transpose(results))
+    run.show("ratio", transpose(document["ratios"]))
     if not options.scale:
         return document
     run.judge(document, SCALED)

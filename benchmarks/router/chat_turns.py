@@ -182,15 +182,15 @@ def gaps_ms(times: Sequence[float]) -> list[float]:
 
 
 def turn_of(
-    decision: Any, receipt: Receipt, times: Sequence[float], of: tuple[int, int, int]
+    decision: Any, receipt: Receipt, times: Sequence[float], numbers: tuple[int, int, int]
 ) -> Turn:
     """Return the row of a turn.
 
     Args:
         times: when the turn was sent, and when each piece of the answer came.
-        of: the session, the turn, and the tokens of the chat before it.
+        numbers: the session, the turn, and the tokens of the chat before the turn.
     """
-    session, turn, num_before = of
+    session, turn, num_before = numbers
     prefill, decode, forecast = receipt.prefill, receipt.decode, decision.forecast
     num_alone = decode.num_prompt_tokens_computed if decode else 0
     computing = prefill or decode

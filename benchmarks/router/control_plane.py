@@ -33,8 +33,8 @@ from sim_node.cluster import SimCluster
 from sim_node.options import SimOptions
 
 HASH_BYTES = 32
-# A metrics page takes about 50 us of the router per node. Until `FAR_SHARE` is known, the benchmark
-# reads the page once per `FAR_POLL_S_PER_NODE` and node.
+# A metrics page takes about 50 us of the router per node. Until the router knows `FAR_SHARE` of the
+# fleet, the benchmark waits for `FAR_POLL_S_PER_NODE` seconds per node between two readings.
 POLL_S, FAR_POLL_S_PER_NODE, FAR_SHARE = 0.5, 0.001, 0.7
 STEADY_S, FILL_PAUSE_S = 5.0, 0.01
 LIMIT_S, FILL_LIMIT_S = 60.0, 240.0

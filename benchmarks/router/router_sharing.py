@@ -1,8 +1,8 @@
-"""Measure what a router loses by sharing its core: with a small program, a large one, or a router.
+"""Measure what a router loses by sharing its core with a small program, a large one, or a router.
 
 Two routers on one port and one core make fewer tokens per core-second than one router. If a program
 that only computes costs a router as much, the loss comes from switching processes on the core, and
-not from Baton. Each row is the CPU time of routers alone, so the other program's time is not in it.
+not from Baton. Each row counts only the CPU time of routers, and not that of the other program.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ async def measure_sharing(
                 place_routers(two)
                 rows.append({"subject": OWN_CORES, "round": number, **await rate(two)})
                 print(rows[-1], flush=True)
-    return {"rows": rows, "of_alone": of_alone(rows)}
+    return {"rows": rows, "relative_to_alone": relative_to_alone(rows)}
 
 
-def of_alone(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the median tokens per core-second of each subject, divided by that of one alone."""
+def relative_to_alone(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return each subject's median tokens per core-second, divided by those of a router alone."""
     rates: dict[str, list[float]] = {}
     for row in rows:
         rates.setdefault(row["subject"], []).append(row["tokens_per_core_s"])

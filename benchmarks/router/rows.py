@@ -147,10 +147,10 @@ CHAT_LOAD = Source("chat_load", (
         value(_LOAD.format("llamacpp", "ttft_p50_later"), "{:.2f}")),
     Row("likewise, output tokens per second, Baton with fetches / llama.cpp's server",
         value(_LOAD.format("llamacpp", "output_tokens_per_s"), "{:.2f}")),
-), "Turns of 1,000 tokens in and 400 out, scaled down. The bounds are those of a load that only"
-   " computes prompts and never waits.",
+), "Turns of 1,000 input and 400 output tokens, scaled down. The bounds are those of a load that"
+   " only computes prompts and never waits.",
    options="--scale 0.2 --sessions 24 --repeats 1",
-   absent="It must be measured on a machine where nothing else runs.")  # fmt: skip
+   absent="it must be measured on a machine where nothing else runs")  # fmt: skip
 _COST = "results > server={}, num_streams={} > cpu_us_per_token > median"
 HTTP = Source("http_servers", tuple(
     Row(f"CPU per token, {num_streams} streams: aiohttp / {server}",
@@ -172,14 +172,14 @@ TRACING = Source("trace_cost", (
 
 
 def _own_cores(document: Json) -> Found:
-    shares = at(document, "of_alone")
+    shares = at(document, "relative_to_alone")
     if "2 routers, own cores" not in shares:
         return Found("not measured: fewer than four cores")
     share = number(shares, "2 routers, own cores")
     return Found(f"{share:.2f}", share)
 
 
-_OF_ALONE = "of_alone > {}"
+_OF_ALONE = "relative_to_alone > {}"
 SHARING = Source("router_sharing", (
     Row("tokens per core-second of one router beside a program that computes on its core / alone",
         value(_OF_ALONE.format("beside 0 MiB"))),
@@ -189,7 +189,7 @@ SHARING = Source("router_sharing", (
         value(_OF_ALONE.format("2 routers, one core"))),
     Row("tokens per core-second of two routers with a core each / one router alone", _own_cores),
 ), options="--parts sharing",
-   absent="not measured yet on an idle machine; docs/log.md has one busy run")  # fmt: skip
+   absent="docs/log.md has one run on a busy machine")  # fmt: skip
 _NODES = "rows > 1000 nodes > {}"
 
 

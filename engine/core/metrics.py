@@ -69,8 +69,8 @@ class KVFileCounts:
         tokens_read, bytes_read: tokens and bytes of KV that requests got from files.
         runs: runs of blocks that were queued for writing, by outcome.
         bytes_written: bytes of the written files.
-        files_evicted: files that this node removed because the folder was full.
-        bytes_stored, files_stored: files in the folder, those of other nodes and models included.
+        files_evicted: files that this node removed because ``--kv-files-size`` was reached.
+        bytes_stored, files_stored: all known files, those of other nodes and models included.
         are_objects: whether the files are objects on a server.
         ages: time from the last use of a block until it was read from a file.
     """

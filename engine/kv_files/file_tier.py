@@ -350,7 +350,7 @@ class KVFileTier:
 
     @property
     def num_expected_blocks(self) -> int:
-        """Return how many blocks the longest prefix in files may need: memory to prepare ahead."""
+        """Return how many blocks the longest prefix in files needs, to prepare their memory."""
         index = self._store.index
         return sum(
             (index.most_blocks if self._groups.has_window(group) else index.longest_chain).get(

@@ -318,10 +318,10 @@ class RankScans:
     def wait_for_files(self, job: ReadJob) -> None:
         """Wait until files with a job's blocks are listed, or cannot be found, or the job stops."""
         last = self._num_begun + 1  # the first scan that begins after this call
-        while self._num_ended < last and not (job.is_stopped or self._lists(job)):
+        while self._num_ended < last and not (job.is_stopped or self._has_listed(job)):
             time.sleep(_STOP_S)
 
-    def _lists(self, job: ReadJob) -> bool:
+    def _has_listed(self, job: ReadJob) -> bool:
         end = job.first + len(job.block_ids)
         chain = job.chain[:end]
         pieces = plan_pieces(self._store.index.runs_of(job.identity, chain), chain, job.first)

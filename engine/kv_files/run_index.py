@@ -78,10 +78,10 @@ class Piece:
 
 
 class RunIndex:
-    """The files in the tier's folder, as far as they are known.
+    """The files of one storage, as far as they are known.
 
     Attributes:
-        num_bytes: bytes of all files.
+        num_bytes: bytes of all known files.
         most_blocks: by identity, blocks of the longest run that was ever known.
         longest_chain: by identity, blocks of the longest chain that was ever known: those of a run
             and those before the run.

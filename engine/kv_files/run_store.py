@@ -100,7 +100,7 @@ class RunStore:
             self._note_stored()
 
     def _note_folder(self, listing: Listing) -> None:
-        """Bring the index to the files that a folder has."""
+        """Update the index with the files that a folder has now."""
         identity = listing.folder.partition("/")[0]
         known_runs = self.index.in_folder(listing.folder)
         gone = {run.path for run in known_runs if run.used_at < listing.began_at}

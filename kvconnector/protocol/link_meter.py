@@ -195,12 +195,14 @@ class LinkMeter:
                 link.begin_write(item.action.key, num_bytes, now - item.posting_s)
                 if item.is_done:
                     link.num_ended += 1  # the write ended before the sender could post the next
-                    waits = partial(self._waits, item.action.engine_id)
+                    waits = partial(self._has_waiting_pieces, item.action.engine_id)
                     bandwidth = link.end_write(item.action.key, now, "", waits)
                     actions += self._note_measured(item.action.engine_id, link, bandwidth)
             case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
                 if link := self._links.get(engine_id):
-                    bandwidth = link.end_write(key, now, problem, partial(self._waits, engine_id))
+                    bandwidth = link.end_write(
+                        key, now, problem, partial(self._has_waiting_pieces, engine_id)
+                    )
                     actions += self._note_measured(engine_id, link, bandwidth)
             case _:
                 pass
@@ -221,7 +223,7 @@ class LinkMeter:
                 actions += self._report(engine_id, link, bandwidth)
         return actions
 
-    def _waits(self, engine_id: str) -> bool:
+    def _has_waiting_pieces(self, engine_id: str) -> bool:
         """Return whether pieces for a peer wait to be posted."""
         transfers = self._sender.transfers.values()
         return any(one.engine_id == engine_id and one.can_post for one in transfers)

@@ -34,8 +34,9 @@ BEAT_INTERVAL_S = 0.25
 # sender counts them from sending a beat, a receiver from the beat's arrival, so the sender's lease
 # ends first.
 LEASE_S = 4 * BEAT_INTERVAL_S
-# A receiver suspects a peer that may be writing KV only after this many seconds: messages wait
-# behind KV, for long if the link's rate has just fallen. The sender notices a lost peer sooner.
+# If a peer may be writing KV, a receiver suspects the peer only after this many seconds of silence:
+# messages wait behind KV, for long if the link's rate has just fallen. The sender notices a lost
+# receiver sooner.
 RECEIVING_LEASE_S = 3 * LEASE_S
 HELLO_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and greeted less often

@@ -42,8 +42,8 @@ class CertificateFiles(Protocol):
 # limit, TCP sends lost bytes again at intervals that double, so a pair of nodes would stay apart
 # for as long again as their network was cut. The limit is longer than a peer's lease.
 UNACKNOWLEDGED_S = 3
-# Seconds of silence after which a peer certainly posts no more writes for transfers that it knows:
-# longer than a lease (`protocol/peers.py`), which ends first at the sender.
+# Seconds of silence after which a peer certainly posts no more writes for its present transfers. A
+# lease (`protocol/peers.py`) is shorter, and ends first at the sender.
 SILENT_S = 2.0
 
 

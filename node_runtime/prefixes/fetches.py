@@ -69,7 +69,7 @@ class FetchCounts:
     """Counts of one node's fetches since its start.
 
     Attributes:
-        ages: time from the last use of a received prefix's blocks until they were sent.
+        ages: time from the last use of a received prefix's blocks until the blocks were sent.
     """
 
     started: int = 0

@@ -212,7 +212,7 @@ class Shares(SideWork):
 
 
 def _touch(pool: BlockPool, block_ids: Sequence[int]) -> float:
-    """Take a reference on each cached block; return the mean seconds since their last use."""
+    """Take a reference on each cached block; return the mean seconds since the blocks' last use."""
     gaps = pool.residency.reuse_gap
     before_s = gaps.sum_s
     pool.touch(block_ids)

@@ -360,7 +360,7 @@ class NodeCollector(TransferCollector):
             )
 
     def _hit_ages(self, engine: EngineMetrics, handoffs: HandoffMetrics) -> Metric:
-        """Return histograms of how long ago the blocks of hits were used, by their place."""
+        """Return histograms of the ages of cached blocks when requests used them, by source."""
         family = HistogramMetricFamily(
             "baton_prefix_hit_age_seconds",
             "From a cached block's last use until the next one.",

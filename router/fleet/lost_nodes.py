@@ -1,7 +1,7 @@
 """LostNodes: records which nodes left unexpectedly, when, and which of them died.
 
-After a router's start, nodes of which it knows nothing are expected, too: the nodes of the router
-that ran before it.
+For some time after its start, a router also expects newcomers: unknown nodes, which may have been
+joined to the router that ran before.
 
 A lost node is not always dead: links break and recover, and processes stall and continue.
 
@@ -139,10 +139,10 @@ class LostNodes:
         return "" if left is None else f"it {left.why}, {self._clock() - left.at:.0f} s ago"
 
     def expect_newcomers(self, for_s: float) -> None:
-        """Expect nodes that have never joined here for some seconds from now on.
+        """Expect, for some seconds from now on, nodes that have never joined here.
 
-        A router that starts again does not know the nodes of its predecessor. They join again
-        within a few seconds.
+        A router that starts again does not know the nodes of its predecessor. These nodes join
+        again within a few seconds.
         """
         self.newcomers_until = self._clock() + for_s
 

@@ -147,7 +147,7 @@ class Node:
             ``load``, ``health`` and ``clock`` when the node joins.
         health: decides whether the node should get requests.
         legs: open attempts on this node, by epoch.
-        answered_at: time of the router's last answer to a beat of the node.
+        answered_at: when the router last sent the node a beat, mostly as an answer.
         clock: returns monotonic seconds.
         is_stuck: whether the node sends beats, but one of its threads makes no progress.
         replies: the node's answers to operators' questions.

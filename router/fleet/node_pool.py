@@ -72,7 +72,8 @@ HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 # The router answers every second beat of a busy node, and every beat of a node at rest. An answer
 # costs less than a beat at any other time, because both processes are awake.
 ANSWER_INTERVAL_S = (INTERVALS_AT_REST - 0.5) * BEAT_INTERVAL_S
-# A node whose beats come late, as in a storm of joins, gets a beat after a pause without answers.
+# If a node's beats come late, as in a storm of joins, the router has nothing to answer. So it sends
+# the node a beat after this pause.
 MAX_PAUSE_S = (INTERVALS_AT_REST + 0.5) * BEAT_INTERVAL_S
 
 
@@ -348,7 +349,7 @@ class NodePool:
         """Return the node with this name or engine id; None: it is not here.
 
         Waits for a node that was lost less than ``return_s`` seconds ago, or that may join because
-        this router has just started: if only the router was gone, the node joins again at once.
+        this router has just started. A node whose process still runs joins again at once.
         """
         while (node := self.find_node(name)) is None:
             rest_s = self.lost_nodes.expected_for(name, return_s)
@@ -526,7 +527,7 @@ class NodePool:
         raise no_such_node(name, self.lost_nodes)
 
     def count_missed_beats(self) -> None:
-        """Count the missed beats of each node; remove silent nodes, and speak to late ones.
+        """Count the missed beats of each node; remove silent nodes, and send late ones a beat.
 
         Call this once per beat interval. Calls are counted instead of seconds, so that a stall of
         this router does not make nodes look silent.
@@ -540,7 +541,8 @@ class NodePool:
                 node.send(RouterBeat())
             node.watch()
             node.num_missed_beats += 1
-            # The first missed beat is not counted, because the node's beat may be on its way.
+            # The first missed beat is not counted, because the node's beat may be on its way. A
+            # node at rest sends only every second beat, so the second one is not counted either.
             not_counted = INTERVALS_AT_REST if node.beat.rests else 1
             if node.num_missed_beats > self._max_missed_beats + not_counted:
                 self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
@@ -611,7 +613,7 @@ class NodePool:
             self._num_news += _is_news(node.reports.get(peer.engine_id), report, best)
             node.reports[peer.engine_id] = report
             peers.append(peer)
-        # The introduction of a node that has just joined notes all pairs
+        # The introduction of a node that has just joined notes all pairs.
         if self._introductions.has_introduced(node):
             self._reach.note_reports(node, peers)
         was_introduced = self._introductions.note_reports(node, strangers)

@@ -62,7 +62,8 @@ class Capacity:
     def has_room(self, num_prompt_tokens: int, max_tokens: int, *, shares: bool = False) -> bool:
         """Return whether some pair of nodes can take a request now.
 
-        True also if there is no pair and none is awaited: the request then learns why.
+        Also returns True if there is no pair and none is awaited, so that the request fails with
+        the reason.
 
         Args:
             shares: whether to leave room to other tenants, so that their next request does not
@@ -82,7 +83,7 @@ class Capacity:
     def has_time(self, *, shares: bool = False) -> bool:
         """Return whether a prefill node can take a pooled prompt now.
 
-        True also if there is no prefill node and none is awaited.
+        Also returns True if there is no prefill node and none is awaited.
 
         Args:
             shares: whether to leave room to other tenants; see `has_room`.

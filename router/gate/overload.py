@@ -192,7 +192,7 @@ class LoopLag:
         """Sleep for an interval, and measure how much longer than asked for the sleep was.
 
         Args:
-            may_be_slow: whether the interval may be `CALM_INTERVAL_S`, while lags are short.
+            may_be_slow: whether to sleep for `CALM_INTERVAL_S` while lags are short.
         """
         loop = asyncio.get_running_loop()
         is_calm = may_be_slow and max(self._lags) < self._CALM_LAG_S

@@ -14,9 +14,11 @@ from router.gate.overload import Level, LoopLag, Overload
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 2**60  # version-1 cgroups write a number near 2**63 if there is no limit
-# Descriptors and memory are measured at this interval, and the event loop's lag more often
+# Seconds between two measurements of descriptors and memory; the event loop's lag is measured more
+# often.
 _OTHERS_INTERVAL_S = 0.45
-# While a smaller share of connections has requests, and no timer is late, the router looks rarely.
+# While fewer connections than this share have requests, and no timer is late, the lag is measured
+# rarely.
 _CALM_SHARE = 0.25
 
 

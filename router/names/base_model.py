@@ -48,7 +48,8 @@ class BaseModel:
     def check_adapter(self, adapter: str) -> None:
         """Raise NodeUnavailableError if the nodes of some role can neither use nor load an adapter.
 
-        Right after the router's start, other nodes may still join; see `LostNodes`.
+        Returns right after the router's start in any case, because other nodes may still join; see
+        `LostNodes`.
 
         Args:
             adapter: digest of the adapter's files, 64 hex characters.

@@ -65,7 +65,7 @@ def list_all(storage: Storage) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("size", [0, 1000, 70_000, 9_000_000])
-def test_what_one_node_writes_another_reads(open_storage: Open, size: int) -> None:
+def test_one_node_reads_what_another_node_has_written(open_storage: Open, size: int) -> None:
     one, two = open_storage(), open_storage()
     content = bytes(i * 7 % 251 for i in range(1000)) * (size // 1000)
     put(one, PATH, content)
@@ -129,7 +129,7 @@ def test_a_use_is_known_to_a_node_that_starts_later(open_storage: Open) -> None:
     assert list_all(open_storage()).get(FOLDER, {}) == {}, "nothing is left of the file"
 
 
-def test_an_open_file_is_never_two_versions(open_storage: Open) -> None:
+def test_all_reads_of_an_open_file_see_one_version(open_storage: Open) -> None:
     storage = open_storage()
     old, new = b"1" * 300_000, b"2" * 300_000
     put(storage, PATH, old)

@@ -68,7 +68,7 @@ def sender() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_no_byte_arrives_once_writes_of_a_silent_peer_count_as_over(
+def test_no_byte_arrives_after_forbid_returned_true_for_a_silent_peer(
     memory: torch.Tensor,
     receiver: NixlTransport,
     sender: subprocess.Popen[str],

@@ -22,7 +22,8 @@ REST_S, WINDOW_S, NUM_WINDOWS = 5.0, 4.0, 4
 # Rounds per second of the event loop: 6.5 on nodes and 19 at the router. Before ADR 0141, 8.5 to 17
 # and 34 to 52, fewest on a busy machine, where one late round does the work of several.
 MOST_ROUNDS = {"router": 30, "p0": 8, "d0": 8}
-# Wakes per second of all threads that run Python: 19 and 32, 28 to 37 and 51 to 72 before
+# Wakes per second of all threads that run Python: 19 on nodes and 32 at the router. Before
+# ADR 0141, 28 to 38 and 51 to 72.
 MOST_WAKES = {"router": 44, "p0": 24, "d0": 24}
 
 

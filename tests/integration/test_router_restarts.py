@@ -60,7 +60,7 @@ class Clients:
     """Clients that send one request after another over both APIs.
 
     Attributes:
-        num_served: number of requests with an answer, since `num_served` was cleared, by client.
+        num_served: answered requests by client, counted since `all_served` was last called.
         refusals: errors with which a router answered; failed connections are left out.
     """
 

@@ -29,7 +29,7 @@ _SOURCES = ("from memory", "from files", "fetched")
 
 
 def cache(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> None:
-    """Show how full the nodes' prefix caches and files are, and which tokens each served."""
+    """Show how full the nodes' prefix caches and files are, and how many tokens each served."""
     response = ask(access, "ListNodes")
     if is_json(output):
         print_json(response)
@@ -41,8 +41,9 @@ def cache(access: OperatorAccess, output: OutputOption = OutputFormat.TABLE) -> 
         return
     print_first_that_fits(console, _table(found, wide=True), _table(found, wide=False))
     console.print(
-        "[dim]tokens of prompts since each node's start, and the median time since the last use of "
-        "their blocks; unused: mean time since the last use of evicted blocks[/]"
+        "[dim]tokens of prompts since each node's start; after: median time from a block's last "
+        "use until a prompt used it again; unused: mean time from a block's last use to its "
+        "eviction[/]"
     )
 
 
@@ -67,7 +68,7 @@ def _table(found: Sequence[admin_pb2.NodeDescription], *, wide: bool) -> Table:
             escape(one.node_name),
             role_of(one),
             *(cells[name] for name in holds),
-            *(_format_hits(*one) for one in hits),
+            *(_format_hits(num_tokens, age_s) for num_tokens, age_s in hits),
         )
     return table
 
@@ -79,7 +80,7 @@ def _format_files(use: node_pb2.CacheUse) -> str:
 
 
 def _format_hits(num_tokens: int, age_s: float) -> str:
-    """Return a number of tokens, and after how long without use their blocks were used again."""
+    """Return a cell with a number of tokens, and below it the age of their blocks."""
     if not num_tokens:
         return ""
     return format_count(num_tokens) + (f"\nafter {format_seconds(age_s)}" if age_s else "")

@@ -1,10 +1,10 @@
 """ObjectStorage: files as objects of a server with the API of S3, by the library obstore.
 
     s3://BUCKET/PREFIX/IDENTITY/FIRST TWO DIGITS/NAME.kv         a run of blocks
-    s3://BUCKET/PREFIX/IDENTITY/FIRST TWO DIGITS/NAME.kv.used    empty; its age is the last use
+    s3://BUCKET/PREFIX/IDENTITY/FIRST TWO DIGITS/NAME.kv.used    empty; its time is the last use
 
-An object appears once it is complete. Whoever can write to the bucket could also change a key that
-lies there, so the key of the digests comes from a file of the node. Objects are found by listing
+An object appears once it is complete. Whoever can write to the bucket could also change a key in
+the bucket, so the key of the digests comes from a file of the node. Nodes find objects by listing
 them, a few pages per call. Refuses to know: runs, blocks.
 """
 
@@ -40,15 +40,15 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 # Listing: objects per request, requests per call, seconds between two listings, and how many
 # objects one listing looks at, so that a bucket cannot fill the node's memory.
 _PAGE, _PAGES_PER_CALL, LIST_EVERY_S, MOST_OBJECTS = 1000, 10, 15.0, 400_000
-# The first bytes of an object are read at once: they have the header of most runs.
+# These first bytes of an object are read when it is opened: they have the header of most runs.
 _HEAD_BYTES = 2**16
 # A chunk is read by this many requests at a time, because one request is slower than the network.
 _NUM_REQUESTS, _REQUEST_BYTES = 4, 2**22
 # Larger runs are written in parts of this size, so that the node needs no copy of the whole run.
 _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
-# A node writes the marker of an object at most once in so many seconds.
+# A node writes the marker of an object at most once in this many seconds.
 NOTE_USE_S = 3600.0
-# Markers without an object are removed after this time, at most so many per call.
+# Markers without an object are removed after this many seconds, at most this many per call.
 _ORPHAN_S, _MOST_ORPHANS = 600.0, 100
 
 
@@ -86,9 +86,9 @@ class ObjectStorage:
         self._check_access()
 
     def _check_access(self) -> None:
-        """Raise ConfigError for a location that needs another bucket or other credentials."""
+        """Raise ConfigError if the bucket is missing or access is denied."""
         try:
-            with self.requests_of("list"):
+            with self.short_errors("list"):
                 next(iter(obstore.list(self._reads, chunk_size=1)), None)
         except (FileNotFoundError, PermissionError) as error:
             raise ConfigError(f"kv_files: {self.location}: {error.strerror}") from error
@@ -96,8 +96,8 @@ class ObjectStorage:
             logger.warning("%s: %s; the node tries again", self.location, error.strerror)
 
     @contextlib.contextmanager
-    def requests_of(self, action: str) -> Iterator[None]:
-        """Replace the library's errors by short ones: its texts quote the server's answers."""
+    def short_errors(self, action: str) -> Iterator[None]:
+        """Replace the library's errors by short ones, because they quote the server's answers."""
         try:
             yield
         except (FileNotFoundError, BaseError) as error:
@@ -118,7 +118,7 @@ class ObjectStorage:
         return int(obstore.head(self._reads, path)["size"])
 
     def get_parts(self, path: str, begin: int, end: int, e_tag: str | None) -> Iterator[memoryview]:
-        """Yield the bytes of a range, which several requests bring at a time."""
+        """Yield the bytes of a range, read by several requests at a time."""
 
         def fetch(first: int) -> memoryview:
             last = min(first + _REQUEST_BYTES, end)
@@ -132,7 +132,7 @@ class ObjectStorage:
         if now - self._noted_at.get(path, 0.0) < NOTE_USE_S:
             return
         self._noted_at[path] = now
-        with contextlib.suppress(OSError), self.requests_of("write"):
+        with contextlib.suppress(OSError), self.short_errors("write"):
             obstore.put(self._reads, path + USED, b"", use_multipart=False)
 
     def _forget_notes(self) -> None:
@@ -144,7 +144,7 @@ class ObjectStorage:
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
     ) -> bool:
         num_bytes = sum(memoryview(part).nbytes for part in parts)
-        with self.requests_of("write"):
+        with self.short_errors("write"):
             if num_bytes <= _PART_BYTES:
                 content = b"".join(parts)
                 if not is_valid():
@@ -166,7 +166,7 @@ class ObjectStorage:
         return True
 
     def remove(self, path: str, unless_used_after: float | None = None) -> float | None:
-        with contextlib.suppress(FileNotFoundError), self.requests_of("remove"):
+        with contextlib.suppress(FileNotFoundError), self.short_errors("remove"):
             obstore.delete(self._writes, [path, path + USED])
         self._noted_at.pop(path, None)
         return None
@@ -186,10 +186,10 @@ class ObjectStorage:
         listing, orphans = self._listing, list[str]()
         try:
             for _ in range(_PAGES_PER_CALL):
-                with self.requests_of("list"):
+                with self.short_errors("list"):
                     page = next(listing.pages, None)
                 for folder in listing.add(page):
-                    yield self._sort(folder, listing, orphans)
+                    yield self._list_folder(folder, listing, orphans)
                 if page is None or listing.num_objects > MOST_OBJECTS:
                     yield from self._end_listing(listing, is_whole=page is None)
                     break
@@ -197,11 +197,11 @@ class ObjectStorage:
             self._listing = None
             raise
         if orphans:
-            with contextlib.suppress(OSError), self.requests_of("remove"):
+            with contextlib.suppress(OSError), self.short_errors("remove"):
                 obstore.delete(self._writes, orphans[:_MOST_ORPHANS])
 
-    def _sort(self, folder: _Folder, listing: _Listing, orphans: list[str]) -> Listing:
-        """Return a folder's runs with their last uses; note markers that have no run."""
+    def _list_folder(self, folder: _Folder, listing: _Listing, orphans: list[str]) -> Listing:
+        """Return a folder's files with their last uses; add markers without a file to `orphans`."""
         orphans += [
             f"{folder.path}/{name}{USED}"
             for name, used_at in folder.markers.items()
@@ -215,7 +215,7 @@ class ObjectStorage:
         return Listing(folder.path, files, listing.began_at)
 
     def _end_listing(self, listing: _Listing, *, is_whole: bool) -> Iterator[Listing]:
-        """Yield the folders that are gone; the next listing begins after a while."""
+        """End a listing and plan the next one; yield the folders that are gone."""
         self._listing, self._list_at = None, time.monotonic() + LIST_EVERY_S
         if is_whole:
             for folder in self._folders - listing.seen:
@@ -240,7 +240,7 @@ class _Folder:
 
 
 class _Listing:
-    """A listing under way. Servers list objects by name, so a folder's objects come together.
+    """A listing in progress. Servers list objects by name, so a folder's objects come together.
 
     Attributes:
         pages: the next pages of objects.
@@ -286,7 +286,7 @@ class ObjectFile:
         self._storage, self._path = storage, path
         self._e_tag: str | None = None
         self._num_bytes = 0
-        with storage.requests_of("read"):
+        with storage.short_errors("read"):
             self._head = self._read_head()
 
     def _read_head(self) -> memoryview:
@@ -306,7 +306,7 @@ class ObjectFile:
             return 0
         if end <= len(self._head):
             return _copy([self._head[offset:end]], parts)
-        with self._storage.requests_of("read"):
+        with self._storage.short_errors("read"):
             return _copy(self._storage.get_parts(self._path, offset, end, self._e_tag), parts)
 
     def read_soon(self, offset: int, num_bytes: int) -> None:

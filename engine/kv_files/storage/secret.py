@@ -1,4 +1,4 @@
-"""Reads and makes the secret: the key of the digests of all files of one storage.
+"""Reads and makes a storage's secret, which is the key of the digests of all its files.
 
 Whoever knows the key and may write the files decides what the model reads.
 """
@@ -32,7 +32,7 @@ def read_secret(path: Path, files: FileSystem, field: str = "kv_files") -> bytes
         if not files.is_private(descriptor):
             raise ConfigError(
                 f"{field}: {path}: belongs to another user, or is open to all users; whoever "
-                "knows it can change what the model reads"
+                "knows this key can change what the model reads"
             )
         found = bytearray(KEY_BYTES + 1)
         num_bytes = files.read_into(descriptor, 0, [memoryview(found)])

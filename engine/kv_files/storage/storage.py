@@ -64,7 +64,7 @@ class StoredFile(Protocol):
         """Let other nodes, and this node after a restart, know that the file was used now."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class Storage(Protocol):
@@ -81,9 +81,10 @@ class Storage(Protocol):
     are_objects: bool
 
     def list_changes(self) -> Iterator[Listing]:
-        """Yield the folders that may have changed since the last call; gone folders are empty.
+        """Yield the folders that may have changed since the last call.
 
-        A call may end before all folders are listed; the next call then goes on.
+        A folder that is gone is empty. A call may end before all folders are listed. The next call
+        then goes on.
         """
 
     def open(self, path: str) -> StoredFile:
@@ -92,11 +93,11 @@ class Storage(Protocol):
     def write(
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
     ) -> bool:
-        """Write a file, in place of a file of this name, and return True.
+        """Write a file, in place of any file with this name; return whether the file was written.
 
         Args:
-            is_valid: called once all bytes were read; if it returns False, there is no new file,
-                and `write` returns False.
+            is_valid: called once all bytes were read. If `is_valid` returns False, no file is
+                written.
         """
 
     def remove(self, path: str, unless_used_after: float | None = None) -> float | None:
@@ -108,4 +109,4 @@ class Storage(Protocol):
         """
 
     def close(self) -> None:
-        """End all work for `list_changes`; called on the thread that calls `list_changes`."""
+        """Stop looking for changes; call on the thread that calls `list_changes`."""

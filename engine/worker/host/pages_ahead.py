@@ -38,17 +38,18 @@ class PagesAhead:
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-    def find(self, num_used: int, num_expected: int = 0) -> bool:
+    def find(self, num_used: int, num_expected_blocks: int = 0) -> bool:
         """Populate the next 2 MiB; return whether this method should be called again now.
 
         Blocks in use are populated, too, because they may still wait for their first bytes.
 
         Args:
             num_used: number of blocks that were ever used.
-            num_expected: number of further blocks that may be filled at once, such as by files.
+            num_expected_blocks: number of further blocks that may be filled at once, such as with
+                KV from files.
         """
         used = num_used * self._block_bytes
-        ahead = AHEAD_BYTES + num_expected * self._block_bytes
+        ahead = AHEAD_BYTES + num_expected_blocks * self._block_bytes
         size = min(STEP_BYTES, self._cache.nbytes - self._next)
         if size <= 0 or self._next >= used + ahead:
             return False

@@ -303,7 +303,7 @@ class NixlAgent:
         """Return whether no write of a peer on another machine can arrive any more (`fences.py`).
 
         Args:
-            metadata: the peer's metadata. Only this agent may be written to by the peer.
+            metadata: the peer's metadata. The peer must write to no other agent of this node.
 
         Returns False if the peer may use other ways than TCP.
         """

@@ -1,16 +1,18 @@
 """ConnectionFences: tells when no byte of a silent peer on another machine can arrive any more.
 
-    silent for SILENT_S -> its connections are listed -> all are closed -> 10 reads, 0.5 s -> over
+    silent for SILENT_S -> its connections are listed -> all are closed -> 10 reads, 0.5 s -> end
                               `-> still open after CLOSE_AFTER_S: this node shuts them down
 
 A node cannot see whether a process on another machine lives. But a sender posts a write only while
 its lease is valid, and only over a connection over which a self-test has passed. The lease has
-ended when the sender has been silent for longer than a lease. All later writes are then bytes on
-connections that exist already, so once these connections are closed, nothing more can arrive, even
-if the sender lives and is only cut off.
+ended when the sender has been silent for longer than a lease. From then on, its bytes can arrive
+only over connections that exist already. Once these connections are closed, nothing more can
+arrive, even if the sender lives and is only cut off.
 
 UCX does not tell which connection belongs to which peer. A connection counts as the peer's unless
-its remote address is another known peer's. So peers on one host share their connections' fate.
+its remote address is another known peer's. So if one of several peers on a host is silent, the
+connections of all of them are shut down.
+
 Refuses to know: transfers, the meaning of messages.
 """
 
@@ -30,7 +32,7 @@ from kvconnector.transports.base import SILENT_S
 # A connection of a silent peer that is still open after this many seconds is shut down. The process
 # may be stopped, or another process on its host may own the connection and must then reconnect.
 CLOSE_AFTER_S = 5.0
-# After this many reads and seconds, all bytes are read (`DeadPeers` says why).
+# After this many reads and seconds, all bytes that had arrived are read (`DeadPeers` says why).
 FINAL_READS, FINAL_S = 10, 0.5
 MAX_NAMES = 4096  # peers whose last message is remembered; they stay known while they reconnect
 LOOK_S = 0.1  # least seconds between two looks for the same peer

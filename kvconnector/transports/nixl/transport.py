@@ -212,8 +212,8 @@ class NixlTransport:
         pass  # a peer with this node's metadata can write to all registered memory
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
-        # The ranks' processes post writes later than the node whose lease they write under, and
-        # messages reach only the leading rank.
+        # With several ranks, the leading rank checks the lease, and the other ranks' processes post
+        # writes later. Messages reach only the leading rank.
         peer, own_host = self._peers.get(engine_id), host_identity()
         if peer is None or peer.info.manifest.num_ranks > 1 or self._manifest.num_ranks > 1:
             return False

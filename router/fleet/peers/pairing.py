@@ -201,7 +201,8 @@ class Reach:
     def note_reports(self, one: Node, others: Iterable[Node]) -> None:
         """Update the states of a node's pairs, because one node of each reported on the other.
 
-        Called for a quarter of a million pairs after a restart, so good pairs need few calls.
+        Called for a quarter of a million pairs after a large fleet's router has started again, so
+        good pairs need few calls.
         """
         one_id, reports, down, rates = one.engine_id, one.reports, self._down, self.bandwidths
         is_decode = one.role is NodeRole.DECODE

@@ -71,7 +71,7 @@ def test_a_late_timer_counts_as_one_in_time() -> None:
     run_virtual(be_late())
 
 
-def test_tasks_with_intervals_of_one_kind_wake_together() -> None:
+def test_tasks_whose_intervals_are_multiples_wake_together() -> None:
     async def wake_times(interval_s: float, start_s: float) -> list[float]:
         loop, found = asyncio.get_running_loop(), list[float]()
         await asyncio.sleep(start_s)
@@ -87,6 +87,6 @@ def test_tasks_with_intervals_of_one_kind_wake_together() -> None:
     assert run_virtual(run()) <= 20  # of 26 wakes
 
 
-def test_a_tick_is_never_much_too_soon() -> None:
+def test_the_next_tick_is_half_an_interval_to_one_and_a_half_away() -> None:
     for now in (0.0, 0.1, 0.124, 0.126, 0.2499, 7.3, 1e6 + 0.2):
         assert 0.125 <= next_tick(now, 0.25) - now <= 0.375

@@ -124,12 +124,12 @@ def test_a_node_at_rest_counts_two_intervals_per_beat_until_an_answer_is_late() 
     end = joined()
     for _ in range(10):
         assert not end.miss_beat(INTERVALS_AT_REST)
-        assert not end.is_waiting
+        assert not end.awaits_answer
         assert end.take(sent(RouterBeat())) is None
     found = []
     num_intervals = INTERVALS_AT_REST
     while not end.miss_beat(num_intervals):
-        num_intervals = 1 if end.is_waiting else INTERVALS_AT_REST
+        num_intervals = 1 if end.awaits_answer else INTERVALS_AT_REST
         found.append(num_intervals)
     # The router last spoke at the beat before; the node leaves it after eight intervals, 2 s
     assert found == [2, 1, 1, 1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.telemetry.round_watch import Rounds, RoundWatch
 
 
-def test_a_beat_that_stands_for_two_intervals_counts_twice() -> None:
+def test_a_beat_after_two_intervals_counts_twice() -> None:
     watch = RoundWatch(lambda: {"engine": Rounds(1, True)}, 0.25)
     watch.tick()
     watch.tick(2)

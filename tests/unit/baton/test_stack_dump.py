@@ -1,4 +1,4 @@
-"""Unit tests of stack dumps: a program at SIGUSR2 says where its threads and tasks are."""
+"""Unit tests of stack dumps: at SIGUSR2, a program writes the stacks of its threads and tasks."""
 
 from __future__ import annotations
 

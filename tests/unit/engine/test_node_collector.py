@@ -157,7 +157,7 @@ def test_a_leak_and_an_overdraft_are_seen(source: Source) -> None:
     assert value(families, "baton_ledger_available") == 1
 
 
-def test_the_ages_of_hits_are_told_by_source(source: Source) -> None:
+def test_the_ages_of_hits_are_reported_by_source(source: Source) -> None:
     family = scrape(source)["baton_prefix_hit_age_seconds"]
     sums = {
         sample.labels["source"]: sample.value

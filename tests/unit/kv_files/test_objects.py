@@ -182,7 +182,9 @@ def test_markers_without_an_object_are_removed(
 # ---------------------------------------------------------------- several nodes, one process
 
 
-def test_llm_finds_after_a_restart_what_it_said(server: S3Server, place: Place) -> None:
+def test_a_restarted_llm_reads_its_earlier_answer_from_objects(
+    server: S3Server, place: Place
+) -> None:
     first = place.llm()
     said = first.generate([PROMPT], ANSWER)[0].token_ids
     first.engine.close()

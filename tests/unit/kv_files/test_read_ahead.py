@@ -1,4 +1,4 @@
-"""Unit tests of what is prepared for reads of KV files: bytes of the disk, and memory of blocks."""
+"""Unit tests of preparations for reads of KV files: the disk's bytes and the blocks' memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NUM_BLOCKS, AHEAD_BLOCKS = 10, 3
 PROMPT = [5 + (7 * i) % 200 for i in range(8 * 16 + 3)]  # eight blocks
 
 
-class ToldFiles(FileSystem):
-    """Files of this machine that note what is read, and what the system is told to read soon.
+class RecordingFiles(FileSystem):
+    """Files of this machine that record what is read, and what the system is told to read soon.
 
     Attributes:
         calls: name, offset and number of bytes of each call.
@@ -56,7 +56,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_bytes_are_announced_once_before_they_are_read(
     tmp_path: Path, first: int, num_blocks: int
 ) -> None:
-    chain, files = chain_of(1, NUM_BLOCKS), ToldFiles()
+    chain, files = chain_of(1, NUM_BLOCKS), RecordingFiles()
     write(*open_store(tmp_path), chain)
     store, blocks = open_store(tmp_path, files=files)
     files.calls.clear()
@@ -92,7 +92,7 @@ def test_an_idle_engine_prepares_memory_for_the_longest_prefix_in_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load_demo(kv_files=str(tmp_path))
-    assert first.features.num_expected == 0
+    assert first.features.num_expected_blocks == 0
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
     def ask(name: str) -> Request:
@@ -106,13 +106,13 @@ def test_an_idle_engine_prepares_memory_for_the_longest_prefix_in_files(
     first.schedule()
     first.close()
     num_blocks = (len(PROMPT) + 40 - 1) // 16
-    assert first.features.num_expected == num_blocks
+    assert first.features.num_expected_blocks == num_blocks
 
     engine = load_demo(kv_files=str(tmp_path))
     tier = engine.features.files
     assert tier is not None
     wait_until(tier._is_scanned.is_set, "the folder is listed")
-    assert engine.features.num_expected == num_blocks
+    assert engine.features.num_expected_blocks == num_blocks
     monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 0)
     monkeypatch.setattr(pages_ahead, "STEP_BYTES", 4096)
     pages = engine.executor.worker._pages_ahead  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.router.chat_figures import ratios, summarize, turned
+from benchmarks.router.chat_figures import ratios, summarize, transpose
 from benchmarks.router.chat_places import SCALED_SHAPES, SHAPES, Options
 from benchmarks.router.chat_turns import Measured, Turn
 
@@ -55,7 +55,7 @@ def test_shapes_are_compared_beside_their_bounds() -> None:
     assert fetched["ttft_without_waits_at_least"] == pytest.approx(1 / 1.4, abs=1e-3)
     assert fetched["ttft_p50_later"] == pytest.approx(0.5, abs=0.01)
     assert found["2:2+fetch / llamacpp"]["output_tokens_per_s_at_most"] == 1.0
-    assert turned(found)["output_tokens_per_s"]["2:2+fetch / 2:2"] == 20 / 16
+    assert transpose(found)["output_tokens_per_s"]["2:2+fetch / 2:2"] == 20 / 16
 
 
 def test_a_scale_sets_the_tokens_of_a_turn() -> None:

@@ -9,7 +9,7 @@ from tests.fakes.router.nodes import join_pair, make_pool
 from tests.fakes.time.virtual_clock import VirtualClock
 
 
-def test_whatever_a_node_says_is_a_sign_of_life() -> None:
+def test_any_message_of_a_node_is_a_sign_of_life() -> None:
     pool = make_pool()
     prefill, decode = join_pair(pool)
     for _ in range(20):
@@ -36,7 +36,7 @@ def test_the_router_only_answers_beats_and_at_most_twice_a_second(
     assert decode.of(RouterBeat) == [RouterBeat()] * 20
 
 
-def test_a_node_whose_beats_are_late_hears_from_the_router_all_the_same() -> None:
+def test_the_router_sends_beats_to_a_node_whose_beats_are_late() -> None:
     """In a storm of joins, beats wait in queues; nodes must not take the router for dead."""
     clock = VirtualClock()
     pool = make_pool(clock=clock)

@@ -160,7 +160,7 @@ def test_without_nodes_a_call_gets_its_reason_when_the_grace_is_over(started: St
     assert str(error_of(started.begin())) == NO_NODE  # now at once
 
 
-def test_a_router_without_grace_tells_at_once() -> None:
+def test_a_router_without_grace_refuses_calls_at_once() -> None:
     router = Started(grace_s=0.0)
     with contextlib.closing(router.loop):
         assert str(error_of(router.begin())) == NO_NODE
