@@ -109,6 +109,8 @@ class RunStore:
             if name is None:
                 continue
             run = Run(identity, name, file.num_bytes, file.used_at)
+            if run.path != f"{listing.folder}/{file.name}":
+                continue  # no listing of another folder would show that the file is gone
             known = self.index.get(run.path)
             gone.discard(run.path)
             if known is None:

@@ -44,6 +44,9 @@ _PAGE, _PAGES_PER_CALL, LIST_EVERY_S, MOST_OBJECTS = 1000, 10, 15.0, 400_000
 _HEAD_BYTES = 2**16
 # A chunk is read by this many requests at a time, because one request is slower than the network.
 _NUM_REQUESTS, _REQUEST_BYTES = 4, 2**22
+# The library hands over an answer in pieces of about this size. A faulty server may send more than
+# was asked for, without an end.
+_PIECE_BYTES = 2**18
 # Larger runs are written in parts of this size, so that the node needs no copy of the whole run.
 _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
 # A node writes the marker of an object at most once in so many seconds.
@@ -81,7 +84,7 @@ class ObjectStorage:
         self._noted_at: dict[str, float] = {}  # when this node last wrote an object or its marker
         self._listing: _Listing | None = None
         self._list_at = 0.0
-        self._folders: set[str] = set()
+        self._folders: dict[str, int] = {}  # numbers of files; folders listed last come last
         self._is_cut = False
         self._check_access()
 
@@ -106,25 +109,47 @@ class ObjectStorage:
     def open(self, path: str) -> ObjectFile:
         return ObjectFile(self, path)
 
-    def get(self, path: str, begin: int, end: int, e_tag: str | None) -> Any:
-        """Request a range of an object, of the version ``e_tag`` if this is given."""
+    def get(
+        self, path: str, begin: int, end: int, e_tag: str | None
+    ) -> tuple[Any, list[memoryview]]:
+        """Request a range of an object; return the object's facts, and the bytes in pieces.
+
+        Args:
+            e_tag: the version to read; None: the present one.
+
+        Raises OSError if the server sends more bytes than the range has.
+        """
         options: Any = {"range": (begin, end)}
         if e_tag:
             options["if_match"] = e_tag
-        return obstore.get(self._reads, path, options=options)
+        found = obstore.get(self._reads, path, options=options)
+        pieces, room = [], end - begin
+        for piece in found.stream(min_chunk_size=min(_PIECE_BYTES, room)):
+            pieces.append(memoryview(piece))
+            room -= len(piece)
+            if room < 0:
+                raise _wrong_length(self.location)
+        return found.meta, pieces
 
     def size_of(self, path: str) -> int:
         """Request the number of bytes of an object."""
         return int(obstore.head(self._reads, path)["size"])
 
     def get_parts(self, path: str, begin: int, end: int, e_tag: str | None) -> Iterator[memoryview]:
-        """Yield the bytes of a range, which several requests bring at a time."""
+        """Yield the bytes of a range, which several requests bring at a time.
 
-        def fetch(first: int) -> memoryview:
+        Raises OSError if the server sends another number of bytes than the range has.
+        """
+
+        def fetch(first: int) -> list[memoryview]:
             last = min(first + _REQUEST_BYTES, end)
-            return memoryview(self.get(path, first, last, e_tag).bytes())
+            _, pieces = self.get(path, first, last, e_tag)
+            if sum(map(len, pieces)) != last - first:
+                raise _wrong_length(self.location)
+            return pieces
 
-        yield from self._requests.map(fetch, range(begin, end, _REQUEST_BYTES))
+        for pieces in self._requests.map(fetch, range(begin, end, _REQUEST_BYTES)):
+            yield from pieces
 
     def note_use(self, path: str) -> None:
         """Write a marker with the time of use, unless this node wrote one a short time ago."""
@@ -211,17 +236,23 @@ class ObjectStorage:
             FoundFile(name, size, max(at, folder.markers.get(name, 0.0)))
             for name, (size, at) in folder.files.items()
         ]
-        self._folders.add(folder.path)
+        self._folders.pop(folder.path, None)
+        self._folders[folder.path] = len(files)
         return Listing(folder.path, files, listing.began_at)
 
     def _end_listing(self, listing: _Listing, *, is_whole: bool) -> Iterator[Listing]:
-        """Yield the folders that are gone; the next listing begins after a while."""
+        """Yield the folders that are gone; the next listing begins after a while.
+
+        After a listing in part, folders that were not seen may exist. The node forgets them only if
+        it knows too many objects; otherwise a bucket whose names change would fill its memory.
+        """
         self._listing, self._list_at = None, time.monotonic() + LIST_EVERY_S
-        if is_whole:
-            for folder in self._folders - listing.seen:
-                self._folders.discard(folder)
+        num_known = sum(self._folders.values())
+        for folder in [one for one in self._folders if one not in listing.seen]:
+            if is_whole or num_known > MOST_OBJECTS:
+                num_known -= self._folders.pop(folder)
                 yield Listing(folder, (), listing.began_at)
-        elif not self._is_cut:
+        if not is_whole and not self._is_cut:
             self._is_cut = True
             logger.warning(
                 "%s has more than %d objects; the node uses the first ones",
@@ -291,14 +322,14 @@ class ObjectFile:
 
     def _read_head(self) -> memoryview:
         try:
-            found = self._storage.get(self._path, 0, _HEAD_BYTES, None)
+            meta, pieces = self._storage.get(self._path, 0, _HEAD_BYTES, None)
         except BaseError:
             # Servers refuse a range of an empty object.
             if self._storage.size_of(self._path):
                 raise
             return memoryview(b"")
-        self._e_tag, self._num_bytes = found.meta["e_tag"], found.meta["size"]
-        return memoryview(found.bytes())
+        self._e_tag, self._num_bytes = meta["e_tag"], meta["size"]
+        return memoryview(b"".join(pieces))
 
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
         end = min(offset + sum(part.nbytes for part in parts), self._num_bytes)
@@ -366,6 +397,10 @@ def _connect(bucket: str, prefix: str, timeout_s: float) -> S3Store:
     except BaseError as error:
         problem = str(error).partition("\n")[0]
         raise ConfigError(f"kv_files: s3://{bucket}: {problem}") from None
+
+
+def _wrong_length(location: str) -> OSError:
+    return OSError(errno.EIO, "read: another number of bytes than asked for", location)
 
 
 def _plain_error(error: Exception, action: str, location: str) -> OSError:
