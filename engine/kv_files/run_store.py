@@ -183,8 +183,10 @@ class RunStore:
         file.note_use()
 
     def _read_header(self, file: StoredFile, run: Run, identity: str) -> CheckedHeader:
+        if run.name.num_blocks > max(_MAX_RUN_BYTES // self.memory.block_bytes, 1):
+            raise UnusableError("foreign", "no node writes so many blocks into one file")
         prefix = _read_bytes(file, PREFIX_BYTES)
-        whole = _read_bytes(file, header_bytes(prefix))
+        whole = _read_bytes(file, header_bytes(prefix, run.name.num_blocks))
         secret = self._storage.secret
         return check_header(secret, identity, self.memory.block_bytes, run.name, whole)
 

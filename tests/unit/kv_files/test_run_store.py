@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from baton.api.errors import ConfigError
+from engine.kv_files import run_store
 from engine.kv_files.jobs import WriteJob
-from engine.kv_files.run_file import RunName
+from engine.kv_files.run_file import RunName, UnusableError, header_bytes
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.secret import SECRET
 from engine.kv_files.storage.storage import Listing
@@ -392,3 +393,28 @@ def test_a_name_with_senseless_numbers_is_no_run(numbers: str) -> None:
     name = f"{'ab' * 32}-{'cd' * 16}-{numbers}.kv"
     assert RunName.parse(name) is None
     assert RunName.parse(name.replace(numbers, "0-4-64")) is not None
+
+
+def test_a_header_longer_than_its_blocks_need_is_not_read(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    path = only_file(tmp_path)
+    content = path.read_bytes()
+    magic, length = content[:8], int.from_bytes(content[8:12], "little")
+    most = header_bytes(content, NUM_BLOCKS)
+    assert most < 4096
+    path.write_bytes(magic + (2 * length).to_bytes(4, "little") + content[12:])
+    store, blocks = open_store(tmp_path)
+    assert read(store, blocks, chain).causes == ("damaged",)
+    with pytest.raises(UnusableError):
+        header_bytes(magic + (2**26).to_bytes(4, "little"), 2**10)
+
+
+def test_a_run_with_more_blocks_than_a_node_writes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path)
+    monkeypatch.setattr(run_store, "_MAX_RUN_BYTES", (NUM_BLOCKS - 1) * BLOCK_BYTES)
+    assert read(store, blocks, chain).causes == ("foreign",)
