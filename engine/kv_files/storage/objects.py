@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -51,6 +52,8 @@ _PIECE_BYTES = 2**18
 _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
 # A node writes the marker of an object at most once in so many seconds.
 NOTE_USE_S = 3600.0
+# Markers that wait to be written, and markers per call of `list_changes`.
+_MOST_USES, _USES_PER_CALL = 1024, 16
 # Markers without an object are removed after this time, at most so many per call.
 _ORPHAN_S, _MOST_ORPHANS = 600.0, 100
 
@@ -82,6 +85,7 @@ class ObjectStorage:
         self._writes = _connect(bucket, prefix, _WRITE_TIMEOUT_S)
         self._requests = ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="kv-objects")
         self._noted_at: dict[str, float] = {}  # when this node last wrote an object or its marker
+        self._uses: deque[str] = deque(maxlen=_MOST_USES)  # objects whose markers are to be written
         self._listing: _Listing | None = None
         self._list_at = 0.0
         self._folders: dict[str, int] = {}  # numbers of files; folders listed last come last
@@ -152,13 +156,22 @@ class ObjectStorage:
             yield from pieces
 
     def note_use(self, path: str) -> None:
-        """Write a marker with the time of use, unless this node wrote one a short time ago."""
+        """Let the next call of `list_changes` write a marker, because a prompt waits for the read.
+
+        Does nothing if this node wrote a marker a short time ago.
+        """
         now = time.time()
-        if now - self._noted_at.get(path, 0.0) < NOTE_USE_S:
-            return
-        self._noted_at[path] = now
-        with contextlib.suppress(OSError), self.requests_of("write"):
-            obstore.put(self._reads, path + USED, b"", use_multipart=False)
+        if now - self._noted_at.get(path, 0.0) >= NOTE_USE_S:
+            self._noted_at[path] = now
+            self._uses.append(path)
+
+    def _write_markers(self, most: int) -> None:
+        """Write markers of objects that were used; their age is the last use."""
+        for _ in range(min(most, len(self._uses))):
+            path = self._uses.popleft()
+            if path in self._noted_at:  # otherwise, this node has removed the object
+                with contextlib.suppress(OSError), self.requests_of("write"):
+                    obstore.put(self._reads, path + USED, b"", use_multipart=False)
 
     def _forget_notes(self) -> None:
         least = time.time() - NOTE_USE_S
@@ -197,11 +210,13 @@ class ObjectStorage:
         return None
 
     def close(self) -> None:
+        self._write_markers(_USES_PER_CALL)
         self._listing = None
 
     # ------------------------------------------------------------------ listing
 
     def list_changes(self) -> Iterator[Listing]:
+        self._write_markers(_USES_PER_CALL)
         if self._listing is None:
             if time.monotonic() < self._list_at:
                 return

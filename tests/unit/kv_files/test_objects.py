@@ -131,6 +131,7 @@ def test_a_full_bucket_loses_the_runs_that_no_node_has_used(
 
     def is_used_later() -> bool:  # the server tells times in whole seconds
         assert read(other, more, chain_of(1, 30)).num_done == 30
+        other.scan()
         store.scan()
         return used_at(1) > used_at(2)
 
@@ -320,6 +321,17 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(
     assert server.num_sent < 2**26
     server.num_more = 0
     assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
+def test_a_read_does_not_wait_for_the_marker_of_its_use(server: S3Server, place: Place) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*place.open(), chain)
+    store, blocks = place.open()
+    num_before = len(server.requests)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+    assert [one.split()[0] for one in server.requests[num_before:]] == ["GET"]
+    store.close()  # also the markers of the last reads are written
+    assert any(name.endswith(objects.USED) for name in server.object_names())
 
 
 def test_a_node_starts_while_the_server_is_down(server: S3Server, place: Place) -> None:
