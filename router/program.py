@@ -145,14 +145,14 @@ async def _run(parts: _Parts) -> None:
     servers, intakes = _make_servers(parts), [base.intake for base in parts.names.bases]
     stopping = stop_event(loop := asyncio.get_running_loop())
     loop.add_signal_handler(signal.SIGHUP, access.read_again)
+    for base in parts.names.bases:  # a request may come as soon as the first server listens
+        base.pool.lost_nodes.expect_newcomers(config.join_grace_s)
     try:
         for listen, server in servers.items():
             # Health checks fail until the worker processes can read requests.
             await server.set_serving(False)
             address = await server.start(listen)
             logger.info("router of %s listens on %s", ", ".join(config.models), address)
-        for base in parts.names.bases:
-            base.pool.lost_nodes.expect_newcomers(config.join_grace_s)
         async with (
             _watching_all(parts.bases),
             _serving_http(parts) as http,

@@ -27,6 +27,12 @@ def dump_stacks_at_signal(loop: asyncio.AbstractEventLoop) -> None:
         faulthandler.register(DUMP_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
 
 
+def dump_threads_at_signal() -> None:
+    """Write the threads' stacks at each `DUMP_SIGNAL`, in a process without an event loop."""
+    with contextlib.suppress(RuntimeError, OSError, ValueError, AttributeError):
+        faulthandler.register(DUMP_SIGNAL, file=sys.stderr, all_threads=True)
+
+
 def _write_tasks() -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write("".join(f"{line}\n" for line in describe_tasks(asyncio.all_tasks())))

@@ -30,6 +30,7 @@ from baton.adapters.files import Adapter
 from baton.api.errors import BatonError
 from baton.engine_config import EngineConfig
 from baton.processes.process import END_AFTER_DEATH_S, end_within
+from baton.telemetry.stack_dump import dump_threads_at_signal
 from engine.core.step_plan import StepHooks, StepPlan
 from engine.executors.devices import device_of_rank
 from engine.executors.rank_watch import STOPPED, process_state
@@ -237,6 +238,7 @@ if __name__ == "__main__":
         until_over = functools.partial(os.read, life_line, 1)
         watch = threading.Thread(target=_end_if_stopped, args=(os.getppid(),), daemon=True)
         watch.start()
+        dump_threads_at_signal()
         serve(Connection(messages), Connection(beside), until_over)
     except BaseException:
         end_within(END_AFTER_DEATH_S)  # logging may hang, as the log's reader may be gone

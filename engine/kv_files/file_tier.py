@@ -119,6 +119,7 @@ class KVFileTier:
         clock: returns seconds, never going back.
         windows: window of each KV cache group, in tokens; None: full attention.
         facts: values besides `cache_namespace` that the KV depends on, such as the number of ranks.
+        max_model_len: maximum number of tokens of one request.
 
     Attributes:
         on_ready: called, on any thread, when a read has ended.
@@ -134,7 +135,9 @@ class KVFileTier:
         clock: Callable[[], float] = time.monotonic,
         windows: Sequence[int | None] = (None,),
         facts: str = "",
+        max_model_len: int = 2**40,
     ) -> None:
+        self._max_model_len = max_model_len
         self._manager, self._pool, self._store = manager, manager.block_pool, store
         self._groups, self._facts = FileGroups(self._pool, windows, manager.block_size), facts
         self._side_blocks, self._resume = side_blocks, resume
@@ -350,14 +353,20 @@ class KVFileTier:
 
     @property
     def num_expected_blocks(self) -> int:
-        """Return how many blocks the longest prefix in files needs, to prepare their memory."""
+        """Return how many blocks the longest prefix in files needs, to prepare their memory.
+
+        Nobody has checked the numbers in the files' names, so no prefix counts as longer than a
+        request of this engine.
+        """
         index = self._store.index
-        return sum(
+        most = -(-self._max_model_len // self._manager.block_size)
+        longest = (
             (index.most_blocks if self._groups.has_window(group) else index.longest_chain).get(
                 identity, 0
             )
             for group, identity in enumerate(self.identities)
         )
+        return sum(min(num_blocks, most) for num_blocks in longest)
 
     # ------------------------------------------------------------------ between steps
 

@@ -54,4 +54,5 @@ def make_tier(
         config.kv_files_timeout_s,
         windows=windows,
         facts=facts,
+        max_model_len=executor.max_model_len,
     )

@@ -31,9 +31,12 @@ _PREFIX = struct.Struct("<8sI")
 _ALIGNMENT = 4096
 _SALT_BYTES = 16
 _MAX_HEADER_BYTES = 2**26
+# Maximum bytes of a header besides hashes and digests; bytes that the encoding of a hash or digest
+# adds; maximum bytes of a hash.
+_OTHER_HEADER_BYTES, _FRAME_BYTES, _MAX_HASH_BYTES = 256, 2, 64
 _MAX_NUMBER = 2**40  # limit of the numbers in a name
 _HEADER_NUMBER = 2**64  # number of the header's digest; blocks are numbered from 0
-_Hash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
+_Hash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=_MAX_HASH_BYTES)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
@@ -163,18 +166,22 @@ class CheckedHeader:
         return found == self.header.digests[place]
 
 
-def header_bytes(prefix: bytes) -> int:
+def header_bytes(prefix: bytes, num_blocks: int) -> int:
     """Return how many bytes of a file are the header with its digest.
 
     Args:
         prefix: the first bytes of the file, `PREFIX_BYTES` of them if the file is long enough.
+        num_blocks: maximum number of the file's blocks. A long header that nobody has signed would
+            keep the interpreter busy, and so all threads of the process.
 
     Raises UnusableError for a file that does not begin like a run.
     """
     if len(prefix) < _PREFIX.size:
         raise UnusableError("short", "the file is cut off")
     magic, length = _PREFIX.unpack_from(prefix)
-    if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+    per_block = 2 * _FRAME_BYTES + _MAX_HASH_BYTES + DIGEST_BYTES
+    most = min(_OTHER_HEADER_BYTES + num_blocks * per_block, _MAX_HEADER_BYTES)
+    if magic != _MAGIC or length > most:
         raise UnusableError("damaged", "the file does not begin like a run of blocks")
     return _PREFIX.size + int(length) + DIGEST_BYTES
 
@@ -195,7 +202,7 @@ def check_header(
     Raises UnusableError for a file that is cut or changed, or that has other blocks than its name
     says.
     """
-    size = header_bytes(whole)
+    size = header_bytes(whole, name.num_blocks)
     if len(whole) < size:
         raise UnusableError("short", "the header is cut off")
     content, digest = whole[: size - DIGEST_BYTES], whole[size - DIGEST_BYTES : size]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -82,9 +83,10 @@ class RunIndex:
 
     Attributes:
         num_bytes: bytes of all known files.
-        most_blocks: by identity, blocks of the longest run that was ever known.
-        longest_chain: by identity, blocks of the longest chain that was ever known: those of a run
-            and those before the run.
+        most_blocks: by identity, blocks of the longest run that was known since the identity last
+            had no run.
+        longest_chain: by identity, blocks of the longest chain that was known in this time: those
+            of a run and those before the run.
     """
 
     def __init__(self) -> None:
@@ -93,6 +95,7 @@ class RunIndex:
         self._by_folder: dict[str, dict[str, Run]] = {}
         self._by_first: dict[tuple[str, BlockHash], dict[str, Run]] = {}
         self.num_bytes = 0
+        self._num_runs: Counter[str] = Counter()  # by identity
         self.most_blocks: dict[str, int] = {}
         self.longest_chain: dict[str, int] = {}
 
@@ -108,6 +111,7 @@ class RunIndex:
             self._by_folder.setdefault(run.folder, {})[path] = run
             self._by_first.setdefault((run.identity, run.name.first), {})[path] = run
             self.num_bytes += run.num_bytes
+            self._num_runs[run.identity] += 1
             size, end = run.name.num_blocks, run.name.start + run.name.num_blocks
             self.most_blocks[run.identity] = max(self.most_blocks.get(run.identity, 0), size)
             self.longest_chain[run.identity] = max(self.longest_chain.get(run.identity, 0), end)
@@ -123,10 +127,16 @@ class RunIndex:
             return
         self.num_bytes -= run.num_bytes
         self._by_folder[run.folder].pop(path)
+        if not self._by_folder[run.folder]:
+            del self._by_folder[run.folder]
         key = run.identity, run.name.first
         self._by_first[key].pop(path)
         if not self._by_first[key]:
             del self._by_first[key]
+        self._num_runs[run.identity] -= 1
+        if not self._num_runs[run.identity]:
+            for by_identity in (self._num_runs, self.most_blocks, self.longest_chain):
+                by_identity.pop(run.identity, None)
 
     def get(self, path: str) -> Run | None:
         """Return a known file, or None."""

@@ -36,6 +36,9 @@ _MOST_HEADERS = 32
 # Maximum number of bytes of a run's blocks, because a run of a GPU's blocks is copied to the host
 # before it is written.
 _MAX_RUN_BYTES = 2**30
+# A listed file counts with at most so many bytes. A faulty server may report any size, and a beat
+# has no room for a sum above 2**64.
+_MAX_LISTED_BYTES = 2**40
 # When the limit is reached, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
 # Minimum tokens of a run: computing fewer tokens costs less than a file.
@@ -108,7 +111,10 @@ class RunStore:
             name = RunName.parse(file.name) if file.name.endswith(ENDING) else None
             if name is None:
                 continue
-            run = Run(identity, name, file.num_bytes, file.used_at)
+            num_bytes = min(file.num_bytes, _MAX_LISTED_BYTES)
+            run = Run(identity, name, num_bytes, file.used_at)
+            if run.path != f"{listing.folder}/{file.name}":
+                continue  # no listing of another folder would show that the file is gone
             known = self.index.get(run.path)
             gone.discard(run.path)
             if known is None:
@@ -181,8 +187,10 @@ class RunStore:
         file.note_use()
 
     def _read_header(self, file: StoredFile, run: Run, identity: str) -> CheckedHeader:
+        if run.name.num_blocks > max(_MAX_RUN_BYTES // self.memory.block_bytes, 1):
+            raise UnusableError("foreign", "no node writes so many blocks into one file")
         prefix = _read_bytes(file, PREFIX_BYTES)
-        whole = _read_bytes(file, header_bytes(prefix))
+        whole = _read_bytes(file, header_bytes(prefix, run.name.num_blocks))
         secret = self._storage.secret
         return check_header(secret, identity, self.memory.block_bytes, run.name, whole)
 

@@ -74,6 +74,7 @@ class Peer:
         speak_at: time at which this end sends the next Hello or Beat.
         back_off_s: seconds until the next attempt to reconnect; doubles with each attempt.
         is_broken: whether the transport's connection to the peer has failed and must be replaced.
+        num_reconnects: how often the connection was replaced.
         probe: number of the peer's next probe.
         is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
@@ -96,6 +97,7 @@ class Peer:
     reconnect_at: float = -math.inf
     back_off_s: float = HELLO_INTERVAL_S
     is_broken: bool = False
+    num_reconnects: int = 0
     probe: int = 0
     is_probing: bool = False
     is_probed: bool = False
@@ -194,6 +196,7 @@ class Peers:
             self._lose_unreached(known)
         elif known is not None:
             known.is_broken, known.path = False, result.path
+            known.num_reconnects += 1
             self._turn.add_action(then)
 
     def _new_peer(self, info: PeerInfo, path: str, known: Peer | None) -> Peer:
@@ -201,7 +204,7 @@ class Peers:
         peer = Peer(info, path, report_at, probe=next(self._probe_numbers))
         if known is not None:
             peer.alive_at, peer.is_broken = known.alive_at, known.is_broken
-            peer.is_probing = known.is_probing
+            peer.is_probing, peer.num_reconnects = known.is_probing, known.num_reconnects
             # A receiver keeps the last probe's result: the sender decides whether to probe again
             if not self.greets:
                 peer.is_probed, peer.path = known.is_probed, known.path

@@ -58,6 +58,7 @@ class _Probe:
     """A probe that the sender has begun, with the peer's slot that it writes to.
 
     Attributes:
+        num_reconnects: how often the connection to the peer had been replaced at the begin.
         num_in_flight: number of posted writes that are not complete.
         timed_from: when the first write was complete. The bandwidth is measured from then on,
             because the first write also sets up the connection, and either process may be busy
@@ -71,6 +72,7 @@ class _Probe:
     number: int
     slot: int
     began_at: float
+    num_reconnects: int
     num_in_flight: int = 0
     timed_from: float | None = None
     max_in_flight: int = MAX_POSTED
@@ -121,7 +123,8 @@ class Probes:
         """Start a probe if a peer answered this end's Hello with a free slot."""
         peer_id, slot = ack.engine_id, ack.slot
         if slot is not None and slot < NUM_SLOTS and self._peers.try_begin_probe(peer_id, ack.test):
-            self._probes[peer_id] = _Probe(ack.test, slot, self._turn.now)
+            num_reconnects = self._peers[peer_id].num_reconnects
+            self._probes[peer_id] = _Probe(ack.test, slot, self._turn.now, num_reconnects)
 
     def on_result(self, result: SelfTestResult) -> None:
         """Handle the peer's result of a probe that this end began."""
@@ -131,6 +134,9 @@ class Probes:
             return
         if result.problem:
             self._fail(peer_id, probe, result.problem)
+        # KV goes only over connections over which a self-test's bytes went (ADR 0140).
+        elif self._peers[peer_id].num_reconnects != probe.num_reconnects:
+            self._fail(peer_id, probe, "the connection was replaced during the self-test")
         # The result came too late to count: ask the peer again.
         elif self._peers.is_fresh(peer_id):
             probe.is_over = True

@@ -275,6 +275,11 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
     for field in ("stalled_s", "longest_round_s", "adapter_load_s"):
         if not 0 <= getattr(beat, field) <= MAX_SECONDS:  # also true for NaN
             return f"{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat, field):g}"
+    for field in ("memory_age_s", "file_age_s", "fetched_age_s", "evicted_after_s"):
+        if not 0 <= getattr(beat.cache, field) <= MAX_SECONDS:  # also true for NaN
+            return (
+                f"cache.{field}: must be 0 to {MAX_SECONDS:.0f}, got {getattr(beat.cache, field):g}"
+            )
     if not _is_name(beat.stalled_thread):
         return f"stalled_thread: {_NAME}"
     if len(beat.adapters) > MAX_ADAPTERS or not all(map(is_digest, beat.adapters)):

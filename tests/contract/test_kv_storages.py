@@ -121,6 +121,7 @@ def test_a_use_is_known_to_a_node_that_starts_later(open_storage: Open) -> None:
     written_at, file = used_at(), one.open(PATH)
     for _ in range(200):  # some servers tell times in whole seconds
         file.note_use()
+        list_all(one)
         if used_at() > written_at:
             break
     assert used_at() > written_at

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -44,10 +45,15 @@ _PAGE, _PAGES_PER_CALL, LIST_EVERY_S, MOST_OBJECTS = 1000, 10, 15.0, 400_000
 _HEAD_BYTES = 2**16
 # A chunk is read by this many requests at a time, because one request is slower than the network.
 _NUM_REQUESTS, _REQUEST_BYTES = 4, 2**22
+# The library hands over an answer in pieces of about this size. A faulty server may send more than
+# was asked for, without an end.
+_PIECE_BYTES = 2**18
 # Larger runs are written in parts of this size, so that the node needs no copy of the whole run.
 _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
 # A node writes the marker of an object at most once in this many seconds.
 NOTE_USE_S = 3600.0
+# Markers that wait to be written, and markers per call of `list_changes`.
+_MOST_USES, _USES_PER_CALL = 1024, 16
 # Markers without an object are removed after this many seconds, at most this many per call.
 _ORPHAN_S, _MOST_ORPHANS = 600.0, 100
 
@@ -79,9 +85,10 @@ class ObjectStorage:
         self._writes = _connect(bucket, prefix, _WRITE_TIMEOUT_S)
         self._requests = ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="kv-objects")
         self._noted_at: dict[str, float] = {}  # when this node last wrote an object or its marker
+        self._uses: deque[str] = deque(maxlen=_MOST_USES)  # objects whose markers are to be written
         self._listing: _Listing | None = None
         self._list_at = 0.0
-        self._folders: set[str] = set()
+        self._folders: dict[str, int] = {}  # numbers of files; folders listed last come last
         self._is_cut = False
         self._check_access()
 
@@ -106,34 +113,65 @@ class ObjectStorage:
     def open(self, path: str) -> ObjectFile:
         return ObjectFile(self, path)
 
-    def get(self, path: str, begin: int, end: int, e_tag: str | None) -> Any:
-        """Request a range of an object, of the version ``e_tag`` if this is given."""
+    def get(
+        self, path: str, begin: int, end: int, e_tag: str | None
+    ) -> tuple[Any, list[memoryview]]:
+        """Request a range of an object; return the object's facts, and the bytes in pieces.
+
+        Args:
+            e_tag: the version to read; None: the present one.
+
+        Raises OSError if the server sends more bytes than the range has.
+        """
         options: Any = {"range": (begin, end)}
         if e_tag:
             options["if_match"] = e_tag
-        return obstore.get(self._reads, path, options=options)
+        found = obstore.get(self._reads, path, options=options)
+        pieces, room = [], end - begin
+        for piece in found.stream(min_chunk_size=min(_PIECE_BYTES, room)):
+            pieces.append(memoryview(piece))
+            room -= len(piece)
+            if room < 0:
+                raise _wrong_length(self.location)
+        return found.meta, pieces
 
     def size_of(self, path: str) -> int:
         """Request the number of bytes of an object."""
         return int(obstore.head(self._reads, path)["size"])
 
     def get_parts(self, path: str, begin: int, end: int, e_tag: str | None) -> Iterator[memoryview]:
-        """Yield the bytes of a range, read by several requests at a time."""
+        """Yield the bytes of a range, read by several requests at a time.
 
-        def fetch(first: int) -> memoryview:
+        Raises OSError if the server sends another number of bytes than the range has.
+        """
+
+        def fetch(first: int) -> list[memoryview]:
             last = min(first + _REQUEST_BYTES, end)
-            return memoryview(self.get(path, first, last, e_tag).bytes())
+            _, pieces = self.get(path, first, last, e_tag)
+            if sum(map(len, pieces)) != last - first:
+                raise _wrong_length(self.location)
+            return pieces
 
-        yield from self._requests.map(fetch, range(begin, end, _REQUEST_BYTES))
+        for pieces in self._requests.map(fetch, range(begin, end, _REQUEST_BYTES)):
+            yield from pieces
 
     def note_use(self, path: str) -> None:
-        """Write a marker with the time of use, unless this node wrote one a short time ago."""
+        """Let the next call of `list_changes` write a marker, because a prompt waits for the read.
+
+        Does nothing if this node wrote a marker a short time ago.
+        """
         now = time.time()
-        if now - self._noted_at.get(path, 0.0) < NOTE_USE_S:
-            return
-        self._noted_at[path] = now
-        with contextlib.suppress(OSError), self.short_errors("write"):
-            obstore.put(self._reads, path + USED, b"", use_multipart=False)
+        if now - self._noted_at.get(path, 0.0) >= NOTE_USE_S:
+            self._noted_at[path] = now
+            self._uses.append(path)
+
+    def _write_markers(self, most: int) -> None:
+        """Write markers of objects that were used; their age is the last use."""
+        for _ in range(min(most, len(self._uses))):
+            path = self._uses.popleft()
+            if path in self._noted_at:  # otherwise, this node has removed the object
+                with contextlib.suppress(OSError), self.short_errors("write"):
+                    obstore.put(self._reads, path + USED, b"", use_multipart=False)
 
     def _forget_notes(self) -> None:
         least = time.time() - NOTE_USE_S
@@ -172,11 +210,13 @@ class ObjectStorage:
         return None
 
     def close(self) -> None:
+        self._write_markers(_USES_PER_CALL)
         self._listing = None
 
     # ------------------------------------------------------------------ listing
 
     def list_changes(self) -> Iterator[Listing]:
+        self._write_markers(_USES_PER_CALL)
         if self._listing is None:
             if time.monotonic() < self._list_at:
                 return
@@ -211,17 +251,23 @@ class ObjectStorage:
             FoundFile(name, size, max(at, folder.markers.get(name, 0.0)))
             for name, (size, at) in folder.files.items()
         ]
-        self._folders.add(folder.path)
+        self._folders.pop(folder.path, None)
+        self._folders[folder.path] = len(files)
         return Listing(folder.path, files, listing.began_at)
 
     def _end_listing(self, listing: _Listing, *, is_whole: bool) -> Iterator[Listing]:
-        """End a listing and plan the next one; yield the folders that are gone."""
+        """End a listing and plan the next one; yield the folders that are gone.
+
+        After a listing in part, folders that were not seen may exist. The node forgets them only if
+        it knows too many objects; otherwise a bucket whose names change would fill its memory.
+        """
         self._listing, self._list_at = None, time.monotonic() + LIST_EVERY_S
-        if is_whole:
-            for folder in self._folders - listing.seen:
-                self._folders.discard(folder)
+        num_known = sum(self._folders.values())
+        for folder in [one for one in self._folders if one not in listing.seen]:
+            if is_whole or num_known > MOST_OBJECTS:
+                num_known -= self._folders.pop(folder)
                 yield Listing(folder, (), listing.began_at)
-        elif not self._is_cut:
+        if not is_whole and not self._is_cut:
             self._is_cut = True
             logger.warning(
                 "%s has more than %d objects; the node uses the first ones",
@@ -291,14 +337,14 @@ class ObjectFile:
 
     def _read_head(self) -> memoryview:
         try:
-            found = self._storage.get(self._path, 0, _HEAD_BYTES, None)
+            meta, pieces = self._storage.get(self._path, 0, _HEAD_BYTES, None)
         except BaseError:
             # Servers refuse a range of an empty object.
             if self._storage.size_of(self._path):
                 raise
             return memoryview(b"")
-        self._e_tag, self._num_bytes = found.meta["e_tag"], found.meta["size"]
-        return memoryview(found.bytes())
+        self._e_tag, self._num_bytes = meta["e_tag"], meta["size"]
+        return memoryview(b"".join(pieces))
 
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
         end = min(offset + sum(part.nbytes for part in parts), self._num_bytes)
@@ -366,6 +412,10 @@ def _connect(bucket: str, prefix: str, timeout_s: float) -> S3Store:
     except BaseError as error:
         problem = str(error).partition("\n")[0]
         raise ConfigError(f"kv_files: s3://{bucket}: {problem}") from None
+
+
+def _wrong_length(location: str) -> OSError:
+    return OSError(errno.EIO, "read: another number of bytes than asked for", location)
 
 
 def _plain_error(error: Exception, action: str, location: str) -> OSError:

@@ -61,7 +61,10 @@ class StoredFile(Protocol):
         """Say that a part of the file will be read; a storage may fetch the part ahead."""
 
     def note_use(self) -> None:
-        """Let other nodes, and this node after a restart, know that the file was used now."""
+        """Let other nodes, and this node after a restart, know that the file was used now.
+
+        A storage whose operations are slow does this at the next `Storage.list_changes`.
+        """
 
     def close(self) -> None:
         """Close the file."""

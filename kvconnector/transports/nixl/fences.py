@@ -73,6 +73,9 @@ class ConnectionFences:
         self._clock = clock
         self._heard_at: dict[str, float] = {}
         self._fences: dict[str, _Fence] = {}
+        # Metadata in which an address was found last. Each look asks about each connection, and
+        # hundreds of peers may be known.
+        self._found_in: dict[bytes, bytes] = {}
         self._num_reads = 0
 
     def note_read(self, senders: Collection[str], known: Collection[str]) -> None:
@@ -119,14 +122,22 @@ class ConnectionFences:
 
     def _sockets_of(self, own: bytes, others: Iterable[bytes]) -> dict[int, int]:
         """Return the descriptors of a peer's sockets by inode."""
-        found = {}
+        found, others, found_before = {}, dict.fromkeys(others), self._found_in
+        self._found_in = {}
         for inode, number in self._list_sockets().items():
             address = _remote_address(number)
             if address is None:  # a listening socket
                 continue
-            is_others = address and address not in own and any(address in one for one in others)
-            if not is_others:
+            if not address or address in own:
                 found[inode] = number
+                continue
+            last = self._found_in.get(address) or found_before.get(address)
+            if last not in others:
+                last = next((one for one in others if address in one), None)
+            if last is None:
+                found[inode] = number
+            else:
+                self._found_in[address] = last
         return found
 
 

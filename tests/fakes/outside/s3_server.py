@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ class S3Server:
         url: address of the server.
         status: status of all answers; 0: as the server answers.
         gate: while this event is unset, requests for objects' bytes stand still.
+        num_more: how many bytes too many each answer with a part of an object has.
+        num_sent: how many of these bytes were sent.
         requests: methods and paths of all requests.
     """
 
     def __init__(self) -> None:
-        self.status = 0
+        self.status = self.num_more = self.num_sent = 0
         self.gate = threading.Event()
         self.gate.set()
         self.requests: list[str] = []
@@ -56,8 +58,26 @@ class S3Server:
             start(f"{self.status} Faulty", [("Content-Type", "application/xml")])
             quoted = environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")
             return [f"<Error><Code>Faulty</Code><Quoted>{quoted}</Quoted></Error>".encode()]
+        if self.num_more and "HTTP_RANGE" in environ:
+            return self._answer_too_much(environ, start)
         answer: Iterable[bytes] = self._app(environ, start)
         return answer
+
+    def _answer_too_much(
+        self, environ: dict[str, Any], start: Callable[..., Any]
+    ) -> Iterator[bytes]:
+        def start_longer(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            found = dict(headers)
+            length = str(int(found["Content-Length"]) + self.num_more)
+            return start(status, [*{**found, "Content-Length": length}.items()], *rest)
+
+        yield b"".join(self._app(environ, start_longer))
+        left = self.num_more
+        while left:
+            piece = b"x" * min(left, 2**16)
+            yield piece
+            left -= len(piece)
+            self.num_sent += len(piece)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that clients need."""

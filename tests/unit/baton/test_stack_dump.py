@@ -7,9 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable
+from pathlib import Path
 
+import pytest
+
+from baton import LLM, SamplingParams
 from baton.telemetry.stack_dump import MOST_PLACES, describe_tasks
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
+from tests.fakes.time.waiting import wait_until
 
 PROGRAM = """
 import asyncio, sys, threading, time
@@ -66,6 +73,28 @@ def test_the_dump_has_threads_and_tasks() -> None:
 
 def test_a_blocked_event_loop_is_shown() -> None:
     assert "in main" in dump_of("blocked")
+
+
+def test_ranks_write_their_stacks_and_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(str(DEMO_MODEL), num_blocks=64, num_threads=1, tensor_parallel_size=2)
+    children = Path(f"/proc/self/task/{threading.main_thread().native_id}/children")
+    ranks = [
+        int(pid)
+        for pid in children.read_text().split()
+        if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGUSR2)
+    found = ""
+
+    def is_written() -> bool:
+        nonlocal found
+        found += capfd.readouterr().err
+        return "in serve" in found
+
+    wait_until(is_written, "the rank writes its stacks")
+    assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].token_ids
+    llm.engine.close()
 
 
 def test_tasks_at_one_place_are_one_stack_and_places_are_bounded() -> None:

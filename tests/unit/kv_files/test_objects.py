@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_a_full_bucket_loses_the_runs_that_no_node_has_used(
 
     def is_used_later() -> bool:  # the server tells times in whole seconds
         assert read(other, more, chain_of(1, 30)).num_done == 30
+        other.scan()
         store.scan()
         return used_at(1) > used_at(2)
 
@@ -177,6 +179,31 @@ def test_markers_without_an_object_are_removed(
     obstore.put(server.client(), "kv/stranger", b"x")
     store.scan()
     assert server.object_names() == [key, f"{key}{objects.USED}", "kv/stranger"]
+
+
+@pytest.mark.parametrize("most_objects", [100, 6])
+def test_names_that_change_all_the_time_do_not_fill_the_memory(
+    most_objects: int, server: S3Server, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "MOST_OBJECTS", most_objects)
+    monkeypatch.setattr(objects, "_PAGE", 4)
+    store, _ = place.open()
+    client, at = server.client(), time.time()
+    monkeypatch.setattr(time, "time", lambda: at)
+    for number in range(12):
+        for key in server.object_names():
+            obstore.delete(client, key)
+        for name in range(8):  # the first ones are in folders that their names do not name
+            first = f"{name:02x}{number:02x}"
+            folder = first[:2] if name > 1 else "ff"
+            obstore.put(client, f"kv/{99 - number}x/{folder}/{first}-00-0-8-64.kv", b"")
+        at += 100.0
+        for _ in range(4):
+            store.scan()
+    index = store.index
+    assert 0 < len(index) <= 16
+    assert len(index._by_folder) <= 16
+    assert len(index.most_blocks) == len(index.longest_chain) == len(index._num_runs) <= 3
 
 
 # ---------------------------------------------------------------- several nodes, one process
@@ -283,6 +310,32 @@ def test_a_node_without_access_does_not_start(fault: str, server: S3Server, plac
         place.open()
     server.deny(is_on=False)
     assert SECRET_KEY not in str(error.value)
+
+
+@pytest.mark.parametrize("num_more", [2**17, 2**27])
+def test_an_answer_that_is_too_long_is_not_read_to_its_end(
+    num_more: int, server: S3Server, place: Place
+) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*place.open(), chain)
+    store, blocks = place.open()
+    server.num_more = num_more
+    with pytest.raises(OSError, match="read: another number of bytes than asked for"):
+        read(store, blocks, chain)
+    assert server.num_sent < 2**26
+    server.num_more = 0
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
+def test_a_read_does_not_wait_for_the_marker_of_its_use(server: S3Server, place: Place) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*place.open(), chain)
+    store, blocks = place.open()
+    num_before = len(server.requests)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+    assert [one.split()[0] for one in server.requests[num_before:]] == ["GET"]
+    store.close()  # also the markers of the last reads are written
+    assert any(name.endswith(objects.USED) for name in server.object_names())
 
 
 def test_a_node_starts_while_the_server_is_down(server: S3Server, place: Place) -> None:

@@ -12,6 +12,8 @@ import pytest
 from baton import SamplingParams
 from engine.core.request import Request
 from engine.kv_files import run_store
+from engine.kv_files.run_file import RunName
+from engine.kv_files.run_index import Run
 from engine.kv_files.run_store import RunStore
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.folder import FolderStorage
@@ -86,6 +88,16 @@ def test_a_system_that_cannot_read_ahead_still_reads(
     assert read(*open_store(tmp_path), chain).num_done == NUM_BLOCKS
     monkeypatch.delattr(os, "posix_fadvise")
     assert read(*open_store(tmp_path), chain).num_done == NUM_BLOCKS
+
+
+def test_no_prefix_is_expected_that_is_longer_than_a_request(tmp_path: Path) -> None:
+    engine = load_demo(kv_files=str(tmp_path), max_model_len=400)
+    tier = engine.features.files
+    assert tier is not None
+    name = RunName(b"first" * 4, b"last" * 4, 2**39, 1, 16)  # whoever writes files chooses names
+    tier._store.index.add(Run(tier.identities[0], name, 1, 1.0))
+    assert engine.features.num_expected_blocks == 400 // 16
+    engine.close()
 
 
 def test_an_idle_engine_prepares_memory_for_the_longest_prefix_in_files(

@@ -8,20 +8,26 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from baton.api.errors import ConfigError
+from baton.kv.cache_use import CacheUse
+from baton.link import wire
+from baton.link.words import NodeBeat
+from engine.kv_files import run_store
 from engine.kv_files.jobs import WriteJob
-from engine.kv_files.run_file import RunName
+from engine.kv_files.run_file import RunName, UnusableError, header_bytes
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.secret import SECRET
-from engine.kv_files.storage.storage import Listing
+from engine.kv_files.storage.storage import FoundFile, Listing
 from tests.fakes.engine.kv_file_stores import (
     BLOCK_BYTES,
     IDENTITY,
     Blocks,
     chain_of,
+    folder_of,
     open_store,
     read,
     write,
@@ -392,3 +398,40 @@ def test_a_name_with_senseless_numbers_is_no_run(numbers: str) -> None:
     name = f"{'ab' * 32}-{'cd' * 16}-{numbers}.kv"
     assert RunName.parse(name) is None
     assert RunName.parse(name.replace(numbers, "0-4-64")) is not None
+
+
+def test_a_header_longer_than_its_blocks_need_is_not_read(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    path = only_file(tmp_path)
+    content = path.read_bytes()
+    magic, length = content[:8], int.from_bytes(content[8:12], "little")
+    most = header_bytes(content, NUM_BLOCKS)
+    assert most < 4096
+    path.write_bytes(magic + (2 * length).to_bytes(4, "little") + content[12:])
+    store, blocks = open_store(tmp_path)
+    assert read(store, blocks, chain).causes == ("damaged",)
+    with pytest.raises(UnusableError):
+        header_bytes(magic + (2**26).to_bytes(4, "little"), 2**10)
+
+
+def test_a_run_with_more_blocks_than_a_node_writes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path)
+    monkeypatch.setattr(run_store, "_MAX_RUN_BYTES", (NUM_BLOCKS - 1) * BLOCK_BYTES)
+    assert read(store, blocks, chain).causes == ("foreign",)
+
+
+def test_sizes_that_a_faulty_server_reports_fit_into_a_beat(tmp_path: Path) -> None:
+    store, _ = open_store(tmp_path)
+    storage = folder_of(store)
+    files = [FoundFile(f"{number:02x}00-00-0-8-64.kv", 2**63, 1.0) for number in range(9)]
+    listings = [Listing(f"{IDENTITY}/{file.name[:2]}", [file]) for file in files]
+    with mock.patch.object(storage, "list_changes", return_value=listings):
+        store.scan()
+    assert store.counts.files_stored == len(files)
+    beat = NodeBeat(cache=CacheUse(file_bytes=store.counts.bytes_stored))
+    wire.node_event_to_proto(beat)  # otherwise, no beat would reach the router

@@ -176,3 +176,34 @@ def test_only_an_epoll_instance_lists_its_sockets() -> None:
     os.close(write)
     with pytest.raises(OSError, match="No such file"):
         watched_sockets(read)
+
+
+def test_looks_do_not_search_all_metadata_for_each_connection(worker: Worker) -> None:
+    num_searches = 0
+
+    class Counted(bytes):
+        __hash__ = bytes.__hash__
+
+        def __contains__(self, key: object) -> bool:
+            nonlocal num_searches
+            num_searches += 1
+            return super().__contains__(key)  # type: ignore[operator]
+
+    addresses = [f"127.0.1.{number}" for number in range(1, 41)]
+    ends = [worker.accept(address) for address in addresses]
+    others = [Counted(metadata_of(address)) for address in addresses]
+    own = metadata_of("127.0.0.2")
+    for _ in range(12):
+        worker.now += SILENT_S
+        worker.fences.is_closed("p", own, others)
+    assert 0 < num_searches <= len(ends) * len(others)
+
+
+def test_an_address_that_moves_to_the_silent_peer_is_its_own(worker: Worker) -> None:
+    worker.accept("127.0.0.3")
+    worker.read("p")
+    assert not worker.look(SILENT_S, "127.0.0.2", "127.0.0.3")
+    worker.read("p")
+    assert not worker.look(SILENT_S, "127.0.0.2")  # nobody else has the address any more
+    worker.read_to_the_end()
+    assert not worker.look(LOOK_S, "127.0.0.2")

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from baton.api.errors import TransferError
 from baton.telemetry.rates import format_rate
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.ends import Receiver, Sender
@@ -192,6 +193,38 @@ def test_where_posting_copies_the_others_have_their_turn_in_between() -> None:
     gaps = [late - early for early, late in itertools.pairwise(times)]
     assert len(times) == 5
     assert all(max(pair) > ROUND_S for pair in itertools.pairwise(gaps))  # two in a round at most
+
+
+def test_a_connection_that_replaces_a_tested_one_is_tested_itself() -> None:
+    scene = Scene()
+    scene.add("p")
+    transport, calls = scene.transports["p"], list[str]()
+    notify, connect, post = transport.notify, transport.connect, transport.write_scratch
+
+    def notify_once_broken(engine_id: str, payload: bytes) -> None:
+        if isinstance(peek(payload), SelfTest) and "break" not in calls:
+            calls.append("break")
+            raise TransferError("the connection is broken")
+        notify(engine_id, payload)
+
+    def note_connect(peer: PeerInfo) -> str:
+        calls.append("connect")
+        return connect(peer)
+
+    def note_write(engine_id: str, slot: int) -> PendingWrite:
+        calls.append("write")
+        return post(engine_id, slot)
+
+    with (
+        mock.patch.object(transport, "notify", notify_once_broken),
+        mock.patch.object(transport, "connect", note_connect),
+        mock.patch.object(transport, "write_scratch", note_write),
+    ):
+        scene.run(2.0)
+    assert scene.kinds("p")[-1] is CONNECTED
+    assert [name for name, _ in itertools.groupby(calls)] == [
+        *("connect", "write", "break", "connect", "write"),
+    ]
 
 
 @pytest.mark.parametrize("faults", ["corrupt_test=1", "corrupt_test=0.9,seed=1"])

@@ -13,6 +13,7 @@ import pytest
 
 from baton.api.errors import (
     BatonError,
+    ConfigError,
     DeadlineExceededError,
     NodeUnavailableError,
     OverloadedError,
@@ -22,13 +23,19 @@ from baton.api.outputs import FinishReason, RequestDelta, TextDelta
 from baton.api.pooling import PoolingKind, PoolingParams
 from baton.api.sampling_params import SamplingParams
 from baton.link.words import DecodeCommand, NodeRole, PrefillCommand
+from baton.processes.free_address import free_address
+from baton.serving.rpc import RpcServer
 from router.calls.call import Call
 from router.calls.dispatcher import Dispatcher
 from router.calls.recovery.recovery import Recoveries
+from router.config import RouterConfig
+from router.fleet.lost_nodes import LostNodes
 from router.fleet.node import Node
 from router.gate.admission import make_admission
 from router.gate.admission_options import AdmissionOptions
 from router.policies.cost import Cost
+from router.program import serve
+from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.router.nodes import (
     PREFILL_RECEIPT,
     HandNode,
@@ -266,3 +273,27 @@ def test_a_command_to_a_node_waits_until_the_node_joins(started: Started) -> Non
     unknown: asyncio.Task[Node | None] = started.run(started.pool.find_or_await_node("x", 15.0))
     started.pass_time(GRACE_S)
     assert unknown.result() is None
+
+
+def test_nodes_are_expected_before_the_first_server_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    expect = LostNodes.expect_newcomers
+
+    def note_expect(self: LostNodes, for_s: float) -> None:
+        calls.append("expect")
+        expect(self, for_s)
+
+    async def refuse_start(self: RpcServer, listen: str) -> str:
+        calls.append("start")
+        raise ConfigError("no port is free")
+
+    monkeypatch.setattr(LostNodes, "expect_newcomers", note_expect)
+    monkeypatch.setattr(RpcServer, "start", refuse_start)
+    config = RouterConfig(
+        model=str(DEMO_MODEL), listen=free_address(), http_listen="", audit_log=""
+    )
+    with pytest.raises(ConfigError, match="no port is free"):
+        asyncio.run(serve(config))
+    assert calls == ["expect", "start"]

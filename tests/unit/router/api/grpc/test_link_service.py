@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +17,7 @@ from google.protobuf.message import Message
 from baton.api.errors import error_of
 from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
+from baton.kv.cache_use import NO_CACHE
 from baton.link import wire
 from baton.link.words import (
     REVISION,
@@ -162,6 +164,16 @@ def test_times_in_receipts_are_numbers(name: str) -> None:
     delta = RequestDelta("a", 0, (), epoch=1, prefill=receipt)
     node = make_registration("p", NodeRole.PREFILL)
     assert "receipt: times must be" in event_problem(node, (delta,), Vocabulary(9, 9))
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e300])
+@pytest.mark.parametrize("name", ["memory_age_s", "file_age_s", "fetched_age_s", "evicted_after_s"])
+def test_ages_that_pages_show_are_numbers(name: str, seconds: float) -> None:
+    wrong: dict[str, Any] = {name: seconds}
+    beat = NodeBeat(cache=dataclasses.replace(NO_CACHE, **wrong))
+    node = make_registration("p", NodeRole.PREFILL)
+    problem = event_problem(node, beat, Vocabulary(9, 9))
+    assert problem.startswith(f"cache.{name}: must be 0 to")
 
 
 @pytest.mark.parametrize("revision", ["x" * 129, "a\nb", "\x1b[2J"])
