@@ -10,8 +10,9 @@ only over connections that exist already. Once these connections are closed, not
 arrive, even if the sender lives and is only cut off.
 
 UCX does not tell which connection belongs to which peer. A connection counts as the peer's unless
-its remote address is another known peer's. So if one of several peers on a host is silent, the
-connections of all of them are shut down.
+its remote address is another known peer's, or both its ends are this worker's, because UCX connects
+each worker with itself. So if one of several peers on a host is silent, the connections of all of
+them are shut down.
 
 Refuses to know: transfers, the meaning of messages.
 """
@@ -26,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvconnector.transports.base import SILENT_S
 
@@ -54,6 +56,19 @@ class _Fence:
     looked_at: float = 0.0
     closed_at: float = -1.0
     num_reads: int = -1
+
+
+class _Connection(NamedTuple):
+    """A connection of this worker.
+
+    Attributes:
+        address: remote address with its family; empty: unknown.
+        own_end, far_end: addresses with ports; both None if one is unknown.
+    """
+
+    address: bytes
+    own_end: tuple[Any, ...] | None = None
+    far_end: tuple[Any, ...] | None = None
 
 
 class ConnectionFences:
@@ -124,10 +139,16 @@ class ConnectionFences:
         """Return the descriptors of a peer's sockets by inode."""
         found, others, found_before = {}, dict.fromkeys(others), self._found_in
         self._found_in = {}
-        for inode, number in self._list_sockets().items():
-            address = _remote_address(number)
-            if address is None:  # a listening socket
+        sockets = self._list_sockets()
+        connections = {inode: _connection_of(number) for inode, number in sockets.items()}
+        far_ends = {one.own_end: one.far_end for one in connections.values() if one is not None}
+        for inode, number in sockets.items():
+            connection = connections[inode]
+            if connection is None:  # a listening socket
                 continue
+            own_end, address = connection.own_end, connection.address
+            if own_end is not None and far_ends.get(connection.far_end) == own_end:
+                continue  # this worker's connection with itself
             if not address or address in own:
                 found[inode] = number
                 continue
@@ -151,18 +172,19 @@ def watched_sockets(descriptor: int) -> dict[int, int]:
     return found
 
 
-def _remote_address(number: int) -> bytes | None:
-    """Return a socket's remote address with its family; empty: unknown; None: it listens."""
+def _connection_of(number: int) -> _Connection | None:
+    """Return a socket's connection; None: the socket listens."""
     try:
         with socket.socket(fileno=os.dup(number)) as copy:
             if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return None
-            address = ip_address(copy.getpeername()[0].partition("%")[0])
+            own_end, far_end = copy.getsockname(), copy.getpeername()
+            address = ip_address(far_end[0].partition("%")[0])
     except (OSError, ValueError):  # also a connection that was reset, which may hold unread bytes
-        return b""
+        return _Connection(b"")
     mapped = getattr(address, "ipv4_mapped", None)
     address = mapped or address
-    return _FAMILIES[address.version] + address.packed
+    return _Connection(_FAMILIES[address.version] + address.packed, own_end, far_end)
 
 
 def _shut_down(number: int, inode: int) -> None:

@@ -53,6 +53,9 @@ class Worker:
         self._epoll.register(own)
         return own, theirs
 
+    def watch(self, connection: socket.socket) -> None:
+        self._epoll.register(connection)
+
     def read(self, *senders: str) -> None:
         self.fences.note_read(senders, {"p", "q"})
 
@@ -207,3 +210,24 @@ def test_an_address_that_moves_to_the_silent_peer_is_its_own(worker: Worker) -> 
     assert not worker.look(SILENT_S, "127.0.0.2")  # nobody else has the address any more
     worker.read_to_the_end()
     assert not worker.look(LOOK_S, "127.0.0.2")
+
+
+def test_a_workers_connection_with_itself_is_no_peers(worker: Worker) -> None:
+    own, theirs = worker.accept("127.0.0.2")
+    worker.watch(theirs)
+    assert not worker.look(0.0, "127.0.0.9")
+    for _ in range(2):  # also after the time in which all other connections are shut down
+        assert not worker.look(SILENT_S + CLOSE_AFTER_S, "127.0.0.9")
+        worker.read_to_the_end()
+        assert worker.look(0.0, "127.0.0.9")
+        worker.read("p")
+    theirs.send(b"still open")
+    assert own.recv(100) == b"still open"
+
+
+def test_a_peer_that_has_this_workers_address_is_not_taken_for_the_worker(worker: Worker) -> None:
+    worker.accept("127.0.0.1")
+    assert not worker.look(0.0, "127.0.0.9")
+    assert not worker.look(SILENT_S, "127.0.0.9")
+    worker.read_to_the_end()
+    assert not worker.look(0.0, "127.0.0.9")

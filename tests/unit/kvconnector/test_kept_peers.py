@@ -12,11 +12,13 @@ import torch
 
 from baton.api.errors import TransferError
 from baton.testing.transports import BLOCK_SHAPE
-from kvconnector.transports.base import PendingWrite
+from kvconnector.transports.base import SILENT_S, PendingWrite
 from kvconnector.transports.nixl import agent
+from kvconnector.transports.nixl.fences import CLOSE_AFTER_S, FINAL_READS, ConnectionFences
 from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.handoff.kv_link import numbers
 from tests.fakes.handoff.kv_memories import memory_of
+from tests.fakes.time.virtual_clock import VirtualClock
 
 pytestmark = pytest.mark.nixl
 
@@ -41,6 +43,27 @@ def test_each_agent_of_a_process_finds_the_descriptor_of_its_sockets(
     found = [transport.descriptor for transport in pair]
     assert None not in found
     assert len(set(found)) == 2
+
+
+def test_a_silent_peer_does_not_cost_an_agent_its_connection_with_itself(
+    pair: tuple[NixlTransport, NixlTransport],
+) -> None:
+    """Regression: the connection counted as the peer's, so blocks were free after 8 s, not 3 s."""
+    _, d = pair
+    clock, own = VirtualClock(0.0), d._agent
+    own._fences = ConnectionFences(own._sockets, clock)
+    d.take_notifications()
+    before = set(own._sockets())
+    assert before, "UCX connects each worker with itself"
+    assert not own.is_cut_off("p", b"metadata of a peer on another host")
+    for _ in range(3):
+        clock.advance(SILENT_S)
+        own.is_cut_off("p", b"metadata of a peer on another host")
+        for _ in range(FINAL_READS):
+            d.take_notifications()
+    assert clock() < CLOSE_AFTER_S + SILENT_S
+    assert own.is_cut_off("p", b"metadata of a peer on another host")
+    assert set(own._sockets()) == before
 
 
 def test_nothing_is_written_to_a_peer_that_is_kept(
