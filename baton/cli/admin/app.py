@@ -73,7 +73,7 @@ _ENTRIES = {
     ),
     "cache": Entry(
         "baton.cli.admin.cache:cache",
-        "Show how full the nodes' prefix caches and files are, and which tokens each served.",
+        "Show how full the nodes' prefix caches and files are, and how many tokens each served.",
     ),
     "flush-cache": Entry(
         "baton.cli.admin_changes.tuning:flush_cache",
