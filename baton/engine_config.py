@@ -37,8 +37,7 @@ DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 DEFAULT_KV_FILES_BYTES = 10 * GIB
-# A router ejects a prefill node that finishes no prompt for 5 s.
-MAX_PROMPT_WAIT_S = 4.0
+MAX_PROMPT_WAIT_S = 60.0  # longest wait of a prompt for cached KV that an operator may allow
 MAX_BATCHED_TOKENS = 2**20  # highest limit of a step's tokens; larger steps take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 
@@ -299,11 +298,11 @@ class EngineConfig:
         f"{DEFAULT_KV_FILES_BYTES // GIB}G.",
     )
     kv_files_timeout_s: float = option(
-        2.0,
+        10.0,
         above=0,
         most=MAX_PROMPT_WAIT_S,
-        help="With --kv-files: how long a prompt waits for files before the node computes what is "
-        "missing, seconds.",
+        help="With --kv-files: longest time that a prompt waits for files before the node computes "
+        "what is missing, seconds. A prompt waits only while reading is faster than computing.",
     )
     attention_backend: str = option("auto", help="Attention backend: its name, or auto.")
     async_scheduling: bool | None = option(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from baton.access.access_options import AUDIT_LOG_HELP, INSECURE_HELP, STANDARD_OUTPUT
 from baton.access.tls_options import ONLY_ROUTERS, TlsOptions
 from baton.addresses import DEFAULT_ADDRESS
-from baton.api.errors import ConfigError
 from baton.engine_config import MAX_PROMPT_WAIT_S, EngineConfig
 from baton.limits import REVISION_HELP, parse_revision
 from baton.options import check_limits, group, option
@@ -154,12 +153,6 @@ class NodeOptions(ProgramOptions):
 
     def __post_init__(self) -> None:
         check_limits(self)
-        wait_s = self.fetch_timeout_s + self.engine.kv_files_timeout_s
-        if self.fetch_prefixes and self.engine.kv_files and wait_s > MAX_PROMPT_WAIT_S:
-            raise ConfigError(
-                "fetch_timeout_s: a prompt may wait for a prefix and then for files, so the sum "
-                f"with kv_files_timeout_s must be at most {MAX_PROMPT_WAIT_S:g}, got {wait_s:g}"
-            )
 
     @property
     def vllm_model(self) -> str:

@@ -195,6 +195,8 @@ class NodeBeat:
         cache: figures of the prefix cache and of the node's files.
         num_decoding_images: prompts that wait until this node has decoded their image files;
             ``num_waiting`` includes them, ``num_waiting_for_encodings`` does not.
+        num_waiting_for_prefixes: prompts that wait for cached KV from files or from other nodes;
+            ``num_waiting`` includes them.
     """
 
     num_waiting: int = 0
@@ -215,6 +217,7 @@ class NodeBeat:
     num_waiting_for_encodings: int = 0
     cache: CacheUse = NO_CACHE
     num_decoding_images: int = 0
+    num_waiting_for_prefixes: int = 0
 
     @property
     def num_open(self) -> int:

@@ -163,7 +163,7 @@ class RequestError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class NodeBeat(_message.Message):
-    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s", "num_waiting_for_encodings", "cache", "num_decoding_images")
+    __slots__ = ("num_waiting", "num_waiting_for_remote_kvs", "num_running", "num_free_blocks", "num_quarantined_blocks", "num_transfers", "serving_state", "num_uncomputed_tokens", "num_rounds", "stalled_s", "longest_round_s", "stalled_thread", "adapters", "num_waiting_for_adapters", "adapter_load_s", "num_waiting_for_encodings", "cache", "num_decoding_images", "num_waiting_for_prefixes")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_REMOTE_KVS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class NodeBeat(_message.Message):
     NUM_WAITING_FOR_ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODING_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FOR_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_waiting_for_remote_kvs: int
     num_running: int
@@ -200,7 +201,8 @@ class NodeBeat(_message.Message):
     num_waiting_for_encodings: int
     cache: CacheUse
     num_decoding_images: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ..., num_decoding_images: _Optional[int] = ...) -> None: ...
+    num_waiting_for_prefixes: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_waiting_for_remote_kvs: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., num_transfers: _Optional[int] = ..., serving_state: _Optional[_Union[ServingState, str]] = ..., num_uncomputed_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., stalled_s: _Optional[float] = ..., longest_round_s: _Optional[float] = ..., stalled_thread: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., num_waiting_for_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ..., num_waiting_for_encodings: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ..., num_decoding_images: _Optional[int] = ..., num_waiting_for_prefixes: _Optional[int] = ...) -> None: ...
 
 class CacheUse(_message.Message):
     __slots__ = ("num_blocks", "num_bytes", "num_pinned_blocks", "memory_tokens", "file_tokens", "fetched_tokens", "file_bytes", "num_files", "evicted_after_s", "are_objects", "memory_age_s", "file_age_s", "fetched_age_s")

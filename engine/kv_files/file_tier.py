@@ -46,6 +46,9 @@ MAX_WAITING_WRITES = 64
 # For this share of the time that computing the tokens would take, a prompt always waits for its
 # read; afterwards only if the read is faster than computing.
 PATIENCE = 0.05
+# While the time to compute a token is unknown, a prompt waits this long for its read, in seconds.
+# Afterwards it waits only for a read that will end before the deadline at its speed so far.
+_BLIND_WAIT_S = 2.0
 # Reads that took fewer seconds do not tell how fast the disk is.
 _LONG_READ_S = 0.5
 # Steps with fewer prompt tokens are not measured. The second number is the weight of a new
@@ -396,10 +399,16 @@ class KVFileTier:
         return seconds > self._timeout_s or self._is_hopeless(read, seconds)
 
     def _is_hopeless(self, read: _Read, seconds: float) -> bool:
-        """Return whether a read is so slow that computing all its blocks would be faster."""
+        """Return whether a read is so slow that computing all its blocks would be faster.
+
+        While the time to compute a token is unknown, a read is too slow if it will not end before
+        the deadline.
+        """
         num_blocks = len(read.chain) - read.first
         computed_s = num_blocks * self._manager.block_size * self._token_s
-        if seconds <= max(PATIENCE * computed_s, _LONG_READ_S) or not computed_s:
+        if not computed_s:
+            return seconds > _BLIND_WAIT_S and seconds > read.share * self._timeout_s
+        if seconds <= max(PATIENCE * computed_s, _LONG_READ_S):
             return False
         return seconds > read.share * computed_s
 

@@ -55,6 +55,9 @@ def describe_load(
             handoffs.fetched_ages.median_s() if handoffs else 0.0,
         ),
         num_decoding_images=sum(map(_decodes_images, to_compute)),
+        num_waiting_for_prefixes=sum(
+            request.status is RequestStatus.WAITING_FOR_PREFIX for request in to_compute
+        ),
         num_uncomputed_tokens=sum(
             max(request.num_initial_tokens - request.num_computed_tokens, 0)
             for request in to_compute

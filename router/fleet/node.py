@@ -230,9 +230,9 @@ class Node:
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; call once per beat interval."""
         load = self.load
-        # A node that reads adapter files or decodes images, or waits for encode nodes, is not
-        # stalled.
-        if self.beat.num_waiting_for_adapters or load.awaits_images:
+        # A node that reads adapter files is not stalled, and neither is a node whose prompts all
+        # wait for images or for cached KV.
+        if self.beat.num_waiting_for_adapters or load.awaits_data:
             load.note_stalled()
         if (stalled_s := load.stalled_s) > STALLED_S + STALLED_FACTOR * load.prefill_queue_s:
             self.health.eject(f"no progress for {stalled_s:.0f} s")

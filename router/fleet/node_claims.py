@@ -268,7 +268,8 @@ def _beat_problem(registration: NodeRegistration, beat: NodeBeat) -> str:
         )
     for field in (
         "num_waiting", "num_waiting_for_remote_kvs", "num_waiting_for_adapters",
-        "num_waiting_for_encodings", "num_decoding_images", "num_running", "num_transfers",
+        "num_waiting_for_encodings", "num_decoding_images", "num_waiting_for_prefixes",
+        "num_running", "num_transfers",
     ):  # fmt: skip
         if getattr(beat, field) > MAX_REQUESTS:
             return f"{field}: must be at most {MAX_REQUESTS}, got {getattr(beat, field)}"

@@ -187,6 +187,8 @@ def _card(one: admin_pb2.NodeDescription) -> Table:
         table.add_row("", f"{beat.num_waiting_for_encodings} of the waiting wait for encodings")
     if beat.num_decoding_images:
         table.add_row("", f"images of {beat.num_decoding_images} of the waiting are being decoded")
+    if beat.num_waiting_for_prefixes:
+        table.add_row("", f"{beat.num_waiting_for_prefixes} of the waiting wait for cached KV")
     table.add_row("transfers", str(beat.num_transfers))
     num_used = str(one.num_blocks - beat.num_free_blocks) if one.HasField("beat") else "?"
     table.add_row(

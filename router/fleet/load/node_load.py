@@ -127,8 +127,8 @@ class NodeLoad:
         prefill: predicted seconds to compute a prompt, by its number of uncomputed tokens.
         awaits_encodings: whether all open prompts wait for encodings from encode nodes, so that
             the node has nothing to compute.
-        awaits_images: whether all open prompts wait for encodings, or for the node to decode their
-            image files, so that no step can finish a prompt.
+        awaits_data: whether all open prompts wait for encodings, for the node to decode their
+            image files, or for cached KV, so that no step can finish a prompt.
         prefill_queue_s: predicted seconds to compute all open prompts of all routers that do not
             wait for encodings.
         sampling_queue_s: the part of ``prefill_queue_s`` that does not belong to this router's
@@ -185,7 +185,7 @@ class NodeLoad:
             shared_units=_SHARED_UNITS,
         )
         self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
-        self.awaits_encodings = self.awaits_images = False
+        self.awaits_encodings = self.awaits_data = False
         self.prefill_queue_s = self.sampling_queue_s = 0.0
         self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
@@ -526,18 +526,19 @@ class NodeLoad:
     def _share_without_encodings(self) -> float:
         """Return which share of the open prompts waits for encodings; set `awaits_encodings`.
 
-        Set `awaits_images`, too. The node does not say which prompts wait, so each prompt counts as
+        Set `awaits_data`, too. The node does not say which prompts wait, so each prompt counts as
         an average prompt. Prompts whose files the node decodes count fully, because other prompts
         with images wait for them.
         """
         beat = self.beat
         num_without_images = beat.num_waiting_for_encodings + beat.num_decoding_images
-        if not num_without_images:  # by far the most frequent case
-            self.awaits_encodings = self.awaits_images = False
+        num_without_data = num_without_images + beat.num_waiting_for_prefixes
+        if not num_without_data:  # by far the most frequent case
+            self.awaits_encodings = self.awaits_data = False
             return 0.0
         num_prompts = max(self.num_uncomputed_requests, beat.num_waiting + beat.num_running)
         self.awaits_encodings = beat.num_waiting_for_encodings >= max(num_prompts, 1)
-        self.awaits_images = num_without_images >= num_prompts
+        self.awaits_data = num_without_data >= num_prompts
         return min(beat.num_waiting_for_encodings / max(num_prompts, 1), 1.0)
 
 

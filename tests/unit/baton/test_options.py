@@ -20,7 +20,6 @@ from baton.options import (
     parse_bytes,
     same_option,
 )
-from prefill_node.options import PrefillOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +122,6 @@ def test_every_option_of_every_program_has_a_name_of_its_own_and_says_what_it_do
         for one in options_of(PROGRAMS.load(program))
         if one.declaration.is_secret
     }
-
-
-def test_waits_for_a_prefix_and_for_files_are_bounded_together() -> None:
-    engine = EngineConfig(kv_files="folder", kv_files_timeout_s=3.0)
-    PrefillOptions(model="m", engine=engine, fetch_timeout_s=4.0)
-    PrefillOptions(model="m", engine=engine, fetch_timeout_s=1.0, fetch_prefixes=True)
-    with pytest.raises(ConfigError, match=r"fetch_timeout_s: .* at most 4, got 5"):
-        PrefillOptions(model="m", engine=engine, fetch_timeout_s=2.0, fetch_prefixes=True)
 
 
 def test_a_node_takes_what_its_role_uses() -> None:

@@ -198,6 +198,7 @@ events: st.SearchStrategy[link.NodeEvent] = st.one_of(
         num_waiting_for_adapters=uint32,
         num_waiting_for_encodings=uint32,
         num_decoding_images=uint32,
+        num_waiting_for_prefixes=uint32,
         adapter_load_s=seconds,
         cache=st.builds(
             CacheUse,

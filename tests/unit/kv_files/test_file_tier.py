@@ -19,7 +19,7 @@ from baton.kv.block_hash import extra_keys_of
 from baton.kv.layers import PagedKV
 from engine.core.request import Request
 from engine.engine import Engine
-from engine.kv_files.file_tier import KVFileTier
+from engine.kv_files.file_tier import KVFileTier, _Read
 from engine.kv_files.run_store import RunStore
 from engine.kv_files.switch import FIRST_PAUSE_S
 from engine.weights import ServedWeights
@@ -231,6 +231,28 @@ def test_a_slow_read_costs_no_more_than_its_deadline(written: Path, expected: li
     engine.schedule()
     assert sum(engine.block_pool.ref_counts().values()) == 0
     engine.block_pool.check()
+    engine.close()
+
+
+@pytest.mark.parametrize(("share_read", "wait_s"), [(0.0, 2.0), (0.5, 5.0), (1.0, 10.0)])
+def test_a_read_may_take_longer_if_it_will_end_before_the_deadline(
+    written: Path, share_read: float, wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No prompt was computed before, so the time to compute a token is unknown."""
+    monkeypatch.setattr(_Read, "share", share_read)
+    engine = load(written)
+    tier, files, clock = tier_of(engine), trouble(engine), Clock()
+    tier._clock = tier._reading._clock = clock
+    files.gate.clear()
+    request = ask(engine)
+    assert files.stands.wait(60)
+    clock.now = wait_s
+    engine.schedule()
+    assert request.awaits_prefix
+    clock.now += 0.01
+    engine.schedule()
+    assert not request.awaits_prefix
+    files.gate.set()
     engine.close()
 
 

@@ -101,6 +101,19 @@ def test_a_node_that_decodes_image_files_is_busy_and_not_ejected() -> None:
     assert any(ejected), "the running prompt is stalled"
 
 
+def test_a_node_whose_prompts_all_wait_for_cached_kv_is_not_ejected() -> None:
+    scene = Scene()
+    scene.open_prompts(3)
+    scene.pass_time(1000.0, num_waiting=3, num_waiting_for_prefixes=3)
+    assert not scene.is_ejected
+    beat = {"num_waiting": 2, "num_waiting_for_prefixes": 2, "num_running": 1}
+    ejected = []
+    for _ in range(100):
+        scene.pass_time(10.0, **beat)
+        ejected.append(scene.is_ejected)
+    assert any(ejected), "the running prompt is stalled"
+
+
 def test_a_prompt_that_the_node_has_not_reported_yet_counts() -> None:
     scene = Scene()
     scene.open_prompts(1)
