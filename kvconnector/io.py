@@ -395,7 +395,8 @@ class IoLoop:
         self._has_posted = True
         if not is_done:
             self._writes.setdefault(place, deque()).append(pending)
-        return Posted(action, posting_s, is_done)
+        trip_s = 0.0 if is_done else self._transport.round_trip_s(action.engine_id)
+        return Posted(action, posting_s, is_done, round_trip_s=trip_s)
 
     def _write_probe(self, action: WriteProbe) -> Result:
         """Post probe writes until ``max_writes`` or ``max_s`` is reached; other peers wait."""

@@ -152,6 +152,9 @@ class SimTransport:
     def disconnect(self, engine_id: str) -> None:
         pass
 
+    def round_trip_s(self, engine_id: str) -> float:
+        return 0.0
+
     def write(
         self,
         engine_id: str,

@@ -28,7 +28,7 @@ from benchmarks.handoff.handoff_modes import PARAMS, make_checkpoint, push_figur
 from benchmarks.hosts.full_link import SLOW, measure_full_links, measure_slow_neighbour
 from benchmarks.hosts.link_model import BITS, Prefills, exposed_s, least_rate, push_queue
 from benchmarks.runner.programs import admin_of
-from benchmarks.runner.run import Run
+from benchmarks.runner.run import Document, Run
 from tests.hosts.network import Network, why_no_hosts
 from tests.hosts.programs import HostPrograms
 
@@ -136,15 +136,16 @@ def predict(rows: Mapping[str, dict[str, Any]]) -> None:
 
     The model gets the times of the prefills. It also gets the exposed transfer of the shortest
     prompt, sent by layers over the unlimited link: the time that a hand-off takes without the
-    link's time.
+    link's time. Without rows of that link, nothing is predicted.
     """
-    prefills = Prefills.fit(
-        {
-            row["num_chunks"]: row["prefill_ms"] / 1e3
-            for row in rows.values()
-            if row["push"] == "layers" and not row["rate"]
-        }
-    )
+    prefill_s = {
+        row["num_chunks"]: row["prefill_ms"] / 1e3
+        for row in rows.values()
+        if row["push"] == "layers" and not row["rate"]
+    }
+    if not prefill_s:
+        return
+    prefills = Prefills.fit(prefill_s)
     besides_ms = min(
         row["exposed_transfer_ms"]
         for row in rows.values()
@@ -210,7 +211,8 @@ def run(
     pushes: Sequence[str] = PUSHES,
     seconds: float = 5.0,
     parts: Sequence[Part] = PARTS,
-) -> dict[str, dict[str, Any]] | None:
+    congestion_control: str = "",
+) -> Document | None:
     """Measure each connector, push mode, rate and prompt length.
 
     Args:
@@ -220,17 +222,22 @@ def run(
         pushes: layers, after-prefill.
         seconds: time for which each link is filled.
         parts: links: full links; table: requests; variants: fp8 and digests on a slow link.
+        congestion_control: algorithm of the hosts' TCP connections, such as cubic or reno; empty:
+            this machine's.
     """
     if reason := why_no_hosts():
         run.problems.append(reason)
         return None
-    document: dict[str, dict[str, Any]] = dict(run.saved()) if set(parts) != set(PARTS) else {}
+    document: dict[str, Any] = dict(run.saved()) if set(parts) != set(PARTS) else {}
     with Network(HOSTS, ["ipv4"]) as network, tempfile.TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path))
         # Before gRPC starts threads, because threads stay in the network where they start
         network.enter("client")
+        if congestion_control:
+            network.set_congestion_control(congestion_control)
         for connector in connectors:
             if "links" in parts:
+                document["congestion_control"] = congestion_control or own_congestion_control()
                 fast = [rate for rate in rates if rate != SLOW_RATE]
                 links = document.setdefault("links", {})
                 links |= measure_full_links(network, connector, fast, seconds)
@@ -242,6 +249,11 @@ def run(
         if "variants" in parts:
             document["slow"] = measure_variants(network, folder, 1024, 2)
     return document
+
+
+def own_congestion_control() -> str:
+    """Return the congestion control of this machine's new TCP connections."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def speed_of(rate: float) -> str:

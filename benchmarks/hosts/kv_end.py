@@ -177,6 +177,7 @@ def receive(connector: str, name: str, listen: str, num_blocks: int) -> None:
     receiver.loop.start()
     answer({"info": base64.b64encode(receiver.describe()).decode()})
     open_places: dict[str, int] = {}
+    known: set[str] = set()
     while True:
         if select.select([sys.stdin], [], [], 0)[0]:
             line = sys.stdin.readline()
@@ -185,6 +186,9 @@ def receive(connector: str, name: str, listen: str, num_blocks: int) -> None:
             receiver.connect(PeerInfo.decode(base64.b64decode(json.loads(line)["peer"])))
         for event in receiver.poll():
             if event.kind is TransferEventKind.STARTED:
+                if event.request_id in known:  # a repeated Start of a transfer that has ended
+                    continue
+                known.add(event.request_id)
                 size = event.num_tokens // BLOCK_TOKENS
                 place = next(i for i in range(NUM_OPEN) if i not in open_places.values())
                 open_places[event.request_id] = place

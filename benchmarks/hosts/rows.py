@@ -146,7 +146,12 @@ def _variants(push: str) -> Measure:
     return measure
 
 
+def _congestion_control(document: Json) -> Found:
+    return Found(str(at(document, "congestion_control")))
+
+
 HOSTS = Source("hosts_handoff", (
+    Row("congestion control of the hosts' TCP connections", _congestion_control),
     *(
         row
         for connector, name in CONNECTORS.items()

@@ -108,12 +108,14 @@ class Posted:
 
     Attributes:
         problem: why posting failed; if not empty, no `WriteEnded` follows.
+        round_trip_s: shortest recent round trip of the path to the peer; 0: unknown.
     """
 
     action: Write
     posting_s: float = 0.0
     is_done: bool = False
     problem: str = ""
+    round_trip_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ ENOUGH_BYTES, ENOUGH_S = 16 * 2**20, 0.5
 INTERVAL_S = 1.0
 # A bandwidth is reported if it differs from the last reported bandwidth by more than this factor.
 REPORT_FACTOR = 1.5
+# A lower bandwidth limits the bytes in flight only if it is lower by more than this factor.
+LIMIT_FACTOR = 1.2
 # A span of a busy link ends if this many times as many of its bytes have arrived as are in flight.
 ARRIVED_FACTOR = 4
 # Least seconds between two looks at all links. A round of I/O may take only 0.1 ms.
@@ -233,8 +235,10 @@ class LinkMeter:
         if bandwidth is None or engine_id not in self._sender.peers:
             return []
         peer = self._sender.peers[engine_id]
-        is_lower = bandwidth < peer.bandwidth_bytes_per_s
-        if not (_are_near(bandwidth, peer.bandwidth_bytes_per_s) or (is_lower and link.is_starved)):
+        known = peer.bandwidth_bytes_per_s
+        # A limit that is too low keeps the link from being full, so the higher of two near ones
+        # counts.
+        if bandwidth > known or (LIMIT_FACTOR * bandwidth < known and not link.is_starved):
             peer.bandwidth_bytes_per_s = bandwidth
         if _are_near(bandwidth, link.reported):
             return []

@@ -43,10 +43,10 @@ HELLO_TIMEOUT_S = 10.0  # seconds after which a silent new peer is reported, and
 MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a peer
 # The KV in flight to a peer keeps the link busy for `ROUND_TRIPS` round trips plus this many
 # seconds. The number is small, because a message waits behind this KV.
-QUEUE_S = 0.0015
+QUEUE_S = 0.002
 ROUND_TRIPS = 2  # two, because the measured bandwidth may be a third too low
+USUAL_ROUND_TRIP_S = 0.001  # until a round trip is measured, or where the transport measures none
 MAX_ROUND_TRIP_S = 0.1
-TRIPS_S = 30.0  # seconds after which a measured round trip is forgotten
 NUM_PIECES = 4  # number of pieces that bytes in flight are cut into, so that the link has no pauses
 MIN_POSTED_BYTES = 2**16  # lower bound of `limit_bytes` for a slow link
 # After this many read rounds and seconds, no more bytes of a dead peer can arrive (`DeadPeers`).
@@ -79,10 +79,7 @@ class Peer:
         is_probing: whether a probe runs; no Hello is sent until the probe ends.
         is_probed: whether the last probe passed.
         bandwidth_bytes_per_s: bandwidth that the last probe, or the last writes of KV, measured.
-        round_trip_s: shortest time between a message and its answer, while no write to any peer was
-            in flight, over the last one to two times `TRIPS_S`; includes sleeps of both ends'
-            loops.
-        recent_trip_s: the shortest round trip since the time ``tripped_at``.
+        round_trip_s: shortest recent round trip of the path, as the transport measures it.
         problem: the last problem with the peer that was reported.
         unreached: why the last attempt to reach the peer failed.
     """
@@ -102,9 +99,7 @@ class Peer:
     is_probing: bool = False
     is_probed: bool = False
     bandwidth_bytes_per_s: float = 0.0
-    round_trip_s: float = MAX_ROUND_TRIP_S
-    recent_trip_s: float = MAX_ROUND_TRIP_S
-    tripped_at: float = -math.inf
+    round_trip_s: float = USUAL_ROUND_TRIP_S
     problem: str = ""
     unreached: str = ""
 
@@ -128,7 +123,6 @@ class Peers:
             receiver).
         is_busy: returns whether writes to a peer are in flight; until they end, the peer's
             connection is kept.
-        is_sending: returns whether writes to any peer are in flight.
         is_receiving: returns whether a peer may be writing to this node.
         on_lost: called with the reason when a peer becomes suspect.
 
@@ -143,7 +137,6 @@ class Peers:
         *,
         greets: bool,
         is_busy: Callable[[str], bool] = lambda engine_id: False,
-        is_sending: Callable[[], bool] = lambda: False,
         is_receiving: Callable[[str], bool] = lambda engine_id: False,
         on_lost: Callable[[str, str], None] = lambda engine_id, reason: None,
     ) -> None:
@@ -151,9 +144,7 @@ class Peers:
         self._own = own
         self.greets = greets
         self._is_busy = is_busy
-        self._is_sending = is_sending
         self._is_receiving = is_receiving
-        self._written_at = -math.inf  # when a write to any peer was last posted or ended
         self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
         self._probe_numbers = itertools.count(1)
@@ -237,32 +228,18 @@ class Peers:
     def renew(self, engine_id: str, sent_at_s: float) -> None:
         """Renew the lease to write to a peer that has answered a message sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
-        peer = self._peers[engine_id]
-        # Messages wait behind KV, also behind KV for other peers: this time is not the path's, and
-        # would let every peer have more KV in flight, which would make messages wait longer.
-        # Longer times are those of a sleeping loop.
-        trip_s = max(0.0, self._turn.now - sent_at_s)
-        if trip_s < MAX_ROUND_TRIP_S and sent_at_s > self._written_at and not self._is_sending():
-            self._note_round_trip(peer, trip_s)
-        if self._is_fresh(peer):
+        if self._is_fresh(self._peers[engine_id]):
             self.confirm(engine_id)
 
-    def note_write(self, reached: str = "") -> None:
-        """Note that a write to any peer was posted, or has ended.
+    def note_reached(self, engine_id: str) -> None:
+        """Note that a write has reached a peer's memory."""
+        if engine_id in self._peers:
+            self._peers[engine_id].reached_at = self._turn.now
 
-        Args:
-            reached: the peer whose memory the write has reached; empty: none.
-        """
-        self._written_at = self._turn.now
-        if reached in self._peers:
-            self._peers[reached].reached_at = self._turn.now
-
-    def _note_round_trip(self, peer: Peer, seconds: float) -> None:
-        peer.recent_trip_s = min(peer.recent_trip_s, seconds)
-        peer.round_trip_s = min(peer.round_trip_s, seconds)
-        if self._turn.now - peer.tripped_at >= TRIPS_S:
-            peer.round_trip_s, peer.recent_trip_s = peer.recent_trip_s, MAX_ROUND_TRIP_S
-            peer.tripped_at = self._turn.now
+    def note_round_trip(self, engine_id: str, seconds: float) -> None:
+        """Note the shortest recent round trip of the path to a peer; 0: unknown."""
+        if seconds and engine_id in self._peers:
+            self._peers[engine_id].round_trip_s = min(seconds, MAX_ROUND_TRIP_S)
 
     def confirm(self, engine_id: str) -> None:
         """Set a probed peer, which has just sent a message, to CONNECTED; report PEER_CONNECTED."""

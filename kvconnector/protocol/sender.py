@@ -98,7 +98,6 @@ class SendMachine:
             own,
             greets=True,
             is_busy=self._has_writes,
-            is_sending=self._is_sending,
             on_lost=self._fail_all,
         )
         self._probes = Probes(self._turn, own, self.peers, digest)
@@ -315,8 +314,8 @@ class SendMachine:
         return None
 
     def _on_posted(self, result: Posted) -> None:
-        self.peers.note_write()
         action = result.action
+        self.peers.note_round_trip(action.engine_id, result.round_trip_s)
         transfer, piece = self.transfers[action.key], action.piece
         if result.problem:
             self._fail(transfer, result.problem)
@@ -334,7 +333,8 @@ class SendMachine:
         self._turn.add_action(Pause())  # `_post_next` runs after this action
 
     def _on_write_ended(self, result: WriteEnded) -> None:
-        self.peers.note_write("" if result.problem else result.engine_id)
+        if not result.problem:
+            self.peers.note_reached(result.engine_id)
         if not result.key[0]:  # `NO_TRANSFER`: a probe's write
             self._probes.take_ended(result)
             return
@@ -378,9 +378,6 @@ class SendMachine:
     def _has_writes(self, engine_id: str) -> bool:
         mine = (t for t in self.transfers.values() if t.engine_id == engine_id)
         return any(t.writes for t in mine) or self._probes.has_writes(engine_id)
-
-    def _is_sending(self) -> bool:
-        return self._probes.is_writing or any(t.writes for t in self.transfers.values())
 
     # ------------------------------------------------------------------ ends
 

@@ -230,6 +230,9 @@ class RanksTransport:
             other.say(Forget(engine_id))
         self._local.disconnect(engine_id)
 
+    def round_trip_s(self, engine_id: str) -> float:
+        return self._local.round_trip_s(engine_id)
+
     def write(
         self,
         engine_id: str,

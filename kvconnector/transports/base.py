@@ -107,6 +107,9 @@ class KVTransport(Protocol):
     def disconnect(self, engine_id: str) -> None:
         """Forget a peer; do nothing if the peer is unknown."""
 
+    def round_trip_s(self, engine_id: str) -> float:
+        """Return the shortest recent round trip of the path to a peer; 0.0: unknown."""
+
     def write(
         self,
         engine_id: str,

@@ -248,6 +248,9 @@ class FaultyTransport:
     def disconnect(self, engine_id: str) -> None:
         self._transport.disconnect(engine_id)
 
+    def round_trip_s(self, engine_id: str) -> float:
+        return self._transport.round_trip_s(engine_id)
+
     def close(self) -> None:
         self._transport.close()
 

@@ -72,6 +72,9 @@ class InMemoryTransport:
     def disconnect(self, engine_id: str) -> None:
         self._peers.pop(engine_id, None)
 
+    def round_trip_s(self, engine_id: str) -> float:
+        return 0.0
+
     def write(
         self,
         engine_id: str,

@@ -219,6 +219,15 @@ class Network:
         _limit_device(host, "eth0", bits_per_s)
         _limit_device(self._router_of(host), f"port{host.number}", bits_per_s)
 
+    def set_congestion_control(self, name: str) -> None:
+        """Let the hosts' new TCP connections use a congestion control, such as cubic.
+
+        Raises CalledProcessError if this machine does not allow the name
+        (`net.ipv4.tcp_allowed_congestion_control`).
+        """
+        for host in self.hosts.values():
+            host.run("sysctl", "-qw", f"net.ipv4.tcp_congestion_control={name}")
+
     def limit_trunk(self, bits_per_s: float | None) -> None:
         """Limit the rate between near and far hosts in each direction; None: unlimited."""
         self._note(f"trunk: {bits_per_s / 1e6:g} Mbit/s" if bits_per_s else "trunk: unlimited")

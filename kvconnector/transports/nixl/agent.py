@@ -23,7 +23,7 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 from kvconnector.transports.base import UNACKNOWLEDGED_S
-from kvconnector.transports.nixl.fences import ConnectionFences, watched_sockets
+from kvconnector.transports.nixl.fences import ConnectionFences, RoundTrips, watched_sockets
 
 # Maximum number of released peers that NIXL keeps. A kept peer whose process has ended costs some
 # kilobytes of memory. Dropping a living peer leaves a TCP connection open on both sides.
@@ -133,6 +133,7 @@ class NixlAgent:
             self._agent = api.nixl_agent(name, config)
             self.descriptor = _find_descriptor(known)
             self._fences = ConnectionFences(self._sockets)
+            self._round_trips = RoundTrips(self._sockets)
             # A layout's blocks are one contiguous range, so they are registered as one region.
             regions = np.array(
                 [[at.base_address, at.num_blocks * at.block_bytes, at.device_id] for at in layouts],
@@ -314,6 +315,17 @@ class NixlAgent:
             return self._fences.is_closed(name, metadata, others)
         except (OSError, ValueError):  # /proc is hidden
             return False
+
+    def round_trip_s(self, metadata: bytes) -> float:
+        """Return the shortest recent round trip to a peer over TCP; 0.0: unknown.
+
+        Args:
+            metadata: the peer's metadata.
+        """
+        try:
+            return self._round_trips.find(metadata)
+        except (OSError, ValueError):  # /proc is hidden
+            return 0.0
 
     def _sockets(self) -> dict[int, int]:
         return {} if self.descriptor is None else watched_sockets(self.descriptor)

@@ -19,6 +19,7 @@ Refuses to know: transfers, the meaning of messages.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvconnector.transports.base import SILENT_S
+from kvconnector.transports.round_trips import shortest_round_trip_s
 
 # A connection of a silent peer that is still open after this many seconds is shut down. The process
 # may be stopped, or another process on its host may own the connection and must then reconnect.
@@ -38,6 +40,7 @@ CLOSE_AFTER_S = 5.0
 FINAL_READS, FINAL_S = 10, 0.5
 MAX_NAMES = 4096  # peers whose last message is remembered; they stay known while they reconnect
 LOOK_S = 0.1  # least seconds between two looks for the same peer
+TRIPS_S, UNKNOWN_S = 10.0, 1.0  # seconds after which known and unknown round trips are read again
 # Family and address, as in the metadata of a UCX worker
 _FAMILIES = {4: bytes([socket.AF_INET]), 6: bytes([socket.AF_INET6])}
 
@@ -185,6 +188,51 @@ def _connection_of(number: int) -> _Connection | None:
     mapped = getattr(address, "ipv4_mapped", None)
     address = mapped or address
     return _Connection(_FAMILIES[address.version] + address.packed, own_end, far_end)
+
+
+class RoundTrips:
+    """The shortest round trips of one UCX worker's TCP paths, by remote address.
+
+    Args:
+        list_sockets: returns the descriptors of the worker's sockets by inode; may raise OSError.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        list_sockets: Callable[[], Mapping[int, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._list_sockets, self._clock = list_sockets, clock
+        self._read_at = -math.inf
+        self._by_address: dict[bytes, float] = {}
+        self._by_metadata: dict[bytes, float] = {}  # what was asked since the last reading
+
+    def find(self, metadata: bytes) -> float:
+        """Return the shortest round trip to a peer, by the peer's metadata; 0.0: unknown.
+
+        All sockets are read again after `TRIPS_S`, or after `UNKNOWN_S` if they do not tell the
+        round trip.
+        """
+        known = self._by_metadata.get(metadata, 0.0)
+        if self._clock() - self._read_at >= (TRIPS_S if known else UNKNOWN_S):
+            self._read()
+        if metadata not in self._by_metadata:
+            found = [trip_s for address, trip_s in self._by_address.items() if address in metadata]
+            self._by_metadata[metadata] = min(found, default=0.0)
+        return self._by_metadata[metadata]
+
+    def _read(self) -> None:
+        self._read_at = self._clock()
+        self._by_address, self._by_metadata = {}, {}
+        for number in self._list_sockets().values():
+            connection = _connection_of(number)
+            if connection is None or not connection.address:
+                continue
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+                if trip_s := shortest_round_trip_s(copy):
+                    shortest = self._by_address.get(connection.address, trip_s)
+                    self._by_address[connection.address] = min(shortest, trip_s)
 
 
 def _shut_down(number: int, inode: int) -> None:

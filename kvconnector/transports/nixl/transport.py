@@ -173,6 +173,9 @@ class NixlTransport:
                 self._agent.release_peer(peer.name_of(rank), tables)
             self._release_unused()
 
+    def round_trip_s(self, engine_id: str) -> float:
+        return self._agent.round_trip_s(self._peer(engine_id).info.ranks[0].agent_metadata)
+
     def _release_unused(self) -> None:
         """Release tables of this node's memory that no present peer needs."""
         used = {id(table.local) for peer in self._peers.values() for table in peer.tables.values()}

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.api.errors import TransferError
+from kvconnector.transports.round_trips import shortest_round_trip_s
 from kvconnector.transports.sockets.connection import Connection
 from kvconnector.transports.sockets.frames import (
     FROM_LISTENER,
@@ -155,6 +156,14 @@ class Outgoing:
     def connections(self) -> list[Connection]:
         """Return the connections to poll; `progress` then reads and writes."""
         return [c for c in (self._connection, self._ended) if c is not None]
+
+    @property
+    def round_trip_s(self) -> float:
+        """Return the shortest recent round trip to the peer; 0.0: unknown."""
+        try:
+            return shortest_round_trip_s(self._connection.raw) if self._connection else 0.0
+        except OSError:  # the connection has just failed
+            return 0.0
 
     @property
     def dialling(self) -> socket.socket | None:

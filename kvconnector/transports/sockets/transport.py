@@ -129,6 +129,11 @@ class TlsTransport:
                 self._identity.forget(shown)
         self._hang_up(engine_id)
 
+    def round_trip_s(self, engine_id: str) -> float:
+        outgoing = self._outgoing.get(engine_id)
+        trip_s = outgoing.round_trip_s if outgoing is not None else 0.0
+        return trip_s and trip_s + ROUND_S / 2  # bytes wait half a round on average
+
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
         self._grants.setdefault(engine_id, {}).setdefault(transfer, frozenset(block_ids))
 

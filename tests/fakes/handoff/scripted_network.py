@@ -228,6 +228,9 @@ class ScriptedTransport:
     def disconnect(self, engine_id: str) -> None:
         self._peers.discard(engine_id)
 
+    def round_trip_s(self, engine_id: str) -> float:
+        return 0.0
+
     def write(
         self,
         engine_id: str,

@@ -18,7 +18,10 @@ from kvconnector.transports.nixl.fences import (
     FINAL_S,
     LOOK_S,
     MAX_NAMES,
+    TRIPS_S,
+    UNKNOWN_S,
     ConnectionFences,
+    RoundTrips,
     watched_sockets,
 )
 
@@ -35,9 +38,13 @@ class Worker:
         self._stack = stack
         self._epoll = stack.enter_context(select.epoll())
         self.now = 100.0
-        self.fences = ConnectionFences(
-            lambda: watched_sockets(self._epoll.fileno()), lambda: self.now
-        )
+        self.num_lists = 0
+        self.fences = ConnectionFences(self.list_sockets, lambda: self.now)
+        self.round_trips = RoundTrips(self.list_sockets, lambda: self.now)
+
+    def list_sockets(self) -> dict[int, int]:
+        self.num_lists += 1
+        return watched_sockets(self._epoll.fileno())
 
     def accept(self, address: str) -> tuple[socket.socket, socket.socket]:
         """Return this node's end and the peer's end of a connection from an address."""
@@ -231,3 +238,22 @@ def test_a_peer_that_has_this_workers_address_is_not_taken_for_the_worker(worker
     assert not worker.look(SILENT_S, "127.0.0.9")
     worker.read_to_the_end()
     assert not worker.look(0.0, "127.0.0.9")
+
+
+def test_the_kernel_tells_the_round_trip_to_a_peer(worker: Worker) -> None:
+    own, theirs = worker.accept("127.0.0.2")
+    worker.accept("127.0.0.3")
+    own.send(b"answer")  # the kernel measures the time until the other end acknowledges
+    assert theirs.recv(6) == b"answer"
+    metadata = metadata_of("127.0.0.2")
+    found = worker.round_trips.find(metadata)
+    assert 0 < found < 1
+    assert worker.round_trips.find(metadata_of("127.0.0.9")) == 0.0
+    num_lists = worker.num_lists
+    worker.now += UNKNOWN_S
+    assert worker.round_trips.find(metadata) == found
+    assert worker.num_lists == num_lists, "known: the sockets are not read again"
+    assert worker.round_trips.find(metadata_of("127.0.0.9")) == 0.0
+    worker.now += TRIPS_S
+    worker.round_trips.find(metadata)
+    assert worker.num_lists == num_lists + 2

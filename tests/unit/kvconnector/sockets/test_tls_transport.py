@@ -56,6 +56,13 @@ def test_a_write_lands_where_it_is_granted(ends: tuple[End, End]) -> None:
     assert torch.equal(d.blocks, expected)
 
 
+def test_the_kernel_tells_the_round_trip_to_a_peer(ends: tuple[End, End]) -> None:
+    p, d = ends
+    assert p.transport.round_trip_s(d.id) == 0.0
+    meet(p, d)
+    assert 0 < p.transport.round_trip_s(d.id) < 1
+
+
 def test_memory_that_is_staged_is_written_and_kept_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
