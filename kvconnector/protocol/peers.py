@@ -179,7 +179,7 @@ class Peers:
         ignored.
         """
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
-            logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
+            logger.warning("ignored a changed peer info of %s", info.engine_id)
             return
         self._turn.add_action(Connect(info))
 
@@ -238,9 +238,9 @@ class Peers:
         """Renew the lease to write to a peer that has answered a message sent at ``sent_at_s``."""
         self.note_alive(engine_id, sent_at_s)
         peer = self._peers[engine_id]
-        # Messages wait behind KV, also behind KV for other peers: this time is not the path's, and
-        # would let every peer have more KV in flight, which would make messages wait longer.
-        # Longer times are those of a sleeping loop.
+        # While KV for any peer is in flight, messages wait behind it. Their times are longer than
+        # the path's round trip, and would allow more KV in flight, so that messages would wait even
+        # longer. Times from `MAX_ROUND_TRIP_S` on are those of a sleeping loop.
         trip_s = max(0.0, self._turn.now - sent_at_s)
         if trip_s < MAX_ROUND_TRIP_S and sent_at_s > self._written_at and not self._is_sending():
             self._note_round_trip(peer, trip_s)
@@ -406,7 +406,7 @@ class Peers:
         silent_s = self._turn.now - max(peer.alive_at, peer.reached_at)
         is_receiving = self._is_receiving(peer.engine_id)
         if silent_s >= (RECEIVING_LEASE_S if is_receiving else LEASE_S):
-            self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
+            self._lose(peer, f"no beat from {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """Set a peer to SUSPECT, and report PEER_FAILED once."""

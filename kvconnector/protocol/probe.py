@@ -137,7 +137,7 @@ class Probes:
         # KV goes only over connections over which a self-test's bytes went (ADR 0140).
         elif self._peers[peer_id].num_reconnects != probe.num_reconnects:
             self._fail(peer_id, probe, "the connection was replaced during the self-test")
-        # The result came too late to count: ask the peer again.
+        # Without a valid lease, the result does not count, and SelfTest is repeated.
         elif self._peers.is_fresh(peer_id):
             probe.is_over = True
             path = self._peers[peer_id].path
@@ -171,7 +171,7 @@ class Probes:
 
     def _go_on(self, peer_id: str, probe: _Probe) -> None:
         if peer_id not in self._peers or self._peers[peer_id].state is PeerState.LEAVING:
-            self._fail(peer_id, probe, "it is gone")
+            self._fail(peer_id, probe, "the peer is gone")
         elif self._turn.now >= probe.give_up_at:
             part = "answer to" if probe.bandwidth_bytes_per_s else "end of the writes of"
             seconds = probe.give_up_at - probe.began_at
@@ -312,7 +312,7 @@ class ProbeSlots:
             return
         message, peer_id = offer.seen, result.action.engine_id
         if result.digest != message.digest:
-            offer.problem = f"what the self-test wrote by {message.transport} arrived wrong"
+            offer.problem = f"the self-test's bytes over {message.transport} arrived wrong"
             self._peers.fail_probe(peer_id, offer.problem)
         else:
             offer.problem = ""

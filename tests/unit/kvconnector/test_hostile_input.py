@@ -151,7 +151,7 @@ def test_a_record_of_another_version_ends_its_transfer() -> None:
     actions = machine.handle_input(msgspec.structs.replace(COMMIT, record=later), 0.1)
     [event] = [action for action in actions if isinstance(action, TransferEvent)]
     assert event.kind is TransferEventKind.FAILED
-    assert event.reason == "its hand-off record is of version 2, not 1"
+    assert event.reason == "the hand-off record has version 2, not 1"
     actions = machine.handle_input(COMMIT, 0.1)
     [event] = [action for action in actions if isinstance(action, TransferEvent)]
     assert (event.kind, event.record) == (TransferEventKind.COMMITTED, COMMIT.record)
