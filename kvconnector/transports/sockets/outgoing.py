@@ -56,7 +56,7 @@ class PostedWrite:
     def is_done(self) -> bool:
         if self.is_over:
             if not self.is_taken:
-                raise TransferError("the peer takes no more of this transfer")
+                raise TransferError("the peer dropped a write that it does not allow any more")
             return True
         if self.out.problem:
             raise TransferError(self.out.problem)
@@ -99,8 +99,8 @@ class Outgoing:
         self.problem = ""
         self._raw: socket.socket | None = None  # a TCP connection that is being dialled
         self._connection: Connection | None = None
-        # A replaced connection, over which nothing more is sent; its last bytes may still be under
-        # way.
+        # A replaced connection: nothing more is sent over it, but its last bytes may still be on
+        # their way.
         self._ended: Connection | None = None
         self._is_welcome = False
         # whether the peer has ever sent WELCOME; if so, the next failure is final
@@ -173,7 +173,7 @@ class Outgoing:
         if self._ended is not None:
             self._ended.progress()
             if self._ended.problem or self._clock() - self._dialled_at >= DIAL_TIMEOUT_S:
-                self._ended.close("it was renewed")
+                self._ended.close("the connection was replaced to get new keys")
                 self._ended = None
         if self._connection is not None:
             self._go_on(self._connection)
@@ -277,7 +277,7 @@ class Outgoing:
         if self._raw is not None:
             self._raw.close()
         self._raw = self._connection = self._ended = None
-        self._writes.clear()  # unfinished writes look up `problem` here
+        self._writes.clear()  # `PostedWrite.is_done` of unfinished writes raises `problem`
         self._waiting.clear()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:
