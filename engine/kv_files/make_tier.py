@@ -27,7 +27,7 @@ def make_tier(
 
     Args:
         manager: owner of the blocks and of the prefix cache.
-        side_blocks: limits the blocks that reads and other transfers take.
+        side_blocks: limits the blocks that reads and other transfers withhold from requests.
         resume: queues a request that waited for a part of its prompt.
 
     Raises:
