@@ -80,7 +80,7 @@ class _Search:
     """The search for the best places of one request in a fleet.
 
     Attributes:
-        terms: what the costs of all places need to know about the request.
+        terms: facts about the request that the costs of all places need.
     """
 
     def __init__(self, query: RouteQuery, fleet: Fleet) -> None:

@@ -26,7 +26,7 @@ class PlacementMemory:
         clock: returns monotonic seconds.
 
     Attributes:
-        generation: number of generations that were begun since the first.
+        generation: number of generations that have begun after the first.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PlacementMemory:
             self._newest[block_hash] = self._newest.get(block_hash, 0) | bit
 
     def get(self, block_hash: ShortHash, default: int) -> int:
-        """Return the nodes to which this block was lately sent, as bits; ``default`` if none."""
+        """Return the nodes to which this block was sent lately, as bits; ``default`` if none."""
         newest = self._newest.get(block_hash, 0)
         return newest | self._previous.get(block_hash, 0) or default
 
