@@ -28,7 +28,10 @@ def _row(document: Json, connector: str, push: str, speed: str, length: int) -> 
 
 
 def _exposed(connector: str, speed: str) -> Measure:
-    """Return a measure of the exposed time by length; judge links faster than the prefill."""
+    """Return a measure of the exposed transfer by prompt length.
+
+    Its growth is judged only where the link is faster than the prefill makes KV.
+    """
 
     def measure(document: Json) -> Found:
         texts, flat = [], []

@@ -59,7 +59,7 @@ def test_connecting_neither_blocks_nor_leaves_sockets_open() -> None:
             listener.kill()
             listener.wait()
         sockets = dial()["sockets"]
-        assert max(sockets) <= sockets[0] + 1  # at most the one of the present try
+        assert max(sockets) <= sockets[0] + 1  # at most the socket of the present try is open
 
 
 @pytest.mark.parametrize("connector", ["nixl", "tls"])

@@ -52,7 +52,7 @@ def test_a_slow_link_is_avoided_whether_it_was_slow_at_first_or_got_slow() -> No
             )
 
         wait_for_self_tests(2)
-        # Self-tests at one time share the link of p0, so one node may seem faster.
+        # Simultaneous self-tests share the link of p0, so one node may seem faster.
         slow = decode_nodes(programs, 4)[-1]
         network.limit(slow, SLOW)
         assert slow not in decode_nodes(programs, 16)[-4:]

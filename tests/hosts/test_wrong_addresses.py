@@ -29,7 +29,7 @@ def test_other_nodes_serve_beside_nodes_with_wrong_addresses() -> None:
         programs.start_router("--no-local-prefill")
         for name in ("p0", "d0"):
             programs.start_node(name, *NODE_WORDS)
-        # d1 tells its peers an address on its loopback device
+        # d1 gives its peers an address of its loopback device
         programs.start_node("d1", *NODE_WORDS, variables={"UCX_NET_DEVICES": "lo"})
         wrong = network.at("router", WRONG_PORT)
         programs.start_node("p1", *NODE_WORDS, router=wrong)
