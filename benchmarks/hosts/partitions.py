@@ -173,8 +173,8 @@ async def run_row(site: Site, row: Row, concurrency: int) -> None:
     row.counts = dict(load.counts())
     row.num_retried = sum(answer.attempts > 1 for answer in load.answers)
     row.longest_pause_s = max((a.longest_gap_s for a in load.answers), default=0.0)
-    told = _NOTICED.findall(site.programs.log(ROUTER)[mark:])
-    row.noticed = sorted({" ".join(filter(None, words)).strip() for words in told})
+    found = _NOTICED.findall(site.programs.log(ROUTER)[mark:])
+    row.noticed = sorted({" ".join(filter(None, words)).strip() for words in found})
     row.broken = [*_broken(row, fault, site)]
     details = {f"{a.outcome}: {a.detail}"[:200] for a in load.answers if a.outcome != "complete"}
     if row.broken:

@@ -114,11 +114,11 @@ def _model(connector: str) -> Measure:
                 row = _row(document, connector, "layers", speed, length)
                 if number(row, "rate") >= _least(row):
                     continue
-                told, seen = (
+                predicted, measured = (
                     number(row, name) for name in ("predicted_exposed_ms", "exposed_transfer_ms")
                 )
-                texts.append(f"{told:,.0f} / {seen:,.0f} ms ({length:,} tokens, {speed})")
-                errors.append(abs(told / seen - 1))
+                texts.append(f"{predicted:,.0f} / {measured:,.0f} ms ({length:,} tokens, {speed})")
+                errors.append(abs(predicted / measured - 1))
         return Found("; ".join(texts), max(errors))
 
     return measure
@@ -131,9 +131,11 @@ def _expected(connector: str) -> Measure:
         texts, errors = [], []
         for length in LENGTHS:
             row = _row(document, connector, "layers", SLOW, length)
-            told, seen = number(row, "expected_exposed_ms"), number(row, "exposed_transfer_ms")
-            texts.append(f"{told:,.0f} / {seen:,.0f} ms ({length:,} tokens)")
-            errors.append(abs(told / seen - 1))
+            expected, measured = (
+                number(row, name) for name in ("expected_exposed_ms", "exposed_transfer_ms")
+            )
+            texts.append(f"{expected:,.0f} / {measured:,.0f} ms ({length:,} tokens)")
+            errors.append(abs(expected / measured - 1))
         return Found("; ".join(texts), max(errors))
 
     return measure

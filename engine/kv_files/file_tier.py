@@ -407,7 +407,7 @@ class KVFileTier:
         return seconds > read.share * computed_s
 
     def _end_read(self, read: _Read) -> None:
-        """Release the blocks of an ended read, and let its requests go on."""
+        """Release the blocks of an ended read, and resume its requests."""
         if read.waiters:
             self._judge(read, self._clock() - read.began_at)
         self._cache_done(read)

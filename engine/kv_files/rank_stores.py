@@ -147,12 +147,12 @@ class RankStores:
 
     def _outcomes(self, own: ReadJob) -> list[OrderDone]:
         """Return the other ranks' outcomes; stop their reads if the leader's fell short."""
-        is_over, is_told, found = own.num_done < len(own.block_ids), False, []
+        is_over, is_stop_sent, found = own.num_done < len(own.block_ids), False, []
         for link in self._readers:
             while not (is_over or own.is_stopped or link.poll(_STOP_S)):
                 pass
-            if not is_told and (is_over or own.is_stopped):
-                is_told = True
+            if not is_stop_sent and (is_over or own.is_stopped):
+                is_stop_sent = True
                 _send(self._readers, StopRead())
             found.append(_receive_done(link))
         return found

@@ -204,7 +204,7 @@ class RunStore:
         """Fill the blocks of a piece, a few at a time, and check each block's digest."""
         size, hashes = self.memory.block_bytes, checked.header.hashes
         per_chunk = max(self._storage.chunk_bytes // size, 1)
-        told = piece.begin  # the storage was told that blocks before this one will be read
+        announced = piece.begin  # blocks before this place were announced to the storage
         for begin in range(piece.begin, piece.end, per_chunk):
             if job.is_stopped:
                 return
@@ -215,10 +215,10 @@ class RunStore:
             room = self.memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
             soon = max(end, min(end + _AHEAD_BYTES // size, piece.end))
-            if soon > told:
-                told_at = checked.data_start + (told - piece.at) * size
-                file.read_soon(told_at, (soon - told) * size)
-                told = soon
+            if soon > announced:
+                first_byte = checked.data_start + (announced - piece.at) * size
+                file.read_soon(first_byte, (soon - announced) * size)
+                announced = soon
             if file.read_into(offset, room) < size * len(block_ids):
                 raise UnusableError("short", "the file is cut off")
             for place, block in enumerate(room, begin - piece.at):

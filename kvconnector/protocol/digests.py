@@ -1,8 +1,8 @@
 """Digests of blocks: a decode node (D) checks that it has the bytes that a prefill node (P) sent.
 
-    P  digest of its memory when it posts a piece -> Digests, when the piece is complete
-    D  digest of its own memory                   -> equal: verified; else Resend, which counts
-                                                     attempts
+    P  digests its memory when it posts a piece   -> sends Digests once the piece is complete
+    D  digests its own memory                     -> equal: verified; different: sends Resend with
+                                                     the number of the attempt
 
 Digests are keyed (`pair_keys.py`), so bytes that another process wrote, or bytes of another block,
 do not match. Each end has a filter around its state machine, which does not know the filter. The
@@ -172,15 +172,15 @@ class DigestTeller:
         self._posted: defaultdict[tuple[str, TransferKey], deque[Digests]] = defaultdict(deque)
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
-        told: list[Action] = []
+        sends: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
                 if problem:  # this is the newest write; earlier writes may be in flight
                     self._pop_digests(engine_id, key, -1)
                 elif is_done:
-                    told = self._tell(engine_id, key)
+                    sends = self._send_digests(engine_id, key)
             case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
-                told = self._tell(engine_id, key, problem)
+                sends = self._send_digests(engine_id, key, problem)
             case Meet(peer=peer) if self._manifest is not None:
                 self._slices.setdefault(peer.engine_id, Slices(self._manifest, peer.manifest))
             case Leave(engine_id=engine_id):
@@ -191,7 +191,7 @@ class DigestTeller:
         for action in actions:
             if isinstance(action, Write):  # digest the blocks before they are written
                 self._add_digests(action)
-        return told + actions
+        return sends + actions
 
     def tick(self, now: float) -> list[Action]:
         return self._machine.tick(now)
@@ -201,8 +201,8 @@ class DigestTeller:
         digests = self._digests.of(write, key, self._slices.get(write.engine_id))
         self._posted[write.engine_id, write.key].append(digests)
 
-    def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Return the digests of a transfer's oldest write in messages; none if the write failed."""
+    def _send_digests(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
+        """Return actions that send the digests of a transfer's oldest write; none if it failed."""
         digests = self._pop_digests(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 

@@ -468,7 +468,7 @@ class Peers:
             return False
         peer.reconnect_at = now + self._next_back_off(peer)
         if self.greets and peer.state is PeerState.CONNECTED:
-            # KV goes only over connections over which a self-test has passed. A write that waits
+            # KV is sent only over connections on which a self-test has passed. A write that waits
             # for a connection could arrive when the peer has long freed the blocks (ADR 0140).
             self._lose(peer, f"the connection to {peer.engine_id} must be replaced")
         self._turn.add_action(Connect(peer.info, then=action))

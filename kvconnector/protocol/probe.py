@@ -134,7 +134,7 @@ class Probes:
             return
         if result.problem:
             self._fail(peer_id, probe, result.problem)
-        # KV goes only over connections over which a self-test's bytes went (ADR 0140).
+        # KV is sent only over connections on which a self-test's bytes were sent (ADR 0140).
         elif self._peers[peer_id].num_reconnects != probe.num_reconnects:
             self._fail(peer_id, probe, "the connection was replaced during the self-test")
         # Without a valid lease, the result does not count, and SelfTest is repeated.

@@ -1,7 +1,7 @@
 """PrefixPins: keeps the blocks of pinned prefixes in the prefix cache until their time ends.
 
     a request begins    the blocks of its prompt are pinned
-    the request ends    the blocks of its answer are pinned, too, and the time begins anew
+    the request ends    the blocks of its answer are pinned, too, and the pin's time starts again
     later               the time ends, or a newer pin needs the room: the blocks are ordinary again
 
 A pinned block holds no reference. When it is free, the block pool allocates it after all other free

@@ -1,4 +1,4 @@
-"""PlacementMemory: to which nodes prompts went lately, for nodes that do not report their caches.
+"""PlacementMemory: the nodes to which prompts were sent lately, if they do not report their caches.
 
 Entries have no expiry time of their own. Instead, two generations of entries are kept, and the
 older one expires as a whole.
