@@ -245,12 +245,6 @@ class Network:
         finally:
             self.mend(sender, receiver)
 
-    def set_kernel_option(self, option: str, value: object) -> None:
-        """Set an option of the kernel's network, such as net.ipv4.tcp_retries2, on all hosts."""
-        for host in self.hosts.values():
-            host.run("sysctl", "-qw", f"{option}={value}")
-        self._note(f"{option} = {value}")
-
     def set_link(self, name: str, *, up: bool) -> None:
         """Take a host's link down or up."""
         host = self.hosts[name]
