@@ -150,7 +150,7 @@ def peaks(samples: list[Sample]) -> list[str]:
 
 
 async def wait_until_whole(site: Site) -> str:
-    """Wait until all pairs are connected and all blocks are free; return what failed, or ""."""
+    """Wait until all pairs are connected and all blocks are free; return what is not, or ""."""
     give_up_at = time.monotonic() + RECOVERY_TIMEOUT_S + FREE_TIMEOUT_S
     while time.monotonic() < give_up_at:
         if await asyncio.to_thread(all_are_paired, site.router):

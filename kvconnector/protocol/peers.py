@@ -133,7 +133,7 @@ class Peers:
         on_lost: called with the reason when a peer becomes suspect.
 
     Attributes:
-        greets: as the argument.
+        greets: whether this end sends Hello and Beat.
     """
 
     def __init__(

@@ -176,7 +176,7 @@ class Outgoing:
                 self._ended.close("the connection was replaced to get new keys")
                 self._ended = None
         if self._connection is not None:
-            self._go_on(self._connection)
+            self._continue_connection(self._connection)
         elif self._raw is not None:
             self._await_tcp(self._raw)
         elif self._waiting and self._clock() >= self._retry_at:
@@ -220,6 +220,7 @@ class Outgoing:
         self._raw = raw
 
     def _await_tcp(self, raw: socket.socket) -> None:
+        """Begin TLS if the dialled TCP connection is open; plan to dial again if it has failed."""
         code = raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raw.close()
@@ -244,9 +245,10 @@ class Outgoing:
             on_frame=self._on_frame,
             now=self._dialled_at,
         )
-        self._go_on(self._connection)
+        self._continue_connection(self._connection)
 
-    def _go_on(self, connection: Connection) -> None:
+    def _continue_connection(self, connection: Connection) -> None:
+        """Read and send; say HELLO once the peer has proved its identity; note a failure."""
         was_secure = connection.is_secure
         connection.progress()
         if connection.is_secure and not was_secure and not connection.problem:
