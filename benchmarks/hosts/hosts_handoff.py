@@ -247,7 +247,7 @@ def run(
 
 
 def speed_of(rate: float) -> str:
-    """Return a rate as text."""
+    """Return a rate in Gbit/s as text; 0: unlimited."""
     return f"{rate:g} Gbit/s" if rate else "unlimited"
 
 

@@ -257,7 +257,7 @@ def run(
     limit: float = 0.0,
     logs: bool = False,
 ) -> dict[str, object] | None:
-    """Cause each fault for each time.
+    """Cause each fault once for each length that suits the fault.
 
     Args:
         seconds: lengths of the faults; only faults of the network take more than 5 s. A fault that

@@ -114,7 +114,7 @@ class KVFileTier:
         manager: owner of the blocks and of the prefix cache.
         side_blocks: limits the blocks of all reads and other transfers together.
         store: the files.
-        resume: queues a request that waited for a part of its prompt.
+        resume: puts a request that waited for files in line again.
         timeout_s: longest time that a request waits for files.
         clock: returns seconds, never going back.
         windows: window of each KV cache group, in tokens; None: full attention.

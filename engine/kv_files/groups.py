@@ -87,7 +87,7 @@ class FileGroups:
         return len(longest_common_hit(self._retentions, chain, finds)[0])
 
     def num_stored(self, chain: Sequence[BlockHash], found: Sequence[Found]) -> int:
-        """Return how many leading blocks of a chain files have in all groups, without the cache.
+        """Return how many leading blocks of a chain are in files of all groups, whatever is cached.
 
         A run whose hashes are unknown counts only if its last block belongs to the chain.
 

@@ -28,7 +28,7 @@ def make_tier(
     Args:
         manager: owner of the blocks and of the prefix cache.
         side_blocks: limits the blocks that reads and other transfers withhold from requests.
-        resume: queues a request that waited for a part of its prompt.
+        resume: puts a request that waited for files in line again.
 
     Raises:
         ConfigError: the folder or bucket cannot be used, or a rank cannot open its files.

@@ -316,7 +316,7 @@ class RunStore:
             for run in self.index.oldest_first(time.time()):
                 if self.index.num_bytes <= wanted:
                     break
-                # In the first round, learn which files other nodes have read.
+                # The first round keeps files that other nodes have used meanwhile, and notes this.
                 used_at = self._storage.remove(
                     run.path, None if is_last else run.used_at + _SETTLED_S
                 )

@@ -146,7 +146,7 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """The scratch memory of all ranks. A slot is right if it is right in every rank's memory."""
+    """The scratch memory of all ranks. A slot has one digest only if all ranks' digests agree."""
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call

@@ -177,7 +177,7 @@ class Network:
         return self.hosts[host].command(*words)
 
     def name_addresses(self, name: str, addresses: Sequence[str], on: Sequence[str] = ()) -> None:
-        """Let a name stand for these addresses, in order, on some hosts; by default on all."""
+        """Let a name resolve to these addresses, in order, on some hosts; by default on all."""
         self._note(f"the name {name} stands for {', '.join(addresses)}")
         for host in on or self.hosts:
             self.hosts[host].extra_names[name] = list(addresses)
@@ -194,7 +194,7 @@ class Network:
             host.names_file.write_text(local + "".join(lines))
 
     def add_address(self, name: str, last: str) -> str:
-        """Give a host a second address with another last part; return the address."""
+        """Give a host a second address, which ends in ``last``; return the address."""
         return self._change_address("add", name, last)
 
     def remove_address(self, name: str, last: str) -> str:

@@ -70,7 +70,7 @@ class _Owner:
     num_hashes: int = 0
 
     def is_over(self, share: int) -> bool:
-        """Return whether the pins take more than a share of blocks, or more memory than is due."""
+        """Return whether the pins keep more blocks than a share, or are too many, or too long."""
         if len(self.names) > share:
             return True
         takes_memory = len(self.pins) > MAX_PINS or self.num_hashes > HASHES_PER_BLOCK * share

@@ -22,8 +22,8 @@ from engine.kv_files.storage.storage import FoundFile, Listing, StorageTerms
 
 # Age in seconds after which an unfinished file counts as left by a killed node, and is removed.
 _ABANDONED_S = 600.0
-# Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
-# is read again.
+# Clocks of file systems are coarse. So a folder is listed again if it was changed less than this
+# many seconds before its last listing.
 _SETTLED_S = 1.0
 # Seconds between two listings of all folders, because changes by other machines are not reported.
 _SCAN_ALL_S = 30.0

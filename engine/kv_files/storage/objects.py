@@ -52,7 +52,7 @@ _PIECE_BYTES = 2**18
 _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
 # A node writes the marker of an object at most once in this many seconds.
 NOTE_USE_S = 3600.0
-# Markers that wait to be written, and markers per call of `list_changes`.
+# Maximum number of markers that wait to be written, and that one call of `list_changes` writes.
 _MOST_USES, _USES_PER_CALL = 1024, 16
 # Markers without an object are removed after this many seconds, at most this many per call.
 _ORPHAN_S, _MOST_ORPHANS = 600.0, 100
@@ -384,7 +384,7 @@ def _copy(pieces: Iterator[memoryview] | Sequence[memoryview], parts: Sequence[m
 def _stream(
     parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
 ) -> Iterator[bytes | memoryview]:
-    """Yield a file's bytes; at the end, raise _ChangedError, which drops the file, if invalid."""
+    """Yield a file's bytes; then raise _ChangedError, which drops the file, unless it is valid."""
     waiting, num_bytes = list[bytes | memoryview](), 0
     for part in parts:  # small parts are joined
         waiting.append(part)
