@@ -30,7 +30,7 @@ HEADER = struct.Struct(">BIQ")
 # Maximum number of bytes of a head; enough to grant the blocks of a million tokens
 MAX_HEAD_BYTES = 2**20
 MAX_HELLO_BYTES = 2**10  # maximum number of bytes of a head before HELLO is accepted
-# Maximum number of bytes of a payload; any write is smaller (8 MiB, or one block)
+# Maximum number of bytes of a payload; any write is smaller (`Portions.write_bytes`, or one block)
 MAX_PAYLOAD_BYTES = 2**28
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
