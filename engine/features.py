@@ -198,7 +198,7 @@ class Features:
     # ------------------------------------------------------------------ steps
 
     def pass_on(self) -> None:
-        """Hand what has become ready to the scheduler, and end pins whose time is over.
+        """Give ready grammars, images and files to the scheduler; end pins whose time is over.
 
         Call before each step.
         """

@@ -161,11 +161,11 @@ class HandoffMetrics:
             node; 0 on nodes that receive none.
         encodings_lost: number of images that this prefill node encoded itself because no encoding
             arrived from an encode node.
-        fetches: cached prefixes that this node expected, received and lost since its start.
-        fetches_open: cached prefixes that this node sends, expects, or has in quarantine.
+        fetches: numbers of cached prefixes that this node expected, received and lost so far.
+        fetches_open: number of cached prefixes that this node sends, expects or has in quarantine.
         fetched_tokens, fetched_bytes: tokens and bytes of the received prefixes.
-        fetched_ages: time from the last use of a received prefix's blocks until their sending.
-        shared_tokens: tokens of the prefixes that this node sent whole.
+        fetched_ages: times from the last use of a received prefix's blocks until they were sent.
+        shared_tokens: tokens of the prefixes that this node has sent completely.
     """
 
     open: Mapping[str, int]

@@ -21,8 +21,8 @@ from kvconnector.protocol.digests import Written
 from kvconnector.ranks.messages import DigestSlices
 from kvconnector.transports.side_stream import SideStream
 
-# GMAC allows each number only once per key. So each slice of a block has a number of its own, and
-# the digest over all slices has another.
+# GMAC allows each number only once per key. So each slice of a block has its own number, and the
+# digest over all slices has a further number.
 _PAIR_BITS = 20
 _ALL_PAIRS = (1 << _PAIR_BITS) - 1
 
@@ -131,11 +131,12 @@ class BlockDigests:
         writes: bool,
     ) -> bytes:
         """Return the digests of all blocks, joined; a block's digest covers its slices' digests."""
-        named = list(zip(written.numbers, written.contexts(), strict=True))
+        numbered = list(zip(written.numbers, written.contexts(), strict=True))
         own = self.of_slices(
-            block_ids, written.groups, written.layers, named, key, slices, writes=writes
+            block_ids, written.groups, written.layers, numbered, key, slices, writes=writes
         )
-        by_rank = {self._rank: own, **self._ask(block_ids, written, named, key, slices, writes)}
+        others = self._ask_ranks(block_ids, written, numbered, key, writes)
+        by_rank = {self._rank: own, **others}
         whole: list[bytes] = [b""] * len(block_ids)
         for kind, places in slices.sorted_by_kind(written.groups, len(block_ids)):
             ranks = [p.writer if writes else p.reader for p in slices.of(kind, written.layers)]
@@ -145,21 +146,24 @@ class BlockDigests:
                 for rank in ranks:  # both nodes use the same order of pairs
                     parts += left[rank][:DIGEST_BYTES]
                     left[rank] = left[rank][DIGEST_BYTES:]
-                number, context = named[place]
+                number, context = numbered[place]
                 last = number << _PAIR_BITS | _ALL_PAIRS
                 whole[place] = key.digest(last, context, memoryview(parts))
         return b"".join(whole)
 
-    def _ask(
+    def _ask_ranks(
         self,
         block_ids: Sequence[int],
         written: Written,
-        named: Sequence[tuple[int, bytes]],
+        numbered: Sequence[tuple[int, bytes]],
         key: BlockKey,
-        slices: Slices,
         writes: bool,
     ) -> dict[int, list[bytes]]:
-        """Return the other ranks' digests of their slices, by rank."""
+        """Return the other ranks' digests of their slices, by rank.
+
+        Args:
+            numbered: for each block, the number of its digest, and the block's identity as bytes.
+        """
         if self._ranks is None:
             return {}
         return self._ranks.digest(
@@ -170,8 +174,8 @@ class BlockDigests:
                 list(block_ids),
                 list(written.groups),
                 written.layers,
-                [number for number, _ in named],
-                [context for _, context in named],
+                [number for number, _ in numbered],
+                [context for _, context in numbered],
                 key.secret,
             )
         )

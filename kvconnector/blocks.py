@@ -120,7 +120,7 @@ class Slices:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """Return all pairs of ranks of which one writes a slice to the other, sorted."""
+        """Return each writing rank with each reading rank that gets a slice from it, sorted."""
         return tuple(sorted({pair for kind in set(self.kinds) for pair in self.of(kind, None)}))
 
     def readers_of(self, writer: int) -> list[int]:

@@ -141,7 +141,7 @@ class IoLoop:
         # Writes in flight by peer and transfer, in the order of posting. Writes of probes have the
         # key `NO_TRANSFER`.
         self._writes: dict[tuple[str, TransferKey], deque[PendingWrite]] = {}
-        # The scratch memory is where the KV cache is
+        # The scratch memory is on the KV cache's device
         self._is_on_device = transport.scratch.is_on_device
         self._wake = make_waker(getattr(transport, "descriptor", None))
         # A resting sender reads the answers to its beats only when it sends the next beat, because
@@ -247,8 +247,8 @@ class IoLoop:
     def _pause_s(self) -> float:
         """Return how many seconds to pause before the next round.
 
-        Returns 0 if a GPU writes KV, or if this round's writes are complete and more wait. If a
-        round could post nothing, as while the peer's lease has expired, the next one waits.
+        Returns 0 if a GPU writes KV, or if all writes of this round are complete and more blocks
+        wait. After a round that posted nothing (the lease has expired, say), the loop pauses.
         """
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0
@@ -343,12 +343,12 @@ class IoLoop:
             case Allow(engine_id=engine_id, key=key, block_ids=block_ids):
                 self._transport.allow(engine_id, key, block_ids)
             case Forbid(engine_id=engine_id, key=key, wants_result=wants_result):
-                if _ask(lambda: self._transport.forbid(engine_id, key), False) and wants_result:
+                if _attempt(lambda: self._transport.forbid(engine_id, key), False) and wants_result:
                     return Forbidden(action)
             case LendSlot(slot=slot, engine_id=engine_id):
-                _ask(lambda: self._transport.scratch.lend(slot, engine_id), None)
+                _attempt(lambda: self._transport.scratch.lend(slot, engine_id), None)
             case ReadSlot(slot=slot):
-                digest = _ask(lambda: self._transport.scratch.digest_of(slot), b"")
+                digest = _attempt(lambda: self._transport.scratch.digest_of(slot), b"")
                 return SlotRead(action, digest)
             case Connect():
                 return self._connect(action)
@@ -413,10 +413,10 @@ class IoLoop:
         return ProbePosted(action, len(writes) - num_before, problem)
 
 
-def _ask(what: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Call a function of the transport; return ``otherwise`` if it raises TransferError."""
+def _attempt(call: Callable[[], Answer], default: Answer) -> Answer:
+    """Call a function of the transport; return ``default`` if it raises TransferError."""
     try:
-        return what()
+        return call()
     except TransferError as error:
         logger.warning("the transport does not answer: %s", error)
-        return otherwise
+        return default

@@ -117,7 +117,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TransferError(f"peer info is damaged or of another version: {error}") from error
         if engine_id and info.engine_id != engine_id:
-            raise TransferError(f"the peer info of {engine_id} names {info.engine_id:.100}")
+            raise TransferError(f"the peer info of {engine_id} has the id {info.engine_id:.100}")
         info.manifest.check()
         if len(info.ranks) != info.manifest.num_ranks:
             raise TransferError(
@@ -130,13 +130,15 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
                 memory.scratch_address + info.scratch_bytes,
             )
             if max(ends) >= _MAX_ADDRESS:
-                raise TransferError("peer info describes more memory than there can be")
+                raise TransferError("peer info describes memory beyond the address 2**63")
         return info
 
     def check_pair(self, peer: PeerInfo) -> None:
         """Raise TransferError if blocks cannot be copied between this node and a peer."""
         if peer.connector != self.connector:
-            raise TransferError(f"{peer.engine_id} speaks {peer.connector}, not {self.connector}")
+            raise TransferError(
+                f"{peer.engine_id} uses the connector {peer.connector}, not {self.connector}"
+            )
         differs = difference(self.manifest, peer.manifest)
         if differs:
             raise TransferError(f"{peer.engine_id} has {differs}")
@@ -144,8 +146,8 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise TransferError(f"{peer.engine_id} has another size of scratch memory")
 
 
-# Threads that decode a type for the first time at once would crash msgspec, so decoders are made at
-# import.
+# If several threads decode a type for the first time at the same time, msgspec crashes. So the
+# decoder is made at import.
 _DECODER = msgspec.msgpack.Decoder(PeerInfo)
 
 
@@ -159,6 +161,6 @@ def host_identity() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # outside Linux, nothing tells which processes share a machine
+    except OSError:  # outside Linux, nothing shows which processes share a machine
         return ""
     return f"{boot_id}:{namespace}"

@@ -17,7 +17,7 @@ class Waker(Protocol):
     """A flag that wakes one waiting thread: a `threading.Event` or a `DescriptorWaker`."""
 
     def set(self) -> None:
-        """Set the flag, which ends the present wait, or the next wait at once; thread-safe."""
+        """Set the flag. It ends the present wait, or the next wait without delay; thread-safe."""
 
     def clear(self) -> None:
         """Reset the flag."""

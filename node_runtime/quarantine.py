@@ -102,7 +102,7 @@ class Quarantine:
         self._draining.discard(engine_id)
 
     def _is_dead(self, engine_id: str) -> bool:
-        """Return whether a peer's process has certainly ended; False if on another machine."""
+        """Return whether a peer's process has certainly ended; False for another machine's."""
         process = self._processes.get(engine_id)
         return process is not None and process.has_ended()
 

@@ -81,7 +81,7 @@ def extra_keys_of(cache_salt: bytes, adapter: str = "") -> tuple[bytes, ...]:
 
 
 class BlockHasher:
-    """Compute the hashes of full blocks of token sequences.
+    """Computes the hashes of full blocks of token sequences.
 
     Args:
         block_size: tokens per block.

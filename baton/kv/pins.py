@@ -25,7 +25,7 @@ class PrefixPin:
 
 @dataclass(frozen=True, slots=True)
 class PinTerms:
-    """The pinned prefixes of one request, and for whom nodes keep them.
+    """The pinned prefixes of one request, with the owner for whom nodes keep them.
 
     Attributes:
         owner: name of the tenant, made by the router; each owner has a share of a node's pins.
@@ -45,7 +45,7 @@ def check_num_pins(num_pins: int) -> None:
 
 
 def check_pins(prefixes: tuple[PrefixPin, ...]) -> None:
-    """Raise InvalidRequestError if a client's pins are too many or have no possible time."""
+    """Raise InvalidRequestError if a client's pins are too many, or a pin's time is invalid."""
     check_num_pins(len(prefixes))
     for index, prefix in enumerate(prefixes):
         if not 0 < prefix.ttl_s <= MAX_TTL_S:
@@ -55,6 +55,6 @@ def check_pins(prefixes: tuple[PrefixPin, ...]) -> None:
 
 
 def check_prefetch_ttl(ttl_s: float) -> None:
-    """Raise InvalidRequestError if a prefetched prefix has no possible time."""
+    """Raise InvalidRequestError if the time to keep a prefetched prefix is invalid."""
     if not 0 < ttl_s <= MAX_TTL_S:
         raise InvalidRequestError("ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}")

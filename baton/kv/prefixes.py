@@ -1,8 +1,8 @@
 """Names of the transfers that bring cached prefixes from one node to another.
 
-A fetched prefix is a transfer of its own, beside the hand-off of the same request. The two ends of
-these transfers have their own engine ids, so that their messages never mix with hand-offs. A
-prefill node has an end of each kind, a decode node only an end that sends.
+A fetched prefix is a separate transfer, beside the hand-off of the same request. The two ends of
+such a transfer have their own engine ids, so that their messages never mix with hand-offs. A
+prefill or decode node with `--fetch-prefixes` has one end that receives and one end that sends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """BlockResidency: histograms of how long blocks stay in the prefix cache, in seconds.
 
-    cached ............. freed ......... taken back ...... freed ....... evicted
+    cached ............. freed ......... used again ...... freed ....... evicted
            in use              idle, a reuse gap                  idle
     |<------------------------------ lifetime ------------------------------>|
 

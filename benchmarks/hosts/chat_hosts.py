@@ -27,14 +27,14 @@ from tests.hosts.programs import HostPrograms
 NODES = ("p0", "d0", "d1")
 HOSTS = ("client", "router", *NODES)
 NODE_WORDS = ("--fetch-prefixes", "--num-blocks", "1500")
-# A deadline cuts a fetch; here, the measured time must be that of the whole fetch.
+# Longer than any fetch here, so that the measured time is the time of the whole fetch
 LONGEST_FETCH_S = "4"
 
 
 def measure(
     network: Network, gguf: Path, rate: float, load: Load, connector: str
 ) -> Sequence[Turn]:
-    """Run all chats over new programs, whose links have this rate in Mbit/s."""
+    """Start all programs with links of this rate in Mbit/s; play all chats, return their turns."""
 
     async def play(router: str, admin: Any) -> Sequence[Turn]:
         async with AsyncClient(router) as client:
@@ -103,7 +103,9 @@ def run(
     Args:
         rates: Mbit/s of the nodes' links.
         sessions: chats at the same time.
+        turns: turns per chat.
         words: number of words of a user's message.
+        output_tokens: maximum number of tokens of an answer.
         connector: nixl or tls.
     """
     if reason := why_no_hosts():

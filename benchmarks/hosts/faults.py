@@ -14,8 +14,8 @@
     stranger at d0            d0 dies, and another node starts on its host, address and port
     loopback                  a joining node tells its peers its loopback address
     wrong port                a node tries to join at a port where no router listens
-    dump the engine of a joining node soon stands still, and its dump finds no room; the node must
-                              end
+    dump                      a node joins, its engine soon stands still, and the disk has no room
+                              for its dump; the node must end
 
 Each fault has a beginning and an end. Refuses to know: load, what requests see.
 """
@@ -105,7 +105,7 @@ class Site:
         Args:
             more: additional words of its command.
             host: the node's host; empty: the host with the node's name.
-            port: the port that the node takes for the router's.
+            port: the router's port in the node's command.
             devices: network devices for KV.
         """
         host = host or name
@@ -162,7 +162,7 @@ class Fault:
 
     Attributes:
         is_clients: whether the fault cuts off the client, which may then lose requests.
-        restarts: whether the end of the fault starts a program, which takes longer than to mend a
+        restarts: whether the end of the fault starts a program, which takes longer than mending a
             link.
     """
 
@@ -304,7 +304,7 @@ def _no_descriptors(name: str) -> Fault:
 
 
 def _no_descriptors_to_connect(name: str) -> Fault:
-    """Use up the descriptors of a node while its connection to a peer is cut."""
+    """Let a node open no more descriptors while its connection to a peer is cut."""
     cut = _cut(name, "d0" if name.startswith("p") else "p0", is_both=True)
 
     def begin(site: Site) -> None:

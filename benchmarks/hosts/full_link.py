@@ -33,7 +33,7 @@ class Cpu(NamedTuple):
 
 
 class End:
-    """A child process on a host with one end of the connector; it gets orders and sends answers."""
+    """One end of the connector in a child process on a host, which carries out orders."""
 
     def __init__(self, network: Network, host: str, connector: str) -> None:
         role = "send" if host == SENDER else "receive"
@@ -47,7 +47,7 @@ class End:
         self.info = self._answer()["info"]
 
     def send_order(self, **order: Any) -> None:
-        """Send an order."""
+        """Send an order to the child, and do not wait for its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -119,7 +119,7 @@ def warm_up(sender: End, ids: Sequence[str], num_blocks: int = NUM_BLOCKS) -> No
 def cpu_figures(
     before: Sequence[Cpu], ends: Sequence[End], found: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return what a load has cost, and the rate at which the ends would use all CPUs.
+    """Return each end's CPU time and waits during a load, and the rate that would use all CPUs.
 
     Messages are late if an end waits for a CPU for a large share of the time. The CPU time contains
     most of the kernel's work for packets, also for the virtual links between the hosts.

@@ -54,7 +54,10 @@ READY_TIMEOUT_S = 120.0
 def running(
     network: Network, folder: Path, connector: str, push: str, options: Sequence[str] = ()
 ) -> Iterator[HostPrograms]:
-    """Run the programs of one way to send KV; yield when the nodes have met, at full rate."""
+    """Run a router and two nodes with one connector and push mode; yield once they are connected.
+
+    The links have the full rate while the nodes connect.
+    """
     words = ["--kv-cache-memory", "256M", "--no-prefix-cache", "--kv-connector", connector]
     words += options
     with HostPrograms(network) as programs:
@@ -134,9 +137,9 @@ def figures(measured: Sequence[tuple[Receipt, float]], rate: float, push: str) -
 def predict(rows: Mapping[str, dict[str, Any]]) -> None:
     """Add the model's predictions to the rows of one connector, in milliseconds and Gbit/s.
 
-    The model gets the times of the prefills. It also gets the exposed transfer of the shortest
-    prompt, sent by layers over the unlimited link: the time that a hand-off takes without the
-    link's time. Without rows of that link, nothing is predicted.
+    The model gets the times of the prefills. It also gets the shortest exposed transfer by layers
+    over the unlimited link, as the time that a hand-off takes besides the link's time. Without rows
+    of that link, nothing is predicted.
     """
     prefill_s = {
         row["num_chunks"]: row["prefill_ms"] / 1e3
@@ -257,7 +260,7 @@ def own_congestion_control() -> str:
 
 
 def speed_of(rate: float) -> str:
-    """Return a rate as text."""
+    """Return a rate in Gbit/s as text; 0: unlimited."""
     return f"{rate:g} Gbit/s" if rate else "unlimited"
 
 

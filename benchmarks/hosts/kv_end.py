@@ -3,9 +3,9 @@
     python -m benchmarks.hosts.kv_end ROLE NAME CONNECTOR LISTEN NUM_BLOCKS
 
 Reads orders from standard input and writes answers to standard output, one JSON object per line.
-The first answer is the end's peer info. A sender (ROLE "send") then gets one `Meeting` per receiver
-and any number of `Load` orders. A receiver gets one `Meeting`, and grants each transfer until its
-input ends.
+The first answer is the end's peer info. A sender (ROLE "send") then gets the peer info of each
+receiver, and any number of orders to load links. A receiver gets the sender's peer info, and grants
+each transfer until its input ends.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Stream:
     """The transfers of one load to one receiver.
 
     Attributes:
-        began_at: when the first transfer began; ended_at: when the last was complete.
-        pushed: for each open transfer, by request id, the time of its push.
+        began_at: when the first transfer began.
+        ended_at: when the last transfer was complete.
+        pushed: time of the push of each open transfer, by request id.
         times_s: seconds from each push until the sender's COMMITTED event.
     """
 
@@ -92,7 +93,7 @@ class SendingEnd:
         peers_module.BEAT_INTERVAL_S = BEAT_INTERVAL_S
         transport, self._memory = open_transport(connector, name, listen, num_blocks)
         self._woken = threading.Event()
-        self.sender = Sender(transport, self._woken.set, raise_it, make_peers=TimedPeers)
+        self.sender = Sender(transport, self._woken.set, print_error, make_peers=TimedPeers)
         self.sender.loop.start()
         self._number = 0
 
@@ -173,7 +174,7 @@ def receive(connector: str, name: str, listen: str, num_blocks: int) -> None:
     """Grant blocks to all transfers until standard input ends."""
     transport, _ = open_transport(connector, name, listen, num_blocks)
     woken = threading.Event()
-    receiver = Receiver(transport, woken.set, raise_it)
+    receiver = Receiver(transport, woken.set, print_error)
     receiver.loop.start()
     answer({"info": base64.b64encode(receiver.describe()).decode()})
     open_places: dict[str, int] = {}
@@ -211,8 +212,8 @@ def answer(values: dict[str, Any]) -> None:
     print(json.dumps(values), flush=True)
 
 
-def raise_it(error: Exception) -> None:
-    """Print an error of the I/O thread; the parent then sees the end of the output."""
+def print_error(error: Exception) -> None:
+    """Print an error of the I/O thread to standard error."""
     print(repr(error), file=sys.stderr, flush=True)
 
 

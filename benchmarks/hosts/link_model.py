@@ -5,9 +5,9 @@
                 ======   ======  == == ==|   carried by the link, in the same order
                                       exposed: from the last push to the end of the last bytes
 
-The time of a prefill of n chunks is fitted as ``a n + b n^2``. Of the link's rate, the share
-`PAYLOAD_SHARE` carries KV. "The link is faster than the prefill makes KV" means that at the last
-push, the link must still carry only the last group of layers.
+The time of a prefill of n chunks is fitted as ``a n + b n^2``. The share `PAYLOAD_SHARE` of the
+link's rate carries KV. "The link is faster than the prefill makes KV" means: at the last push, only
+the last group of layers is left for the link to carry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from baton.limits import NUM_LAYER_GROUPS
 
-# bytes of KV in an Ethernet frame of 1,514 bytes; the others are headers of Ethernet, IP and TCP
+# 1,448 of the 1,514 bytes of an Ethernet frame are KV; the others are headers of Ethernet, IP, TCP
 PAYLOAD_SHARE = 1448 / 1514
 BITS = 8
 

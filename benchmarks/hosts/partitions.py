@@ -6,8 +6,8 @@ network namespaces of this machine (Linux, root, iproute2, a C compiler). KV tra
 clock that jumps, a full disk, no descriptors, a name or a node that moves, a node with a wrong
 address. After each fault, every request must have ended with the tokens that one process gives, all
 pairs of nodes must be connected, and every block of every node must be free. A client that a fault
-cuts off may lose requests. A row is repeated if other work stopped this machine's programs during
-the row. All seeds run at the same time, each on its own hosts.
+cuts off may lose requests. A row of the result, which is one fault, is repeated if other work has
+stopped this process meanwhile. All seeds run at the same time, each on its own hosts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ NUM_CASES = 24
 RECOVERY_TIMEOUT_S, FREE_TIMEOUT_S = 30.0, 10.0
 MOST_RECOVERY_S = 2.0  # promise: seconds from the mending of a link until all pairs are connected
 SHORT_S = 5.0  # longest fault other than a fault of the network, in seconds
-PAUSE_S = 0.3  # a lane's pause between requests, so that the machine is not always busy
-# If a thread of this process is late by more than this time, other work has stopped the process.
+PAUSE_S = 0.3  # pause between two requests of a lane, so that the machine is not always busy
+# A thread wakes every `TICK_S`. If it wakes later than `MOST_LATE_S`, other work has stopped this
+# process, and the row is repeated, up to `MOST_REPEATS` times.
 TICK_S, MOST_LATE_S, MOST_REPEATS = 0.1, 1.0, 4
 GROUPS = {
     "directions": PAIRS, "pairs": BOTH_WAYS, "links": LINKS, "states": STATES,
@@ -73,7 +74,9 @@ class Row:
 
     Attributes:
         fault: name of the fault.
-        times: number of times that the fault occurs; between them, the site is whole for as long.
+        seconds: length of the fault.
+        times: number of times that the fault occurs; the pauses between them are as long as the
+            fault.
         restarts: whether the end of the fault starts a program.
         counts: number of requests by outcome.
         longest_pause_s: longest time without a token in any request.
@@ -145,7 +148,7 @@ def unowned_blocks(router: str) -> list[str]:
 
 
 async def run_row(site: Site, row: Row, concurrency: int) -> None:
-    """Run the load, cause and end the fault meanwhile, and fill the row."""
+    """Cause and end a row's fault under load, and fill in the row's outcome."""
     fault = find_fault(row.fault)
     draw = random.Random(f"{row.fault} {row.seconds:g} {row.seed}")
     mark = len(site.programs.log(ROUTER))
@@ -170,8 +173,8 @@ async def run_row(site: Site, row: Row, concurrency: int) -> None:
     row.counts = dict(load.counts())
     row.num_retried = sum(answer.attempts > 1 for answer in load.answers)
     row.longest_pause_s = max((a.longest_gap_s for a in load.answers), default=0.0)
-    told = _NOTICED.findall(site.programs.log(ROUTER)[mark:])
-    row.noticed = sorted({" ".join(filter(None, words)).strip() for words in told})
+    found = _NOTICED.findall(site.programs.log(ROUTER)[mark:])
+    row.noticed = sorted({" ".join(filter(None, words)).strip() for words in found})
     row.broken = [*_broken(row, fault, site)]
     details = {f"{a.outcome}: {a.detail}"[:200] for a in load.answers if a.outcome != "complete"}
     if row.broken:
@@ -254,14 +257,15 @@ def run(
     limit: float = 0.0,
     logs: bool = False,
 ) -> dict[str, object] | None:
-    """Cause each fault for each time.
+    """Cause each fault once for each length that suits the fault.
 
     Args:
         seconds: lengths of the faults; only faults of the network take more than 5 s. A fault that
             starts a program has one length, the longest of at most 5 s.
         faults: names of faults such as p0>d0, or of groups: directions, pairs, links,
             states, newcomers.
-        times: number of times that each fault occurs; between them, the site is whole for as long.
+        times: number of times that each fault occurs; the pauses between them are as long as the
+            fault.
         seeds: each seed has its own requests and moments of faults; all seeds run at the same time.
         concurrency: number of open requests.
         family: kind of the hosts' addresses, ipv4 or ipv6.
@@ -293,7 +297,7 @@ def run(
 
 
 def lengths(name: str, seconds: Sequence[float]) -> list[float]:
-    """Return the lengths to test of a fault; raise ValueError for an unknown name."""
+    """Return the fault's length in seconds in each row; raise ValueError for an unknown name."""
     find_fault(name)
     if name in LINKS or (name in PAIRS + BOTH_WAYS and name not in IDLE_PAIRS):
         return list(seconds)
@@ -302,7 +306,7 @@ def lengths(name: str, seconds: Sequence[float]) -> list[float]:
 
 
 def undisturbed_row(site: Site, blank: Row, concurrency: int) -> Row:
-    """Fill a row; repeat this if other work stopped this process meanwhile; return the last row."""
+    """Return a filled row; fill it again if other work has stopped this process meanwhile."""
     for _ in range(MOST_REPEATS):
         row = replace(blank, counts={}, noticed=[], broken=[])
         asyncio.run(run_row(site, row, concurrency))

@@ -28,7 +28,10 @@ def _row(document: Json, connector: str, push: str, speed: str, length: int) -> 
 
 
 def _exposed(connector: str, speed: str) -> Measure:
-    """Return a measure of the exposed time by length; judge links faster than the prefill."""
+    """Return a measure of the exposed transfer by prompt length.
+
+    Its growth is judged only where the link is faster than the prefill makes KV.
+    """
 
     def measure(document: Json) -> Found:
         texts, flat = [], []
@@ -111,11 +114,11 @@ def _model(connector: str) -> Measure:
                 row = _row(document, connector, "layers", speed, length)
                 if number(row, "rate") >= _least(row):
                     continue
-                told, seen = (
+                predicted, measured = (
                     number(row, name) for name in ("predicted_exposed_ms", "exposed_transfer_ms")
                 )
-                texts.append(f"{told:,.0f} / {seen:,.0f} ms ({length:,} tokens, {speed})")
-                errors.append(abs(told / seen - 1))
+                texts.append(f"{predicted:,.0f} / {measured:,.0f} ms ({length:,} tokens, {speed})")
+                errors.append(abs(predicted / measured - 1))
         return Found("; ".join(texts), max(errors))
 
     return measure
@@ -128,9 +131,11 @@ def _expected(connector: str) -> Measure:
         texts, errors = [], []
         for length in LENGTHS:
             row = _row(document, connector, "layers", SLOW, length)
-            told, seen = number(row, "expected_exposed_ms"), number(row, "exposed_transfer_ms")
-            texts.append(f"{told:,.0f} / {seen:,.0f} ms ({length:,} tokens)")
-            errors.append(abs(told / seen - 1))
+            expected, measured = (
+                number(row, name) for name in ("expected_exposed_ms", "exposed_transfer_ms")
+            )
+            texts.append(f"{expected:,.0f} / {measured:,.0f} ms ({length:,} tokens)")
+            errors.append(abs(expected / measured - 1))
         return Found("; ".join(texts), max(errors))
 
     return measure

@@ -2,9 +2,9 @@
 
 A client, a router, two prefill nodes and two decode nodes run on hosts of their own, which are
 network namespaces of this machine (Linux, root, iproute2). The link of d1 has a fraction of the
-rate of all other links, either before the nodes meet, or only later: then only the KV that is sent
-can tell the router. The policy `cost` must avoid d1: as many requests per second as without d1, and
-no request slower than over the slow link alone.
+rate of all other links, either from d1's start on, or only later. In the second case, only the
+transfers of KV can show the router that the link is slow. The policy `cost` must avoid d1: as many
+requests per second as without d1, and no request slower than over the slow link alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NODE_WORDS = ("--dtype", "float32", "--no-prefix-cache")
 NUM_BLOCKS = 600
 READY_TIMEOUT_S = 120.0
 MIN_SHARE = 0.9
-SETTLE_S = 5.0  # nodes that have just met poll often for a while
+SETTLE_S = 5.0  # pause before a load, because nodes that have just connected poll often for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def cpu_seconds(programs: HostPrograms) -> float:
 async def measure(
     router: str, num_requests: int, concurrency: int, seed: int, params: SamplingParams = PARAMS
 ) -> Row:
-    """Send requests with new prompts in some lanes; return the outcome."""
+    """Send requests with new prompts, ``concurrency`` at a time; return the outcome."""
     draw = random.Random(seed)
     prompts = [draw.choices(range(VOCABULARY), k=PROMPT_TOKENS) for _ in range(num_requests)]
     receipts: list[Receipt] = []
@@ -161,7 +161,7 @@ def running(
 def start_node(
     programs: HostPrograms, name: str, connector: str, num_blocks: int = NUM_BLOCKS
 ) -> None:
-    """Start a node with a transport."""
+    """Start a node with a KV connector."""
     listen = ["--kv-listen", programs.network.at(name, 0)] if connector == "tls" else []
     words = [*NODE_WORDS, "--num-blocks", str(num_blocks)]
     programs.start_node(name, *words, "--kv-connector", connector, *listen)

@@ -1,4 +1,4 @@
-"""Cause a fault every 20 s under mixed load, for long; exit 1 if a program's figures keep growing.
+"""Cause a fault every 20 s under mixed load; exit 1 if a program's memory or handles keep growing.
 
 A client, a router, two prefill nodes and two decode nodes run on hosts of their own, which are
 network namespaces of this machine (Linux, root, iproute2). Faults in turns: p1 or d1 is killed and
@@ -48,8 +48,8 @@ READY_TIMEOUT_S = 60.0
 # Limits of the growth from the third to the fourth quarter. The numbers of descriptors and threads
 # depend on which connections are open at the moment.
 MAX_GROWTH = {"resident_mib": 4.0, "descriptors": 2.0, "threads": 1.0}
-# Limit of the descriptors of any program above its median. A restarted program loses what it had
-# leaked, so its quarters may be equal.
+# Maximum number of a program's descriptors above its median. A restart ends a leak, so the quarters
+# of a restarted program may be equal in spite of a leak.
 MAX_PEAK_DESCRIPTORS = 15
 
 
@@ -62,7 +62,7 @@ class Sample:
 
 
 def look(programs: HostPrograms, begun_at: float) -> Sample:
-    """Read the usage of all programs that run now."""
+    """Return the present usage of all running programs."""
     usage = {}
     for name, process in list(programs.processes.items()):
         try:
@@ -139,7 +139,7 @@ def growth(samples: list[Sample]) -> list[str]:
 
 
 def peaks(samples: list[Sample]) -> list[str]:
-    """List the programs that had many more descriptors at some time than at most times."""
+    """List the programs that had many more descriptors at some time than their median."""
     found = []
     for name in sorted({name for one in samples for name in one.usage}):
         counts = [one.usage[name].descriptors for one in samples if name in one.usage]
@@ -150,7 +150,7 @@ def peaks(samples: list[Sample]) -> list[str]:
 
 
 async def wait_until_whole(site: Site) -> str:
-    """Wait until all pairs are connected and all blocks are free; return what failed, or ""."""
+    """Wait until all pairs are connected and all blocks are free; return what is not, or ""."""
     give_up_at = time.monotonic() + RECOVERY_TIMEOUT_S + FREE_TIMEOUT_S
     while time.monotonic() < give_up_at:
         if await asyncio.to_thread(all_are_paired, site.router):

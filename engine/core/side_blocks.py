@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from engine.core.block_pool import BlockPool
 
-# Largest part of all blocks that all transfers together may withhold from requests.
+# Maximum share of all blocks that all transfers together may withhold from requests.
 MAX_SHARE = 0.5
 
 

@@ -1,4 +1,4 @@
-"""BlockBytes: the bytes of the KV cache's blocks in host memory, for files. Knows no file."""
+"""BlockBytes: the KV cache's blocks as bytes in host memory. Refuses to know: files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 class BlockBytes:
     """The blocks of one worker's KV cache as bytes; a `BlockMemory`.
 
-    On a CPU, the bytes are the cache's memory itself. On a GPU, the bytes are copies. A separate
+    On a CPU, the bytes are the cache's own memory. On a GPU, the bytes are copies. A separate CUDA
     stream makes the copies, because the steps' stream may have much queued work.
 
     Args:

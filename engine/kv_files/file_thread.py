@@ -18,7 +18,7 @@ class FileThread:
 
     Args:
         name: name of the thread.
-        on_idle: called about once per second, between pieces of work.
+        on_idle: called about once per second between pieces of work; must not raise.
     """
 
     def __init__(self, name: str, on_idle: Callable[[], None] = lambda: None) -> None:
@@ -30,7 +30,7 @@ class FileThread:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of pieces of work that have not begun."""
+        """Return the number of queued pieces of work that the thread has not begun."""
         return self._work.qsize()
 
     def submit(self, work: Callable[[], None]) -> None:

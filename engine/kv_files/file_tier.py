@@ -1,8 +1,8 @@
-"""KVFileTier: reads a prompt's KV from files while the prompt waits, and writes it after the end.
+"""KVFileTier: reads a prompt's KV from files while the prompt waits; writes KV of ended requests.
 
     add_request -> files have more than the prefix cache? -> WAITING_FOR_PREFIX, blocks allocated
         a thread reads -> digests right -> blocks enter the prefix cache -> the request is resumed
-        late, damaged, gone: the request is resumed at its deadline and computes the rest
+        files late, damaged or gone    -> the request is resumed, and computes the rest
 
     request ends -> its cached blocks that no file has -> a thread writes them as one run
 
@@ -40,23 +40,23 @@ from engine.kv_files.run_index import plan_pieces
 from engine.kv_files.run_store import MIN_TOKENS, RunStore
 from engine.kv_files.switch import Switch
 
-# Largest part of the free blocks that one read may take while no other transfer has blocks.
+# Maximum share of the free blocks that one read may take while no other transfer has blocks.
 FREE_SHARE = 0.75
 MAX_WAITING_WRITES = 64
-# For this share of the time that computing the tokens would take, a prompt always waits for its
-# read; afterwards only if the read is faster than computing.
+# A prompt always waits for its read during this share of the time that computing the tokens would
+# take. Afterwards, it waits only if the read is faster than computing.
 PATIENCE = 0.05
 # While the time to compute a token is unknown, a prompt waits this long for its read, in seconds.
 # Afterwards it waits only for a read that will end before the deadline at its speed so far.
 _BLIND_WAIT_S = 2.0
-# Reads that took fewer seconds do not tell how fast the disk is.
+# A read of fewer seconds does not show how fast the disk is.
 _LONG_READ_S = 0.5
-# Steps with fewer prompt tokens are not measured. The second number is the weight of a new
-# measurement in the mean time per token.
+# Minimum prompt tokens of a step that is measured, and the weight of a new measurement in the mean
+# time per token.
 _LONG_STEP_TOKENS, _STEP_WEIGHT = 64, 0.2
-# Seconds for which an ending process waits until its last files are written.
+# Maximum seconds for which an ending process waits until its last files are written.
 _CLOSE_S = 10.0
-_FIRST_SCAN_S = 2.0
+_FIRST_SCAN_S = 2.0  # maximum seconds for which a start waits for the first listing of all files
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class _Read:
         first: number of leading blocks that were cached in all groups when the read began.
         held_ids: blocks of the prefix that were cached when the read began; the read holds them.
         request_id: id of the first request, for the ledger.
-        is_ahead: whether no request has waited for this read; other reads then come first.
+        is_ahead: whether no request has waited for this read; reads for requests come first.
         num_cached: for each job, number of leading blocks that are in the cache.
         num_counted: number of the prefix's blocks that were counted as read.
         is_void: whether the cache was emptied, so that the blocks must not be added to it.
@@ -89,7 +89,7 @@ class _Read:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the thread has let go of all blocks."""
+        """Return whether the thread has stopped using the blocks of all jobs."""
         return all(job.has_ended for _, job in self.jobs)
 
     @property
@@ -117,7 +117,7 @@ class KVFileTier:
         manager: owner of the blocks and of the prefix cache.
         side_blocks: limits the blocks of all reads and other transfers together.
         store: the files.
-        resume: queues a request that waited for a part of its prompt.
+        resume: puts a request that waited for files in line again.
         timeout_s: longest time that a request waits for files.
         clock: returns seconds, never going back.
         windows: window of each KV cache group, in tokens; None: full attention.
@@ -148,20 +148,20 @@ class KVFileTier:
         side_blocks.add_holder(self._list_blocks)
         self.on_ready: Callable[[], None] = lambda: None
         self._tracked: set[Request] = set()  # requests whose KV is written when they end
-        self._ended: list[Request] = []
+        self._ended: list[Request] = []  # ended requests whose KV `settle` will queue for writing
         self._reads: list[_Read] = []
-        self._coming: dict[BlockHash, _Read] = {}  # blocks that open reads bring
+        self._coming: dict[BlockHash, _Read] = {}  # by block hash: the open read that brings it
         self._hasher: BlockHasher | None = None
         self._identities: tuple[str, ...] = ()
         self._counts = KVFileCounts()  # counted on the engine's thread
         self._token_s = 0.0  # seconds to compute a prompt token; 0: unknown
         self._reading = Switch("reading KV from files", clock)
         self._writing = Switch("writing KV to files", clock)
-        self._news = threading.Event()
+        self._news = threading.Event()  # set when a read has ended
         self._reader = FileThread("kv-files-read")
         self._is_scanned = threading.Event()
         self._writer = FileThread("kv-files-write", self._scan)
-        self._is_scanned.wait(_FIRST_SCAN_S)  # requests may come before a slow disk has answered
+        self._is_scanned.wait(_FIRST_SCAN_S)  # on a slow disk, requests may come before the listing
         atexit.register(self.close)
 
     # ------------------------------------------------------------------ requests come
@@ -177,7 +177,7 @@ class KVFileTier:
             self._ended.append(request)
 
     def begin_read(self, request: Request) -> bool:
-        """Let a request without blocks wait for files that have more of its prompt than the cache.
+        """Let a request without blocks wait for files if these have more of its KV than the cache.
 
         Returns whether the request must wait; ``resume`` is called when the wait is over.
         """
@@ -230,11 +230,11 @@ class KVFileTier:
         return [self._store.index.runs_of(identity, chain) for identity in self.identities]
 
     def _find_open(self, found: Found, chain: Sequence[BlockHash], first: int) -> _Read | None:
-        """Return the open read that brings most of the chain's missing blocks that files have.
+        """Return the open read that brings most of the chain's missing blocks that are in files.
 
         Returns None if every open read brings less than half of these blocks; a new read then saves
-        more. A file whose header is unread may have few blocks of the chain, so it counts only if
-        all its blocks come after the blocks that open reads bring.
+        more. A file whose header is unread may have few blocks of the chain. So such a file counts
+        only if all its blocks come after the blocks that open reads bring.
 
         Args:
             found: runs of the first group.
@@ -285,7 +285,7 @@ class KVFileTier:
         begun = self._start_read(request.request_id, chain[:end], first)
         for read in self._reads:
             if begun is not None and read.is_ahead:
-                self._let_go(read)
+                self._resume_waiters(read)
         return begun
 
     def _start_read(
@@ -304,7 +304,7 @@ class KVFileTier:
                 self._pool.release((*reversed(held), *block_ids))
                 return None
             chain = chain[: lacks[0].first + len(block_ids)]
-        jobs = tuple(self._jobs(lacks, chain, block_ids))
+        jobs = tuple(self._make_jobs(lacks, chain, block_ids))
         read = _Read(jobs, chain, first, held, self._clock(), request_id)
         read.num_cached = [0] * len(jobs)
         self._reads.append(read)
@@ -312,7 +312,7 @@ class KVFileTier:
         self._reader.submit(functools.partial(self._read, [job for _, job in jobs]))
         return read
 
-    def _jobs(
+    def _make_jobs(
         self, lacks: Sequence[Lack], chain: Sequence[BlockHash], block_ids: Sequence[int]
     ) -> Iterator[tuple[int, ReadJob]]:
         """Yield each group's number and the job that reads the blocks that the group lacks."""
@@ -343,7 +343,10 @@ class KVFileTier:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """Return each group's folder name: a digest of all but hashes that the KV depends on."""
+        """Return each group's folder name.
+
+        The name is a digest of everything on which the KV depends besides the blocks' hashes.
+        """
         hasher = self._manager.hasher
         assert hasher is not None, "files need a prefix cache"
         if hasher is not self._hasher:
@@ -358,8 +361,8 @@ class KVFileTier:
     def num_expected_blocks(self) -> int:
         """Return how many blocks the longest prefix in files needs, to prepare their memory.
 
-        Nobody has checked the numbers in the files' names, so no prefix counts as longer than a
-        request of this engine.
+        The numbers in files' names are not checked, so a longer prefix than any request of this
+        engine counts as the longest request.
         """
         index = self._store.index
         most = -(-self._max_model_len // self._manager.block_size)
@@ -374,7 +377,7 @@ class KVFileTier:
     # ------------------------------------------------------------------ between steps
 
     def settle(self) -> None:
-        """Resume requests whose reads have ended or are late; write what has ended."""
+        """Resume requests whose reads have ended or are late; queue writes for ended requests."""
         if self._reads:
             self._settle_reads()
         ended, self._ended = self._ended, []
@@ -390,7 +393,7 @@ class KVFileTier:
                 self._counts.misses["late"] += 1
                 self._judge(read, self._clock() - read.began_at)
                 self._cache_done(read)
-                self._let_go(read)
+                self._resume_waiters(read)
 
     def _is_late(self, read: _Read) -> bool:
         if read.is_ahead:
@@ -413,7 +416,7 @@ class KVFileTier:
         return seconds > read.share * computed_s
 
     def _end_read(self, read: _Read) -> None:
-        """Release the blocks of an ended read, and let its requests go on."""
+        """Release the blocks of an ended read, and resume its requests."""
         if read.waiters:
             self._judge(read, self._clock() - read.began_at)
         self._cache_done(read)
@@ -424,13 +427,13 @@ class KVFileTier:
         for _, job in read.jobs:
             for cause in job.causes:
                 self._counts.misses[cause] += 1
-        self._let_go(read)
+        self._resume_waiters(read)
 
     def _judge(self, read: _Read, seconds: float) -> None:
         """Turn reading off for a while if computing the blocks would have been faster."""
         num_blocks = len(read.chain) - read.first
         tokens = read.share * num_blocks * self._manager.block_size
-        # A read of a damaged file brings no blocks either, but does not show how fast the disk is.
+        # An ended read without blocks found damaged files, which does not show the disk's speed.
         is_stuck = not tokens and not read.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
@@ -451,7 +454,8 @@ class KVFileTier:
             return
         chain = read.chain
         for number, (group, job) in enumerate(read.jobs):
-            begin, end = read.num_cached[number], job.num_done  # the thread may fill more blocks
+            # Read ``num_done`` only once, because the thread may fill more blocks meanwhile.
+            begin, end = read.num_cached[number], job.num_done
             if end <= begin:
                 continue
             place, suffix = job.first + begin, group_suffix(group)
@@ -465,8 +469,8 @@ class KVFileTier:
             self._counts.tokens_read += num_new * self._manager.block_size
             self._counts.hits += len(read.waiters)
 
-    def _let_go(self, read: _Read) -> None:
-        """Resume the requests of a read, and stop the read after its current file."""
+    def _resume_waiters(self, read: _Read) -> None:
+        """Resume the requests of a read, and stop the read after its present chunk."""
         for _, job in read.jobs:
             job.stop.set()
         for block_hash in read.chain:
@@ -478,7 +482,7 @@ class KVFileTier:
             self._resume(request)
 
     def _start_write(self, chain: list[BlockHash]) -> None:
-        """Queue those cached blocks of a chain that no file has for writing."""
+        """Queue the writing of those cached blocks of a chain that are in no file."""
         size, num_groups = self._manager.block_size, len(self._groups)
         if len(chain) * size < MIN_TOKENS or not self._writing.is_on:
             return
@@ -488,21 +492,21 @@ class KVFileTier:
         num_stored = self._groups.num_stored(chain, self._find_runs(chain))
         if (len(chain) - num_stored) * size < MIN_TOKENS:
             return
-        # To get a longer run, blocks that files already have may be written again.
+        # A longer run may contain blocks that are in files already, so hand over the whole chain.
         block_ids = self._manager.coordinator.longest_hit(chain)
         chain = chain[: len(block_ids) // num_groups]
         if not chain:
             return
         jobs = [
-            self._write_job(group, chain, block_ids[group::num_groups])
+            self._make_write_job(group, chain, block_ids[group::num_groups])
             for group in range(num_groups)
         ]
         self._writer.submit(functools.partial(self._write, jobs))
 
-    def _write_job(
+    def _make_write_job(
         self, group: int, chain: Sequence[BlockHash], block_ids: Sequence[int]
     ) -> WriteJob:
-        """Make the job that writes the blocks of one group that a hit of the whole chain needs."""
+        """Make the job that writes those blocks of a group that a hit of the whole chain needs."""
         pool, suffix = self._pool, group_suffix(group)
         first = self._groups.num_expired(group, len(chain))
         kept = [(block_ids[i], chain[i] + suffix) for i in range(first, len(chain))]
@@ -512,21 +516,21 @@ class KVFileTier:
             pairs = zip(kept[place:], since[place:], strict=True)
             return all(pool.cached_at(*one) == at for one, at in pairs)
 
-        of_group, has_window = self.identities[group], self._groups.has_window(group)
-        return WriteJob(of_group, chain, first, block_ids[first:], are_same, has_window)
+        identity, has_window = self.identities[group], self._groups.has_window(group)
+        return WriteJob(identity, chain, first, block_ids[first:], are_same, has_window)
 
     def forget_request(self, request_id: str) -> None:
         """Do not write the KV of an ended request, because its results were damaged."""
         self._ended = [one for one in self._ended if one.request_id != request_id]
 
     def drop_memory(self) -> None:
-        """Let no block of an open read enter the cache, because the cache was emptied.
+        """Keep the blocks of open reads out of the cache, because the cache was emptied.
 
         Requests that wait for a read compute its blocks.
         """
         for read in self._reads:
             read.is_void = True
-            self._let_go(read)
+            self._resume_waiters(read)
 
     @property
     def memory_in_use(self) -> AbstractContextManager[object]:
@@ -544,7 +548,7 @@ class KVFileTier:
         self._news.clear()
 
     def close(self) -> None:
-        """Write what is queued, and end the threads; may be called twice."""
+        """Write the queued blocks, and end the threads; may be called twice."""
         atexit.unregister(self.close)
         self.settle()
         self._writer.submit(self._store.close)
@@ -585,7 +589,7 @@ class KVFileTier:
         for job in jobs:
             try:
                 self._store.read(job)
-            except Exception as error:  # besides OSError: a GPU's memory is released during a sleep
+            except Exception as error:  # not only OSError: a sleep frees a GPU's memory
                 job.causes += ("error",)
                 self._reading.fail(repr(error))
         for job in jobs:

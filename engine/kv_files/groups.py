@@ -1,12 +1,12 @@
-"""FileGroups: which blocks of each KV cache group a prefix needs, and which of these files have.
+"""FileGroups: which blocks of each KV cache group a prefix needs, and which of them are in files.
 
     a prefix of 8 blocks       full attention   b0 b1 b2 b3 b4 b5 b6 b7
                                a window         -- -- -- -- -- b5 b6 b7
                                a state          -- -- -- -- -- -- -- b7
 
 Each group has its own runs in its own folder. The run of a window or of a state ends where a
-request ended, so a prefix that needs it can only be read up to such a place. Refuses to know:
-files, threads.
+request ended, so with such a group, files bring only prefixes that end at such a place. Refuses to
+know: files, threads.
 """
 
 from __future__ import annotations
@@ -87,18 +87,18 @@ class FileGroups:
         return len(longest_common_hit(self._retentions, chain, finds)[0])
 
     def num_stored(self, chain: Sequence[BlockHash], found: Sequence[Found]) -> int:
-        """Return how many leading blocks of a chain files have in all groups, without the cache.
+        """Return how many leading blocks of a chain are in files of all groups, whatever is cached.
 
         A run whose hashes are unknown counts only if its last block belongs to the chain.
 
         Args:
-            found: as in `reach`.
+            found: as in `count_reachable`.
         """
         finds = [_Find(_blocks_in(runs, chain, only_known=True)) for runs in found]
         return len(longest_common_hit(self._retentions, chain, finds)[0])
 
     def list_lacks(self, chain: Sequence[BlockHash], end: int) -> list[Lack]:
-        """Return for each group which of a prefix's ``end`` blocks it lacks."""
+        """Return for each group which of a prefix's ``end`` blocks the group's cache lacks."""
         found = []
         for group in range(len(self)):
             held_ids, place = [], self.num_expired(group, end)
@@ -116,7 +116,7 @@ class FileGroups:
 def _blocks_in(
     runs: Found, chain: Sequence[BlockHash], *, only_known: bool = False
 ) -> set[BlockHash]:
-    """Return the blocks of a chain that runs have.
+    """Return the blocks of a chain that are in runs.
 
     Args:
         only_known: whether to leave out runs whose number of blocks of the chain is unknown.

@@ -1,4 +1,4 @@
-"""ReadJob and WriteJob: what the engine's thread asks the tier's threads to do. Plain values."""
+"""ReadJob and WriteJob: plain values by which the engine's thread gives the tier's threads work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BlockMemory(Protocol):
     in_use: Lock
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
-        """Return the bytes of blocks, which change if somebody writes to the blocks meanwhile."""
+        """Return the bytes of blocks; on a CPU, they change when the blocks change."""
 
     def room_for(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         """Return memory for the new bytes of blocks."""
@@ -42,12 +42,12 @@ class ReadJob:
         identity: name of the folder with files of this node's KV.
         chain: hashes of a prompt's blocks.
         first: place in the chain of the first block to read.
-        block_ids: blocks to fill; nobody else uses them until `has_ended`.
+        block_ids: blocks to fill; only the job's thread uses them until ``has_ended``.
         num_done: number of leading blocks that are filled and whose digests are right.
         causes: why not all blocks could be read (`MISS_CAUSES`).
         stop: set to end the read early.
         own: the leader's part of a read by several ranks; None: there is one rank.
-        has_ended: whether the thread uses none of the blocks any more.
+        has_ended: whether the thread has stopped using the blocks.
     """
 
     identity: str

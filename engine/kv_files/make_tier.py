@@ -27,8 +27,8 @@ def make_tier(
 
     Args:
         manager: owner of the blocks and of the prefix cache.
-        side_blocks: limits the blocks that reads and other transfers take.
-        resume: queues a request that waited for a part of its prompt.
+        side_blocks: limits the blocks that reads and other transfers withhold from requests.
+        resume: puts a request that waited for files in line again.
 
     Raises:
         ConfigError: the folder or bucket cannot be used, or a rank cannot open its files.

@@ -1,4 +1,4 @@
-"""Opens the store of runs that options name; a node's other ranks open theirs alike."""
+"""Opens the store of runs that options name; each rank of a node opens its own in this way."""
 
 from __future__ import annotations
 

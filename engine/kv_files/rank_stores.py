@@ -1,8 +1,8 @@
 """RankStores: the files of a node with several ranks; each rank has files of its part of the KV.
 
-    leader   a job -> its own store, and an order to each other rank -> the outcome of all
-    rank     an order -> its own store; before a file gets its name, asks the leader whether the
-             blocks still have the contents that are written
+    leader   gives a job to its own store, and an order to each other rank; joins the outcomes
+    rank     gives an order to its own store; before a file gets its name, asks the leader whether
+             the written blocks are unchanged
 
 A read brings only the leading blocks that every rank could read. Refuses to know: requests, steps.
 """
@@ -128,7 +128,7 @@ class RankStores:
         self._own.close()
 
     def read(self, job: ReadJob) -> None:
-        """Let all ranks read; see `RunStore.read`. Sets ``num_done`` only at the end."""
+        """Let all ranks read; see `RunStore.read`. ``job.num_done`` is 0 until all have ended."""
         with self._reads:
             order = FileOrder(job.identity, list(job.chain), job.first, list(job.block_ids))
             _send(self._readers, order)
@@ -146,13 +146,13 @@ class RankStores:
                 self._forget_part(job)
 
     def _outcomes(self, own: ReadJob) -> list[OrderDone]:
-        """Return the outcomes of the other ranks; stop these once their blocks are of no use."""
-        is_over, is_told, found = own.num_done < len(own.block_ids), False, []
+        """Return the other ranks' outcomes; stop their reads if the leader's fell short."""
+        is_over, is_stop_sent, found = own.num_done < len(own.block_ids), False, []
         for link in self._readers:
             while not (is_over or own.is_stopped or link.poll(_STOP_S)):
                 pass
-            if not is_told and (is_over or own.is_stopped):
-                is_told = True
+            if not is_stop_sent and (is_over or own.is_stopped):
+                is_stop_sent = True
                 _send(self._readers, StopRead())
             found.append(_receive_done(link))
         return found
@@ -160,8 +160,8 @@ class RankStores:
     def _forget_part(self, job: ReadJob) -> None:
         """Forget the leader's files with blocks that another rank lacks.
 
-        No further prompt then waits for these files, and the next request with this prefix lets all
-        ranks write what they lack.
+        No further prompt then waits for these files. When the next request with this prefix ends,
+        each rank writes the blocks that its files lack.
         """
         end = job.first + job.num_done
         for at, run in self.index.runs_of(job.identity, job.chain):
@@ -185,7 +185,7 @@ class RankStores:
             _raise_first(found)
 
     def _answer_ranks(self, job: WriteJob, found: list[OrderDone]) -> None:
-        """Answer the ranks' questions until all have written."""
+        """Answer the ranks' questions until all ranks have sent their outcomes."""
         links = list(self._writers)
         while links:
             for link in wait(links):
@@ -239,9 +239,8 @@ def open_rank_stores(
     Args:
         own: the leader's store.
         rank: number of the leader.
-        terms: what the leader's store was opened with.
-        attach: starts a function in each other rank's process, beside its steps; see
-            `Executor.attach`.
+        terms: the options with which the leader's store was opened.
+        attach: starts a function on a thread of each other rank's process; see `Executor.attach`.
 
     Raises ConfigError if a rank does not connect in time.
     """
@@ -299,9 +298,9 @@ class _StopSent(threading.Event):
 class RankScans:
     """Lists a rank's files on the thread that writes, and lets reads wait for files not listed yet.
 
-    Without this wait, the leader could ask for files that the rank has and does not know: right
-    after the start, or when another node has just written them. The leader would then forget its
-    own part of these files.
+    Without this wait, an order could name blocks of files that the rank has but has not listed:
+    right after the start, or when another node has just written them. The leader would then forget
+    its own files with these blocks.
     """
 
     def __init__(self, store: RunStore) -> None:
@@ -311,12 +310,12 @@ class RankScans:
     def scan(self) -> None:
         """List the changed folders; see `RunStore.scan`."""
         self._num_begun += 1
-        with contextlib.suppress(OSError):  # then the next order finds fewer files
+        with contextlib.suppress(OSError):  # orders then find only the files listed before
             self._store.scan()
         self._num_ended = self._num_begun
 
     def wait_for_files(self, job: ReadJob) -> None:
-        """Wait until files with a job's blocks are listed, or cannot be found, or the job stops."""
+        """Wait until files with a job's blocks are listed, a whole scan has ended, or a stop."""
         last = self._num_begun + 1  # the first scan that begins after this call
         while self._num_ended < last and not (job.is_stopped or self._has_listed(job)):
             time.sleep(_STOP_S)
@@ -329,7 +328,14 @@ class RankScans:
 
 
 def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
-    """Carry out the leader's orders to read and write this rank's files, until the leader ends."""
+    """Carry out the leader's orders to read and write this rank's files, until the leader ends.
+
+    Args:
+        beside: the connection from `Executor.attach`; unused, because reads and writes have one
+            connection each.
+        memory: the rank's KV memory.
+        argument: an encoded `OpenStore` message.
+    """
     given = _OPEN.decode(argument)
     store = open_store(given.terms, memory.open_bytes())
     reader, writer = _connect(given.address, b"read"), _connect(given.address, b"write")

@@ -91,7 +91,7 @@ class RunName:
             return None
         if not first or start < 0 or num_blocks < 1 or num_tokens < num_blocks:
             return None
-        if max(start, num_tokens) >= _MAX_NUMBER:  # whoever may write objects chooses their names
+        if max(start, num_tokens) >= _MAX_NUMBER:  # names are not trusted
             return None
         return cls(first, last, start, num_blocks, num_tokens)
 
@@ -171,8 +171,8 @@ def header_bytes(prefix: bytes, num_blocks: int) -> int:
 
     Args:
         prefix: the first bytes of the file, `PREFIX_BYTES` of them if the file is long enough.
-        num_blocks: maximum number of the file's blocks. A long header that nobody has signed would
-            keep the interpreter busy, and so all threads of the process.
+        num_blocks: maximum number of the file's blocks. It limits the header's length: decoding a
+            long header, whose digest is checked only later, would delay all threads (the GIL).
 
     Raises UnusableError for a file that does not begin like a run.
     """
@@ -197,10 +197,11 @@ def check_header(
     Args:
         block_bytes: size of this node's blocks.
         name: the facts in the file's name.
-        whole: as many bytes as `header_bytes` says, or fewer if the file is shorter.
+        whole: the file's first bytes, as many as `header_bytes` returns; fewer if the file is
+            shorter.
 
-    Raises UnusableError for a file that is cut or changed, or that has other blocks than its name
-    says.
+    Raises UnusableError for a file that is cut off or changed, or whose blocks differ from its
+    name.
     """
     size = header_bytes(whole, name.num_blocks)
     if len(whole) < size:
@@ -211,7 +212,7 @@ def check_header(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnusableError("damaged", f"the header is malformed: {error}") from error
     if (header.identity, header.block_bytes) != (identity, block_bytes):
-        raise UnusableError("foreign", "the blocks have other weights or another layout")
+        raise UnusableError("foreign", "the blocks belong to other weights or another layout")
     key = _key(secret, identity, header.salt)
     if key.digest(_HEADER_NUMBER, b"", memoryview(content)) != digest:
         raise UnusableError("damaged", "the header's digest is wrong")

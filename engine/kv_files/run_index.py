@@ -83,10 +83,10 @@ class RunIndex:
 
     Attributes:
         num_bytes: bytes of all known files.
-        most_blocks: by identity, blocks of the longest run that was known since the identity last
-            had no run.
-        longest_chain: by identity, blocks of the longest chain that was known in this time: those
-            of a run and those before the run.
+        most_blocks: by identity, number of blocks of the longest run that was known since the
+            identity last had no run.
+        longest_chain: by identity, number of blocks of the longest chain that was known in this
+            time: the blocks of a run, and the blocks before the run.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class RunIndex:
         return len(self._by_path)
 
     def add(self, run: Run) -> None:
-        """Enter a file, in place of a file of the same name."""
+        """Add a file; replace a known file with the same path."""
         path = run.path
         with self._lock:
             self._remove(path)
@@ -148,7 +148,7 @@ class RunIndex:
             return list(self._by_folder.get(folder, {}).values())
 
     def runs_of(self, identity: str, chain: Sequence[BlockHash]) -> list[tuple[int, Run]]:
-        """Return the runs that begin with a block of the chain, with this block's place."""
+        """Return the runs that begin with a block of the chain, each with the block's place."""
         with self._lock:
             return [
                 (place, run)
@@ -170,7 +170,7 @@ class RunIndex:
 def plan_pieces(
     found: Sequence[tuple[int, Run]], chain: Sequence[BlockHash], first: int
 ) -> list[Piece]:
-    """Choose the files that have most of a chain's blocks from ``first`` on.
+    """Choose files that together have the most blocks of a chain without a gap, from ``first`` on.
 
     If the hashes of a run are unknown, the function assumes that all of the run's blocks are in the
     chain.

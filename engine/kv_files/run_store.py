@@ -26,7 +26,7 @@ from engine.kv_files.run_file import (
 from engine.kv_files.run_index import Piece, Run, RunIndex, plan_pieces
 from engine.kv_files.storage.storage import Listing, Storage, StoredFile
 
-# Two times of use with a smaller difference, in seconds, count as equal.
+# Two times of use that differ by fewer seconds count as equal.
 _SETTLED_S = 1.0
 # Bytes that a disk reads while earlier bytes are copied and their digests are checked.
 _AHEAD_BYTES = 2**24
@@ -36,8 +36,8 @@ _MOST_HEADERS = 32
 # Maximum number of bytes of a run's blocks, because a run of a GPU's blocks is copied to the host
 # before it is written.
 _MAX_RUN_BYTES = 2**30
-# A listed file counts with at most so many bytes. A faulty server may report any size, and a beat
-# has no room for a sum above 2**64.
+# Maximum number of bytes that a listed file counts as. A faulty server may report any size, and the
+# sum of all sizes must fit the 64 bits that a beat has for it.
 _MAX_LISTED_BYTES = 2**40
 # When the limit is reached, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
@@ -142,9 +142,9 @@ class RunStore:
             job.causes += ("absent",)
 
     def _learn(self, job: ReadJob, found: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
-        """Return the runs whose number of blocks of the chain is known.
+        """Return the runs of which it is known how many blocks they share with the chain.
 
-        For some of the other runs, reads the headers; the latest used files come first.
+        Reads the headers of up to `_MOST_HEADERS` other runs, the most recently used first.
         """
         usable: list[tuple[int, Run]] = []
         unknown: list[tuple[int, Run]] = []
@@ -204,7 +204,7 @@ class RunStore:
         """Fill the blocks of a piece, a few at a time, and check each block's digest."""
         size, hashes = self.memory.block_bytes, checked.header.hashes
         per_chunk = max(self._storage.chunk_bytes // size, 1)
-        told = piece.begin  # the storage was told that blocks before this one will be read
+        announced = piece.begin  # blocks before this place were announced to the storage
         for begin in range(piece.begin, piece.end, per_chunk):
             if job.is_stopped:
                 return
@@ -215,10 +215,10 @@ class RunStore:
             room = self.memory.room_for(block_ids)
             offset = checked.data_start + (begin - piece.at) * size
             soon = max(end, min(end + _AHEAD_BYTES // size, piece.end))
-            if soon > told:
-                told_at = checked.data_start + (told - piece.at) * size
-                file.read_soon(told_at, (soon - told) * size)
-                told = soon
+            if soon > announced:
+                first_byte = checked.data_start + (announced - piece.at) * size
+                file.read_soon(first_byte, (soon - announced) * size)
+                announced = soon
             if file.read_into(offset, room) < size * len(block_ids):
                 raise UnusableError("short", "the file is cut off")
             for place, block in enumerate(room, begin - piece.at):
@@ -257,9 +257,10 @@ class RunStore:
             first += num_written
 
     def _write_from(self, job: WriteJob, chain: Sequence[BlockHash], first: int, most: int) -> int:
-        """Write one run, with at most ``most`` blocks, from a place in the chain on.
+        """Write one run of at most ``most`` blocks, which contains the chain's block ``first``.
 
-        Returns how many blocks were written that no file had; 0: blocks were evicted meanwhile.
+        The new run replaces shorter runs directly before it. Returns how many written blocks were
+        in no file before; 0: nothing was written, because blocks were evicted meanwhile.
         """
         num_before, replaced = first, []
         while (before := self._run_before(job, chain, first)) is not None:
@@ -275,10 +276,10 @@ class RunStore:
         return first + len(hashes) - num_before
 
     def _run_before(self, job: WriteJob, chain: Sequence[BlockHash], first: int) -> Run | None:
-        """Return the run that ends where a new one begins, if the new run should replace it.
+        """Return the run that ends directly before ``first``, if a new run should replace it.
 
-        A conversation of many turns then lies in few files, because each file has more blocks than
-        all later files together.
+        The new run should replace a run that is not longer. A conversation of many turns then has
+        few files, because each file has more blocks than all later files together.
         """
         for at, run in self.index.runs_of(job.identity, chain[:first]):
             size = run.name.num_blocks
@@ -307,7 +308,7 @@ class RunStore:
         return True
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove files, until the limit allows so many bytes more."""
+        """Remove files until ``num_bytes`` more bytes fit the limit."""
         if self.index.num_bytes + num_bytes <= self._limit_bytes:
             return
         wanted = max(self._limit_bytes - num_bytes - int(self._limit_bytes * _FREE_SHARE), 0)
@@ -315,7 +316,7 @@ class RunStore:
             for run in self.index.oldest_first(time.time()):
                 if self.index.num_bytes <= wanted:
                     break
-                # In the first round, learn which files other nodes have read.
+                # The first round keeps files that other nodes have used meanwhile, and notes this.
                 used_at = self._storage.remove(
                     run.path, None if is_last else run.used_at + _SETTLED_S
                 )
@@ -327,7 +328,7 @@ class RunStore:
         self._note_stored()
 
     def _drop(self, run: Run) -> None:
-        """Remove a file."""
+        """Remove a file from the index and from the storage."""
         self.index.remove(run.path)
         self._storage.remove(run.path)
 

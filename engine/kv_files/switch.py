@@ -12,7 +12,9 @@ MOST_PAUSE_S = 300.0
 
 
 class Switch:
-    """State of one direction of the tier: on or off. A failed try after a pause doubles the pause.
+    """State of one direction of the tier: on or off.
+
+    If the first try after a pause fails, too, the next pause is twice as long.
 
     Args:
         what: name for log lines, such as "reading KV from files".
@@ -26,11 +28,11 @@ class Switch:
 
     @property
     def is_on(self) -> bool:
-        """Return whether work may be tried; always after a pause."""
+        """Return whether work may be tried; false only during a pause."""
         return self._clock() >= self._off_until
 
     def fail(self, problem: str) -> None:
-        """Turn off for a while, with one log line for a row of failures.
+        """Turn off for a while. Only the first of several failures in a row is logged.
 
         Failures during a pause have no effect: they belong to tries that began before the pause.
         """

@@ -1,8 +1,8 @@
 """Digests of blocks: a decode node (D) checks that it has the bytes that a prefill node (P) sent.
 
-    P  digest of its memory when it posts a piece -> Digests, when the piece is complete
-    D  digest of its own memory                   -> equal: verified; else Resend, which counts
-                                                     attempts
+    P  digests its memory when it posts a piece   -> sends Digests once the piece is complete
+    D  digests its own memory                     -> equal: verified; different: sends Resend with
+                                                     the number of the attempt
 
 Digests are keyed (`pair_keys.py`), so bytes that another process wrote, or bytes of another block,
 do not match. Each end has a filter around its state machine, which does not know the filter. The
@@ -172,15 +172,15 @@ class DigestTeller:
         self._posted: defaultdict[tuple[str, TransferKey], deque[Digests]] = defaultdict(deque)
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
-        told: list[Action] = []
+        sends: list[Action] = []
         match item:
             case Posted(action=Write(engine_id, key), is_done=is_done, problem=problem):
                 if problem:  # this is the newest write; earlier writes may be in flight
-                    self._take_off(engine_id, key, -1)
+                    self._pop_digests(engine_id, key, -1)
                 elif is_done:
-                    told = self._tell(engine_id, key)
+                    sends = self._send_digests(engine_id, key)
             case WriteEnded(engine_id, key, problem) if key != NO_TRANSFER:
-                told = self._tell(engine_id, key, problem)
+                sends = self._send_digests(engine_id, key, problem)
             case Meet(peer=peer) if self._manifest is not None:
                 self._slices.setdefault(peer.engine_id, Slices(self._manifest, peer.manifest))
             case Leave(engine_id=engine_id):
@@ -190,23 +190,24 @@ class DigestTeller:
         actions = self._machine.handle_input(item, now)
         for action in actions:
             if isinstance(action, Write):  # digest the blocks before they are written
-                self._note(action)
-        return told + actions
+                self._add_digests(action)
+        return sends + actions
 
     def tick(self, now: float) -> list[Action]:
         return self._machine.tick(now)
 
-    def _note(self, write: Write) -> None:
+    def _add_digests(self, write: Write) -> None:
         key = self._channels[write.engine_id].keys.send_blocks
         digests = self._digests.of(write, key, self._slices.get(write.engine_id))
         self._posted[write.engine_id, write.key].append(digests)
 
-    def _tell(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
-        """Return the digests of a transfer's oldest write in messages; none if the write failed."""
-        digests = self._take_off(engine_id, key, 0)
+    def _send_digests(self, engine_id: str, key: TransferKey, problem: str = "") -> list[Action]:
+        """Return actions that send the digests of a transfer's oldest write; none if it failed."""
+        digests = self._pop_digests(engine_id, key, 0)
         return [] if problem else [Send(engine_id, part) for part in cut_digests(digests)]
 
-    def _take_off(self, engine_id: str, key: TransferKey, place: int) -> Digests:
+    def _pop_digests(self, engine_id: str, key: TransferKey, place: int) -> Digests:
+        """Remove and return the digests of a transfer's oldest (0) or newest (-1) write."""
         posted = self._posted[engine_id, key]
         digests = posted[place]
         del posted[place]
@@ -287,12 +288,13 @@ class DigestVerifier:
         self._own_engine_id = own_engine_id
         self._channels = channels
         self.num_wrong_blocks = 0
+        # What the present input causes: messages to peers, and inputs for ``machine``
         self._said: list[Action] = []
         self._passed: list[Input] = []
 
     def handle_input(self, item: Input, now: float) -> list[Action]:
         self._said, self._passed = [], []
-        self._take(item, now)
+        self._filter(item, now)
         actions = self._said
         for passed in self._passed:
             actions += self._machine.handle_input(passed, now)
@@ -305,10 +307,11 @@ class DigestVerifier:
         """Return the number of granted transfers whose blocks are not all verified."""
         return len(self._arrivals)
 
-    def _take(self, item: Input, now: float) -> None:
+    def _filter(self, item: Input, now: float) -> None:
+        """Note what an input says about blocks; pass the input on, unless it must be held back."""
         match item:
             case Watermark() | Commit():
-                self._keep(item, now)
+                self._hold_back(item, now)
                 return
             case Digests():
                 self._check(item)
@@ -331,7 +334,7 @@ class DigestVerifier:
     def _say(self, engine_id: str, message: Resend | Verified) -> None:
         self._said.append(Send(engine_id, message))
 
-    def _keep(self, message: Watermark | Commit, now: float) -> None:
+    def _hold_back(self, message: Watermark | Commit, now: float) -> None:
         """Hold a message back until its blocks are verified.
 
         If the sender repeats a held Commit, request the unverified blocks again.
@@ -362,7 +365,7 @@ class DigestVerifier:
             resend = self._compare(message, key)
         # Another rank failed: the blocks stay unverified, and are requested again later
         except TransferError as error:
-            logger.warning("request %s: blocks are not compared: %s", message.request_id, error)
+            logger.warning("request %s: cannot verify blocks: %s", message.request_id, error)
             return
         if resend is not None:
             self.num_wrong_blocks += len(resend.indices)

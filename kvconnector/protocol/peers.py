@@ -127,7 +127,7 @@ class Peers:
         on_lost: called with the reason when a peer becomes suspect.
 
     Attributes:
-        greets: as the argument.
+        greets: whether this end sends Hello and Beat.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Peers:
         ignored.
         """
         if info.engine_id in self._peers and self._peers[info.engine_id].info != info:
-            logger.warning("%s has another peer info than before, which is ignored", info.engine_id)
+            logger.warning("ignored a changed peer info of %s", info.engine_id)
             return
         self._turn.add_action(Connect(info))
 
@@ -383,7 +383,7 @@ class Peers:
         silent_s = self._turn.now - max(peer.alive_at, peer.reached_at)
         is_receiving = self._is_receiving(peer.engine_id)
         if silent_s >= (RECEIVING_LEASE_S if is_receiving else LEASE_S):
-            self._lose(peer, f"no beat of {peer.engine_id} for {silent_s:.1f} s")
+            self._lose(peer, f"no beat from {peer.engine_id} for {silent_s:.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """Set a peer to SUSPECT, and report PEER_FAILED once."""
@@ -445,7 +445,7 @@ class Peers:
             return False
         peer.reconnect_at = now + self._next_back_off(peer)
         if self.greets and peer.state is PeerState.CONNECTED:
-            # KV goes only over connections over which a self-test has passed. A write that waits
+            # KV is sent only over connections on which a self-test has passed. A write that waits
             # for a connection could arrive when the peer has long freed the blocks (ADR 0140).
             self._lose(peer, f"the connection to {peer.engine_id} must be replaced")
         self._turn.add_action(Connect(peer.info, then=action))

@@ -58,7 +58,7 @@ class _Probe:
     """A probe that the sender has begun, with the peer's slot that it writes to.
 
     Attributes:
-        num_reconnects: how often the connection to the peer had been replaced at the begin.
+        num_reconnects: how often the connection to the peer had been replaced before the probe.
         num_in_flight: number of posted writes that are not complete.
         timed_from: when the first write was complete. The bandwidth is measured from then on,
             because the first write also sets up the connection, and either process may be busy
@@ -66,6 +66,7 @@ class _Probe:
         max_in_flight: number of writes that may be in flight at once.
         num_posted: number of posted writes, including the first.
         bandwidth_bytes_per_s: measured bandwidth; 0 until all writes are complete.
+        say_at: time of the next SelfTest message.
         is_over: whether the probe was answered or abandoned; its writes may still be in flight.
     """
 
@@ -134,10 +135,10 @@ class Probes:
             return
         if result.problem:
             self._fail(peer_id, probe, result.problem)
-        # KV goes only over connections over which a self-test's bytes went (ADR 0140).
+        # KV is sent only over connections on which a self-test's bytes were sent (ADR 0140).
         elif self._peers[peer_id].num_reconnects != probe.num_reconnects:
             self._fail(peer_id, probe, "the connection was replaced during the self-test")
-        # The result came too late to count: ask the peer again.
+        # Without a valid lease, the result does not count, and SelfTest is repeated.
         elif self._peers.is_fresh(peer_id):
             probe.is_over = True
             path = self._peers[peer_id].path
@@ -164,20 +165,20 @@ class Probes:
         """Post writes, repeat questions to peers, and abandon probes that take too long."""
         for peer_id, probe in list(self._probes.items()):
             if not probe.is_over:
-                self._go_on(peer_id, probe)
+                self._continue_probe(peer_id, probe)
             if probe.is_over and not probe.num_in_flight:
                 del self._probes[peer_id]
                 self._peers.end_probe(peer_id)
 
-    def _go_on(self, peer_id: str, probe: _Probe) -> None:
+    def _continue_probe(self, peer_id: str, probe: _Probe) -> None:
         if peer_id not in self._peers or self._peers[peer_id].state is PeerState.LEAVING:
-            self._fail(peer_id, probe, "it is gone")
+            self._fail(peer_id, probe, "the peer is gone")
         elif self._turn.now >= probe.give_up_at:
             part = "answer to" if probe.bandwidth_bytes_per_s else "end of the writes of"
             seconds = probe.give_up_at - probe.began_at
             self._fail(peer_id, probe, f"no {part} the self-test in {seconds:.3g} s")
         elif probe.bandwidth_bytes_per_s:
-            self._say(peer_id, probe)
+            self._ask_peer(peer_id, probe)
         else:
             self._write(peer_id, probe)
 
@@ -211,8 +212,8 @@ class Probes:
         probe.duration_s = self._turn.now - probe.began_at
         self._peers.judge_path(peer_id, probe.bandwidth_bytes_per_s)
 
-    def _say(self, peer_id: str, probe: _Probe) -> None:
-        """Ask the peer to check its slot; repeat the question, because it may be lost."""
+    def _ask_peer(self, peer_id: str, probe: _Probe) -> None:
+        """Ask the peer to check its slot; repeat the question at intervals, as it may be lost."""
         now = self._turn.now
         if now < probe.say_at:
             return
@@ -312,7 +313,7 @@ class ProbeSlots:
             return
         message, peer_id = offer.seen, result.action.engine_id
         if result.digest != message.digest:
-            offer.problem = f"what the self-test wrote by {message.transport} arrived wrong"
+            offer.problem = f"the self-test's bytes over {message.transport} arrived wrong"
             self._peers.fail_probe(peer_id, offer.problem)
         else:
             offer.problem = ""

@@ -189,7 +189,7 @@ class ReceiveMachine:
                     self._report_commit(message)
                 else:
                     reason = (
-                        f"its hand-off record is of version {message.record.version}, "
+                        f"the hand-off record has version {message.record.version}, "
                         f"not {HANDOFF_VERSION}"
                     )
                     self._report(TransferEventKind.FAILED, peer_id, key, reason=reason)

@@ -146,7 +146,7 @@ class Channels:
                 gone = next((name for name in self._channels if name not in present), None)
                 if gone is None:
                     raise TransferError(
-                        f"{len(self._channels)} peers are connected, the most that may be"
+                        f"{len(self._channels)} peers are connected, which is the maximum"
                     )
                 del self._channels[gone]
         # Move the peer's channel to the end, so that this channel is dropped last.

@@ -234,7 +234,7 @@ class SendMachine:
             key = (message.request_id, message.epoch)
             self.repeats.put_off(key, message.engine_id, self._turn.now)
         else:
-            transfer.fail("the decode node asked for what there is not")
+            transfer.fail("bad request to resend: digests are off, or the layers are unknown")
 
     def _on_grant(self, transfer: Transfer, grant: Grant) -> None:
         try:

@@ -1,7 +1,7 @@
 """Messages between a node's leading process and the transports of the node's other ranks.
 
-The messages are plain values in msgpack, sent over a private connection. The rank answers a call
-with `Answer` at once, and reports a write with `Ended` when the write has ended.
+The messages are plain values in msgpack, sent over a private connection. The rank answers each call
+with one `Answer` before it reads the next message, and reports each ended write with `Ended`.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ def link_ranks(
         attach: starts a service on all other ranks with an encoded `Open`, and returns their first
             connections by rank.
         connector: name of the transport in the registry.
-        engine_id: name of this end; no other end of a connector has the name.
+        engine_id: name of this end of the connector; no other end has this name.
 
     Raises TransferError if a rank does not connect in time.
     """
-    # Only this user can enter the folder, hence connect to the socket.
+    # Only this user can enter the folder, so only this user can connect to the socket.
     with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
         address = str(Path(folder) / "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
@@ -51,7 +51,9 @@ def _accept(server: socket.socket) -> tuple[int, Connection]:
     try:
         accepted, _ = server.accept()
     except TimeoutError:
-        raise TransferError("a rank's process opens no transport for cached prefixes") from None
+        raise TransferError(
+            f"a rank's process opened no transport for cached prefixes in {START_TIMEOUT_S:g} s"
+        ) from None
     accepted.setblocking(True)
     link = Connection(accepted.detach())
     return int(link.recv_bytes()), link

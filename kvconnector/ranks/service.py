@@ -1,6 +1,6 @@
 """RankService: serves one rank's transport on a separate thread of the rank's process.
 
-    commands of the leading process -> post, connect, read       each write's end is reported
+    commands of the leading process -> post, connect, digest     each ended write is reported
 
 The service also calls the transport regularly, because the transport may have to read peers' writes
 from sockets. The leading process makes all decisions.
@@ -120,8 +120,8 @@ class RankService:
 
     def round(self, pause_s: float = 0.0) -> None:
         """Wait up to ``pause_s`` for a command, run all commands, then report finished writes."""
-        while self._has_come(pause_s):
-            self._take(TO_RANK.decode(self._connection.recv_bytes()))
+        while self._has_command(pause_s):
+            self._handle_command(TO_RANK.decode(self._connection.recv_bytes()))
             self._warm_until = time.monotonic() + _WARM_S
             pause_s = 0.0
         self._progress()
@@ -137,7 +137,7 @@ class RankService:
             self._say(Ended(number, problem))
 
     def _progress(self) -> None:
-        """Read messages only so that the transport makes progress: this rank receives none."""
+        """Let the transport make progress, by reading messages; this rank gets no messages."""
         try:
             self._transport.take_notifications()
         except TransferError as error:
@@ -148,7 +148,7 @@ class RankService:
         else:
             self._num_failures = 0
 
-    def _has_come(self, wait_s: float) -> bool:
+    def _has_command(self, wait_s: float) -> bool:
         """Return whether a command has arrived; wait up to ``wait_s`` for it.
 
         `Connection.poll` is not used, because it can wait only whole milliseconds.
@@ -165,7 +165,7 @@ class RankService:
             return EXPECTING_POLL_S
         return IDLE_POLL_S
 
-    def _take(self, command: ToRank) -> None:
+    def _handle_command(self, command: ToRank) -> None:
         match command:
             case WriteBlocks() | WriteSlot():
                 self._write(command)

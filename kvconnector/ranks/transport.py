@@ -4,8 +4,8 @@
             └── the other ranks' transports, by messages   is complete when all ranks' parts are
 
 The leading processes of two nodes exchange protocol messages over their own transports. If a rank's
-process has ended, its writes are never reported as failed, because after a reported failure nothing
-may be in flight. Instead the whole node ends, and its peers notice the end.
+process has ended, its writes are never reported as failed: a failed write must not be in flight any
+more, and this is unknown. Instead the whole node ends, and its peers notice the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvconnector.transports.write_parts import WriteParts
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
-_NOBODY_WAITS = 0  # call number of calls whose answer is dropped
+_NOBODY_WAITS = 0  # number of all calls whose answers are dropped
 
 
 class OtherRank:
@@ -146,7 +146,7 @@ class _RankWrite:
 
 
 class RanksScratch:
-    """The scratch memory of all ranks. A slot is right if it is right in every rank's memory."""
+    """The scratch memory of all ranks. A slot has one digest only if all ranks' digests agree."""
 
     def __init__(self, own: SelfTestMemory, call: Callable[..., list[Any]]) -> None:
         self._own, self._call = own, call

@@ -39,8 +39,8 @@ class CertificateFiles(Protocol):
 
 
 # Seconds after which a TCP connection fails if the other end acknowledges nothing. Without this
-# limit, TCP sends lost bytes again at intervals that double, so a pair of nodes would stay apart
-# for as long again as their network was cut. The limit is longer than a peer's lease.
+# limit, TCP repeats lost bytes at intervals that double, so after a cut of the network, a pair of
+# nodes could stay disconnected for as long again. The limit is longer than a peer's lease.
 UNACKNOWLEDGED_S = 3
 # Seconds of silence after which a peer certainly posts no more writes for its present transfers. A
 # lease (`protocol/peers.py`) is shorter, and ends first at the sender.
@@ -99,7 +99,7 @@ class KVTransport(Protocol):
 
     @property
     def num_connections(self) -> int:
-        """Return the number of peers with an open connection, also if they were disconnected."""
+        """Return the number of peers with an open connection, including disconnected peers."""
 
     def connect(self, peer: PeerInfo) -> str:
         """Connect to a peer; return the name of the data path. Raises TransferError."""

@@ -38,12 +38,12 @@ class FaultFile:
             raise ConfigError(f"{OPTION}: {path} is not a file")
 
     def __str__(self) -> str:
-        return f"as {self._path} says"
+        return f"by the file {self._path}"
 
     def __call__(self) -> FaultSpec:
-        """Return the present faults. An invalid spec is logged, and changes nothing.
+        """Return the present faults. An invalid spec is logged, and changes nothing; never raises.
 
-        Never raises.
+        Looks at the file at most once per `LOOK_EVERY_S` seconds.
         """
         now = self._clock()
         if now < self._look_at:

@@ -141,15 +141,15 @@ def _delay(name: str, value: str) -> tuple[float, float]:
 
 
 def _kill(name: str, value: str) -> KillPoint:
-    arrow, when, count, *rest = [*value.split(":"), "", "", ""]
+    event, when, count, *rest = [*value.split(":"), "", "", ""]
     names = (WRITE, *MESSAGE_NAMES)
-    is_whole = arrow in names and not any(rest) and count.isdecimal() and int(count) > 0
-    if not is_whole or when not in (("send",) if arrow == WRITE else ("send", "recv")):
+    is_whole = event in names and not any(rest) and count.isdecimal() and int(count) > 0
+    if not is_whole or when not in (("send",) if event == WRITE else ("send", "recv")):
         raise ConfigError(
             f"{OPTION}: {name} must be NAME:send:N or NAME:recv:N with a name of "
             f"{', '.join(names)}, got {value!r}"
         )
-    return KillPoint(arrow, when, int(count))
+    return KillPoint(event, when, int(count))
 
 
 def _number(name: str, value: str) -> int:
@@ -218,13 +218,13 @@ class FaultyTransport:
         logger.warning("FAULTS ARE INJECTED into the KV connector: %s", spec)
         self._transport = transport
         self._bytes = memory.tensor.view(torch.uint8).flatten(1)  # [num_blocks, block_bytes]
-        self._ask = None if isinstance(spec, FaultSpec) else spec
+        self._find_spec = None if isinstance(spec, FaultSpec) else spec
         self._spec = spec if isinstance(spec, FaultSpec) else spec()
         self._clock = clock
         self._end_process = end_process
         self._random = random.Random(self._spec.seed)
         self._waiting: list[_Waiting] = []
-        # Granted transfers whose blocks `corrupt` may damage
+        # Granted transfers whose blocks `corrupt` may damage, and those of them with digests
         self._granted: dict[tuple[str, int], Grant] = {}
         self._digested: set[tuple[str, int]] = set()
         self._slots: dict[str, int] = {}  # slots that `corrupt_test` may damage, by engine id
@@ -261,7 +261,7 @@ class FaultyTransport:
         remote_block_ids: Sequence[int],
         *rest: Any,
     ) -> PendingWrite:
-        self._pass(WRITE, "send")
+        self._count_event(WRITE, "send")
         if self._happens(self._spec.fail_post):
             raise TransferError("injected fault: the write is not posted")
         return self._transport.write(engine_id, local_block_ids, remote_block_ids, *rest)
@@ -277,7 +277,7 @@ class FaultyTransport:
 
     def notify(self, engine_id: str, payload: bytes) -> None:
         message = peek(payload)
-        self._pass(type(message).__name__, "send")
+        self._count_event(type(message).__name__, "send")
         if isinstance(message, Grant) and self._spec.corrupt:
             self._granted[message.request_id, message.epoch] = message
             if len(self._granted) > MAX_REMEMBERED_GRANTS:
@@ -308,7 +308,7 @@ class FaultyTransport:
         self._send_due()
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        if self._ask is not None and (spec := self._ask()) is not self._spec:
+        if self._find_spec is not None and (spec := self._find_spec()) is not self._spec:
             self._spec = spec
             self._num_until_kill = 0 if spec.kill is None else spec.kill.count
         self._send_due()
@@ -320,11 +320,11 @@ class FaultyTransport:
                 message = peek(payload)
             except TransferError:  # cannot be decoded: the inbox refuses it
                 continue
-            self._pass(type(message).__name__, "recv")
+            self._count_event(type(message).__name__, "recv")
             if isinstance(message, Commit | Digests):
-                self._spoil(message)
+                self._corrupt_blocks(message)
             elif isinstance(message, SelfTest) and message.engine_id in self._slots:
-                self._spoil_test(self._slots.pop(message.engine_id))
+                self._corrupt_test(self._slots.pop(message.engine_id))
         return payloads
 
     # ------------------------------------------------------------------ inside
@@ -332,7 +332,7 @@ class FaultyTransport:
     def _happens(self, probability: float) -> bool:
         return self._random.random() < probability
 
-    def _pass(self, name: str, when: str) -> None:
+    def _count_event(self, name: str, when: str) -> None:
         """Count an event; kill this process if the spec's kill point is reached."""
         kill = self._spec.kill
         if kill is None or (kill.name, kill.when) != (name, when):
@@ -361,7 +361,7 @@ class FaultyTransport:
         changed[self._random.randrange(len(changed))] ^= 1 << self._random.randrange(8)
         return bytes(changed)
 
-    def _spoil(self, message: Commit | Digests) -> None:
+    def _corrupt_blocks(self, message: Commit | Digests) -> None:
         """Flip a bit in the blocks that a message reports, before this node reads the blocks."""
         key = (message.request_id, message.epoch)
         grant = self._granted.get(key)
@@ -386,7 +386,7 @@ class FaultyTransport:
             self._bytes[block_id, offset] ^= bit
         logger.warning("injected fault: a bit of block %d is flipped", block_id)
 
-    def _spoil_test(self, slot: int) -> None:
+    def _corrupt_test(self, slot: int) -> None:
         if not self._happens(self._spec.corrupt_test):
             return
         row = self.scratch.memory[1 + slot]

@@ -1,4 +1,4 @@
-"""Names of data paths, guessed for libraries that do not tell which path they use.
+"""Names of data paths, inferred for libraries that do not tell which path they use.
 
 Refuses to know: peers, how bandwidth is measured.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 CMA_PATH = "nixl/ucx cma"  # a posted write is complete: the sending process copies the bytes
 UNKNOWN_GPU_PATH = "nixl/ucx unknown"  # name of a GPU's path until its bandwidth is known
 CUDA_IPC_PATH = "nixl/ucx cuda_ipc"
-# One-way bandwidth of PCIe 5.0 x16. Copies through host memory or through network cards are slower.
+# One-way bandwidth of PCIe 5.0 x16, which bounds copies through host memory or network cards.
 # Within one machine, only CUDA IPC (over NVLink, or inside one GPU) is faster.
 PCIE_BYTES_PER_S = 63e9
 

@@ -1,11 +1,11 @@
-"""IncomingTransfers: all transfers of one kind that other nodes are to send to this node.
+"""IncomingTransfers: all transfers of one kind that other nodes send, or will send, to this node.
 
-    EXPECTED -> STARTED -> granted -> received          the owner uses its blocks
-        `----------`----------`-----> lost              the owner does without
+    EXPECTED -> STARTED -> granted -> received          the owner uses the received blocks
+        `----------`----------`-----> lost              the owner works without them
 
-A prefill node's owners are `Arrivals` (encodings of images) and `Fetches` (cached prefixes). An
-owner expects a transfer when a command of the router comes. A transfer is lost when its sender
-refuses, dies, is silent or takes too long. Blocks that the sender may still write go into
+A node's owners are `Fetches` (cached prefixes) and, on a prefill node, `Arrivals` (encodings of
+images). An owner expects a transfer when a command of the router comes. A transfer is lost when its
+sender refuses, dies, is silent or takes too long. Blocks that the sender may still write go into
 quarantine. Refuses to know: what is sent, and for whom.
 """
 
@@ -31,13 +31,14 @@ TICK_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class IncomingTransfer:
-    """One transfer that another node sends, or is to send; owners add what they need.
+    """One transfer that another node sends, or will send; owners add fields in subclasses.
 
     Attributes:
         engine_id: the sending end.
         received_at: when the command came.
         expires_at: when the transfer is given up.
-        held_ids: blocks of the owner that the transfer keeps, but nobody writes.
+        started: whether the sender's `Start` has come.
+        held_ids: blocks to which the transfer has references, but which nobody writes.
         block_ids: blocks that the sender may write; empty before the grant.
     """
 
@@ -81,7 +82,7 @@ class TransferWords:
     """Words about one kind of transfers, for logs and the ledger.
 
     Attributes:
-        sender: what the sending node is to this node.
+        sender: noun for the sending node, such as holder.
         granted: name of the state after the grant.
     """
 
@@ -117,8 +118,8 @@ class IncomingTransfers(Generic[Sent]):
         self.quarantine = Quarantine(blocks, receiver, clock)
         self.open: dict[TransferKey, Sent] = {}
         self._connected: set[str] = set()  # sending ends
-        # Messages that came before their commands, by transfer and sender: when each came, and how
-        # many tokens its sender has.
+        # Messages that came before their commands, by transfer and sender: time of arrival, and
+        # number of the sender's tokens. The oldest comes first.
         self._early: dict[tuple[TransferKey, str], tuple[float, int]] = {}
         self._ended: dict[TransferKey, float] = {}  # when each transfer ended, for a late `Start`
         self._tick_at = 0.0
@@ -126,7 +127,7 @@ class IncomingTransfers(Generic[Sent]):
     # ------------------------------------------------------------------ commands
 
     def can_come(self, key: TransferKey, engine_id: str) -> bool:
-        """Return whether a peer is connected and the transfer has not ended already."""
+        """Return whether a transfer can come: its sender is connected, and it has not ended."""
         return engine_id in self._connected and key not in self._ended
 
     def early_tokens(self, key: TransferKey, engine_id: str) -> int | None:
@@ -162,7 +163,7 @@ class IncomingTransfers(Generic[Sent]):
         first_block: int = 0,
         groups: tuple[int, ...] = (),
     ) -> None:
-        """Let a sender write blocks; see `KVReservation` for the arguments."""
+        """Allow a sender to write blocks; see `KVReservation` for the arguments."""
         transfer.block_ids = tuple(block_ids)
         self._receiver.grant(
             KVReservation(
@@ -211,23 +212,23 @@ class IncomingTransfers(Generic[Sent]):
 
     def step(self) -> list[TransferEvent]:
         """Handle events and deadlines; return the events that concern peers."""
-        of_peers = []
+        peer_events = []
         for event in self._receiver.poll():
             match event.kind:
                 case TransferEventKind.PEER_CONNECTED:
                     self._connected.add(event.engine_id)
-                    of_peers.append(event)
+                    peer_events.append(event)
                 case TransferEventKind.PEER_FAILED:
                     self._connected.discard(event.engine_id)
                     self._lose_all(event.engine_id, f"its {self._words.sender} cannot be reached")
-                    of_peers.append(event)
+                    peer_events.append(event)
                 case TransferEventKind.PEER_DRAINED:
                     self.quarantine.end_drained(event.engine_id)
                 case _:
                     self._settle(event)
         self._tick()
         self._receiver.expect(bool(self.open or self.quarantine))
-        return of_peers
+        return peer_events
 
     def _settle(self, event: TransferEvent) -> None:
         key = (event.request_id, event.epoch)
@@ -265,8 +266,8 @@ class IncomingTransfers(Generic[Sent]):
                 pass
 
     def _remember_early(self, key: TransferKey, engine_id: str, num_tokens: int) -> None:
-        """Store what a sender said until the command comes; ignored if the transfer has ended."""
-        # The table is in the order of time, so a new entry must not keep an old place.
+        """Store a sender's message until the command comes; ignored if the transfer has ended."""
+        # The table is sorted by time, so an entry with a new time must move to the end.
         self._early.pop((key, engine_id), None)
         if key in self._ended:
             return

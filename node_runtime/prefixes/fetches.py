@@ -3,11 +3,12 @@
     received          its blocks enter the prefix cache
     lost              this node computes the prompt
 
-A prompt waits until its fetch is received or lost, and then goes on as every prompt does: the
-engine finds in the prefix cache what is there. So a lost fetch costs only time. `IncomingTransfers`
-has the states before. A fetch is also lost if its holder has nothing more than this node, if its
-bytes are wrong, or if this node lacks free blocks. A prompt waits for the fetch of another prompt
-if this fetch brings at least half of the missing blocks. Refuses to know: steps, the router.
+A prompt waits until its fetch is received or lost. Then the engine computes the prompt, and uses
+the blocks that the prefix cache has, as for every prompt. So a lost fetch costs only time.
+`IncomingTransfers` has the earlier states. A fetch is also lost if its holder has no more blocks
+than this node, if its bytes are wrong, or if this node lacks free blocks. A prompt waits for the
+fetch of another prompt if this fetch brings at least half of the missing blocks. Refuses to know:
+steps, the router.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ class _Waiter:
 
 @dataclass(slots=True, kw_only=True)
 class _Fetch(IncomingTransfer):
-    """One prefix on its way here; ``held_ids`` are blocks of it that were cached at the grant.
+    """A prefix that another node sends; ``held_ids`` are its blocks that were cached at the grant.
 
     Attributes:
+        request: the request for which the router planned the fetch.
         hashes: hashes of the blocks that this node lacked when the fetch was expected.
         last_hash: hash of the last of these blocks.
-        num_cached, num_blocks: logical blocks of the prefix that were cached here at the grant, and
-            all of them; a logical block is one block in each KV group.
-        waiters: the prompt of the fetch, unless it was cancelled, and others that need its blocks.
+        waiters: the fetch's own prompt, unless it was cancelled, and others that need its blocks.
+        num_cached: number of the prefix's logical blocks that were cached here at the grant; a
+            logical block is one block in each KV group.
+        num_blocks: number of all logical blocks of the prefix.
     """
 
     request: Request
@@ -69,7 +72,10 @@ class FetchCounts:
     """Counts of one node's fetches since its start.
 
     Attributes:
-        ages: time from the last use of a received prefix's blocks until the blocks were sent.
+        started: number of prefixes that were expected.
+        lost: number of prefixes that did not come, also because their holder was not connected.
+        tokens, num_bytes: tokens and bytes of the received prefixes.
+        ages: times from the last use of a received prefix's blocks until the blocks were sent.
     """
 
     started: int = 0
@@ -80,15 +86,15 @@ class FetchCounts:
     ages: SecondsHistogram = field(default_factory=SecondsHistogram)
 
     def by_state(self) -> dict[str, int]:
-        """Return the numbers of fetches, by what became of them."""
+        """Return the numbers of fetches by state."""
         return {"expected": self.started, "received": self.received, "lost": self.lost}
 
 
 class Fetches:
-    """All prefixes that are to arrive at one node. Used on the node's thread.
+    """All prefixes that other nodes send to one node. Used on the node's thread.
 
     Args:
-        engine: owner of the blocks; goes on with prompts.
+        engine: owner of the blocks; resumes prompts.
         receiver: sends grants to holders.
         timeout_s: longest time that a prompt waits for a prefix.
         clock: returns seconds, never going back.
@@ -121,7 +127,7 @@ class Fetches:
     def expect(
         self, request: Request, command: RequestCommand, received_at: float
     ) -> PrefixWait | None:
-        """Let a new request wait for a prefix; None: nothing is fetched for the request.
+        """Let a new request wait for a prefix; return the wait, or None if nothing is fetched.
 
         Call this before the engine gets the request.
         """
@@ -157,7 +163,7 @@ class Fetches:
         return wait
 
     def _lacking(self, request: Request, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the blocks of a prefix that this node must get."""
+        """Return the hashes of those blocks of a prefix that this node lacks and can use."""
         if request.needs_all_rows:
             return []
         # The engine computes at least the last token.
@@ -168,8 +174,8 @@ class Fetches:
     def _find_open(self, lacking: Sequence[BlockHash]) -> _Fetch | None:
         """Return the open fetch that brings most of a prompt's missing blocks.
 
-        Returns None if every open fetch brings less than half of these blocks: a fetch of the
-        prompt's own then saves more.
+        Returns None if every open fetch brings less than half of these blocks: then the prompt's
+        own fetch saves more.
         """
         fetches = self.incoming.open.values()
         if not lacking or not fetches:
@@ -186,7 +192,7 @@ class Fetches:
         return sum(block_hash in fetch.hashes for block_hash in lacking)
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """Let a request that has ended wait no more, and expect no prefix for it."""
+        """Stop waiting for a request that has ended, and expect no prefix for it."""
         key = transfer_name(request_id), epoch
         for fetch in self.incoming.open.values():
             fetch.waiters = [
@@ -196,7 +202,7 @@ class Fetches:
             ]
         own = self.incoming.open.get(key)
         if own is None:
-            # The command may never come, and the holder's `Start` is not needed.
+            # A command or a `Start` for this request may still come; then refuse it.
             self.incoming.note_ended(key)
         elif not own.waiters:
             self._end(key, own, quiet=False)
@@ -231,7 +237,7 @@ class Fetches:
         self.incoming.grant(key, fetch, blocks, first, groups_of(manager, places))
 
     def _list_blocks(self) -> Iterator[int]:
-        """Yield the blocks that open fetches keep, and those that other nodes may still write."""
+        """Yield the blocks that open fetches hold, and blocks that other nodes may still write."""
         for fetch in self.incoming.open.values():
             yield from fetch.held_ids
             yield from fetch.block_ids
@@ -268,7 +274,7 @@ class Fetches:
         coordinator.cache(blocks, hashes, fetch.num_cached, fetch.num_blocks)
 
     def lose(self, key: TransferKey, fetch: _Fetch, why: str, *, quiet: bool = False) -> None:
-        """Give a prefix up, so that its prompts are computed."""
+        """Give up a prefix; this node then computes its blocks for all waiting prompts."""
         logger.debug("a prefix of %s is lost: %s", fetch.engine_id, why)
         self.counts.lost += 1
         for waiter in fetch.waiters:
@@ -276,7 +282,7 @@ class Fetches:
         self._end(key, fetch, quiet=quiet)
 
     def _end(self, key: TransferKey, fetch: _Fetch, *, quiet: bool) -> None:
-        """End a fetch and let its prompts go on; see `IncomingTransfers.end`."""
+        """End a fetch and resume its prompts; see `IncomingTransfers.end`."""
         self.incoming.end(key, fetch, quiet=quiet)
         for waiter in fetch.waiters:
             waiter.wait.waited_s = self._clock() - waiter.began_at

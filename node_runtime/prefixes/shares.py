@@ -3,9 +3,10 @@
     ShareCommand -> blocks found and held -> Start -> (granted) written -> Commit -> released
                         `---- nothing can be sent: a transfer that fails at once ----^
 
-This node holds a reference to each block that it sends, so that the prefix cache cannot evict the
-block. If a prompt is cancelled, the reader decides whether the transfer ends, because other prompts
-of the reader may wait for the same prefix. Refuses to know: who computes the rest of the prompt.
+The node that receives a prefix is its reader. This node holds a reference to each block that it
+sends, so that the prefix cache cannot evict the block. If a prompt is cancelled, the reader decides
+whether the transfer ends, because other prompts of the reader may wait for the same prefix. Refuses
+to know: who computes the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ class Shares(SideWork):
     # ------------------------------------------------------------------ commands
 
     def share_prefix(self, command: ShareCommand, received_at: float) -> None:
-        """Send the longest cached part of a prefix, unless too many blocks are being sent.
+        """Send the longest cached part of a prefix; send nothing if transfers hold too many blocks.
 
-        Do nothing if the command came twice.
+        Do nothing if a transfer with this command's request and epoch is open.
         """
         key = transfer_name(command.request_id), command.epoch
         if key in self._open:
@@ -119,7 +120,7 @@ class Shares(SideWork):
             groups=found.groups,
         )
         if not found.num_tokens:
-            self._end(key, "nothing is cached, or too much is being sent")
+            self._end(key, "nothing is cached, or transfers hold too many blocks")
             return
         record = HandoffRecord(
             num_tokens=found.num_tokens,
@@ -144,13 +145,13 @@ class Shares(SideWork):
             yield from share.block_ids
 
     def abort(self, abort: AbortAll) -> None:
-        """Stop sending the prefixes that the abort concerns."""
+        """Stop sending the prefixes that an abort message concerns."""
         for key, share in list(self._open.items()):
             if abort.concerns(share.command.request_id):
                 self._end(key, "its router is gone")
 
     def _end(self, key: TransferKey, reason: str) -> None:
-        """Ask the sender to end a transfer; `step` releases the blocks once no write runs."""
+        """Ask the sender to end a transfer; `step` frees its blocks once no write is in flight."""
         self._open[key].is_ending = True
         self._sender.abort(*key, reason)
 
@@ -205,7 +206,7 @@ class Shares(SideWork):
         ]
 
     def add_metrics(self, metrics: HandoffMetrics) -> HandoffMetrics:
-        """Return metrics of hand-offs with counts of sent prefixes; thread-safe."""
+        """Return a copy of metrics with the counts of sent prefixes added; thread-safe."""
         return dataclasses.replace(
             metrics, fetches_open=self.num_transfers, shared_tokens=self.num_tokens_total
         )

@@ -17,7 +17,7 @@ MAX_DECISIONS = 32
 
 @dataclass(slots=True)
 class _Noted:
-    """A placement in the log, without its query: the query holds the prompt."""
+    """A placement in the log. Its query is not kept, because the query holds the prompt."""
 
     placed_at: float
     num_prompt_tokens: int
@@ -39,8 +39,8 @@ class Decision:
         is_probe: whether the node was chosen in order to measure it; see `Placement`.
         forecast: expected times of computing the prompt; after token 1, also the measured times.
             None: no attempt began.
-        sources: nodes that could send a cached prefix to the prefill node. The node that saves most
-            time is first, and sends if fetching takes less time than computing.
+        sources: nodes that could send a cached prefix to the node that computes the prompt. The
+            node that saves the most time is first, and sends if this saves time at all.
     """
 
     request_id: str

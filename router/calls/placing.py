@@ -21,10 +21,10 @@ from router.policies.base import Placement, RouteQuery, RoutingPolicy
 # Maximum number of calls that wait for a lost node to return. The number is limited, because each
 # waiting call holds a prompt and a client's connection.
 MAX_EXPECTING = 1024
-# A timer may fire this many seconds too early. The deadline then counts as reached; otherwise the
-# caller would ask again and again until the deadline is reached.
+# A timer may fire this many seconds too early. The deadline then counts as reached. Otherwise, the
+# caller would try to place the call again and again until the deadline.
 _EARLY_S = 1e-6
-# A node stops sending a cached prefix after this many seconds; prefill nodes wait less long.
+# A node stops sending a cached prefix after this many seconds; prompts wait for a shorter time.
 SHARE_TIMEOUT_S = 30.0
 
 

@@ -60,7 +60,7 @@ class PromptSupply:
         }
 
     def send_commands(self, timeout_s: float) -> None:
-        """Tell other nodes to send the encodings and the prefix.
+        """Command other nodes to send the encodings and the prefix.
 
         Args:
             timeout_s: seconds after which encode nodes stop encoding for the attempt.

@@ -79,7 +79,7 @@ class Fleet:
         return self._reach[prefill.engine_id].get(decode.engine_id, 0.0)
 
     def reached_by(self, prefill: NodeLoad) -> Sequence[NodeLoad]:
-        """Return the decode nodes to pair with a prefill node, sorted by name; never empty."""
+        """Return the decode nodes that a prefill node can be paired with, sorted; never empty."""
         reached = self._reached.get(prefill.engine_id)
         if reached is None:
             usable = self._usable(prefill.engine_id)
@@ -146,8 +146,8 @@ class Fleet:
 
         Args:
             num_tokens: tokens of the prompt, and at least one output token.
-            num_tokens_at_end: length that the request may reach. Nodes that would cut the output
-                short are left out, unless all nodes would.
+            num_tokens_at_end: length that the request may reach. Nodes that would end the output
+                early are left out, unless all nodes would.
         """
         at_end = min(num_tokens_at_end, self.max_model_len)
         if num_tokens <= self._least_room and at_end <= self._least_length:

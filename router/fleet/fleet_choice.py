@@ -1,7 +1,7 @@
 """Makes the fleet: the nodes that may get requests, except those that look unhealthy.
 
-At most half of the nodes of a role are left out: if most nodes look unhealthy, the cause is
-probably elsewhere, and some nodes must do the work.
+At most half of a role's nodes are left out: if most nodes look unhealthy, the cause is probably not
+in the nodes, and some nodes must do the work.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def make_prompt_fleet(ready: Iterable[Node], may_serve: Callable[[str], bool]) -
 def ejected(nodes: Sequence[Node]) -> Sequence[Node]:
     """Return the nodes of one role that get no requests now, at most half of the nodes.
 
-    If not all unwanted nodes can be left out, ejected nodes are left out before canaries that have
-    their one request.
+    If not all unwanted nodes can be left out, ejected nodes are left out before canaries: nodes on
+    trial that are busy with the one request that they may have.
     """
     unwanted = [node for node in nodes if node.health.is_unwanted(node.num_open)]
     unwanted.sort(key=lambda node: (node.health.state is not HealthState.EJECTED, node.name))

@@ -107,7 +107,7 @@ class NodePool:
         vocabulary: limits of token ids and lengths in nodes' messages.
         adapters: which nodes have or can load which adapters.
         encode_places: which nodes encode which images.
-        prefix_sources: which nodes send cached prefixes to prefill nodes.
+        prefix_sources: which nodes send cached prefixes to which other nodes.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class NodePool:
     def list_prefix_sources(
         self, reader: Node, hashes: PromptHashes, num_prompt_tokens: int
     ) -> list[PrefixSource]:
-        """Return the nodes that can send a cached prefix; the one that saves most time comes first.
+        """Return the sources of a cached prefix; the source that saves the most time comes first.
 
         Draining nodes are included, so that no other node must compute their sessions again.
 
@@ -428,7 +428,7 @@ class NodePool:
         """Remove a node, end its attempts and tell its peers.
 
         Args:
-            why: what happened to the node, for errors and the log.
+            why: what happened to the node, as a verb with "it" as subject, for errors and the log.
             on_purpose: whether the router decided to remove it; if so, no request is suspected of
                 killing it.
         """
@@ -443,8 +443,8 @@ class NodePool:
             if not self._is_held_up and node.registration.role in PAIR_ROLES:
                 self.lost_nodes.note_loss(node.engine_id, node.name, node.num_open)
             self.lost_nodes.note_missing(node.registration)
-        told = "left after its drain" if node.is_draining and not on_purpose else why
-        self.lost_nodes.note_left(node.engine_id, node.name, told)
+        reason = "left after its drain" if node.is_draining and not on_purpose else why
+        self.lost_nodes.note_left(node.engine_id, node.name, reason)
         self.prefix_index.remove(node.engine_id)
         self.encode_places.forget(node.engine_id)
         self.prefix_sources.forget(node.engine_id)
@@ -460,7 +460,7 @@ class NodePool:
     def _review_identity(
         self, *, left: Identity | None = None, joined: Identity | None = None
     ) -> bool:
-        """Choose the served identity anew; if it changed, index the caches of the nodes anew.
+        """Choose the served identity again; if it changed, index the nodes' caches again.
 
         Returns whether the identity changed.
         """
@@ -555,7 +555,7 @@ class NodePool:
 
     @property
     def _is_held_up(self) -> bool:
-        """Return whether this process stalled lately, so that nodes may have hung up on it."""
+        """Return whether this process has stalled lately, and nodes may have hung up for this."""
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:
@@ -774,7 +774,7 @@ class NodePool:
             return "no prefill node has joined the router"
         if not self.prompt_fleet:
             foreign = next(filter(None, map(self.identity.problem, nodes)), "")
-            return foreign or "no prefill node takes requests now: they drain or fail"
+            return foreign or "no prefill node takes requests now: all of them drain or fail"
         if adapter and not self.adapters.narrow(self.prompt_fleet, adapter):
             why = self.adapters.why_not((node.load for node in nodes), adapter)
             return f"no prefill node can load the adapter {shorten_digest(adapter)}: {why}"

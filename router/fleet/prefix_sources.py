@@ -25,12 +25,12 @@ from router.fleet.load.measured_line import MeasuredLine
 from router.fleet.node import Node
 from router.fleet.peers.pairing import Reach
 
-# Fewer tokens are not worth the messages.
+# Minimum number of tokens of a fetch; fewer tokens do not save the time of the messages.
 MIN_TOKENS = 32
 # Maximum expected seconds of a fetch; of a longer prefix, only the beginning is fetched. A longer
 # fetch could reach the reader's `--fetch-timeout-s` and bring nothing.
 LONGEST_S = 1.0
-# Assumed seconds for the messages of a fetch, and bytes per second, until a fetch is measured.
+# Assumed seconds for the messages of a fetch, and bytes per second, until these are measured.
 LATENCY_S, DEFAULT_BYTES_PER_S = 0.005, 1e9
 # Maximum number of holders that `add_fetchable` considers: it runs for each request, and looks at
 # each pair of a holder and a reader.
@@ -50,7 +50,8 @@ class SourceTerms(NamedTuple):
         node: name of the node that holds the prefix.
         num_lacking: number of the prefix's tokens that the reader lacks and can receive in time.
         fetch_s: seconds of the fetch that remain when the reader's earlier prompts are computed.
-        is_chosen: whether the node will send the prefix, because that saves most time.
+        compute_s: seconds to compute the lacking tokens instead.
+        is_chosen: whether the node will send the prefix, because this saves the most time.
     """
 
     node: str
@@ -104,7 +105,7 @@ class PrefixSources:
         self._measured_at: dict[tuple[str, str], float] = {}  # by holder and reader
         # By holder and reader: the time until which the holder sends the reader nothing.
         self._barred: dict[tuple[str, str], float] = {}
-        # For each node, the nodes on which it has reported, and those that have reported on it
+        # For each node: the nodes on which it has reported, and the nodes that have reported on it
         self._partners: dict[str, set[str]] = {}
 
     def note_report(self, node: Node, peer: Node, report: PeerReport) -> None:
@@ -116,7 +117,8 @@ class PrefixSources:
         for one, other in (pair, pair[::-1]):
             self._partners.setdefault(one, set()).add(other)
         there, back = (self._reports.get((*pair, which)) for which in (True, False))
-        # A reader gives up a prefix of a holder to which it is not connected yet.
+        # A reader that is not connected to the holder yet would give up the prefix, so the pair
+        # counts as connected only once both report it.
         self._reach.note(*pair, there if back is not None and back.connected else None, back)
 
     def forget(self, engine_id: str) -> None:
@@ -138,7 +140,7 @@ class PrefixSources:
         cached: Mapping[str, int],
         num_prompt_tokens: int,
     ) -> list[PrefixSource]:
-        """Return the sources of a prompt's prefix; the source that saves most time comes first.
+        """Return the sources of a prompt's prefix; the source that saves the most time comes first.
 
         Only the first source can be chosen. Sources that save no time are included.
 
@@ -168,8 +170,8 @@ class PrefixSources:
     ) -> Mapping[str, int]:
         """Return how many tokens each node need not compute, because it has them or can fetch them.
 
-        Tokens that take time to fetch count in part: as many as could be computed in the saved
-        time. Only the holders that have cached most are considered.
+        A fetch takes time, so its tokens count only in part: as many as the reader could compute in
+        the time that the fetch saves. Only the holders with the most cached tokens are considered.
 
         Args:
             cached: leading prompt tokens that each node has in its cache, by engine id.
@@ -190,15 +192,15 @@ class PrefixSources:
         return counts
 
     def note_receipt(self, source: PrefixSource, receipt: PrefillReceipt | DecodeReceipt) -> None:
-        """Measure a fetch, or bar its pair of nodes for a while if nothing came."""
+        """Measure a fetch by its receipt; bar its pair of nodes for a while if it was lost."""
         pair = source.node.engine_id, source.reader_engine_id
         line = self._lines.get(pair)
         if line is None:  # one of the nodes has left since
             return
         if receipt.num_fetches_lost:
             self._barred[pair] = self._clock() + BARRED_S
-        # A fetch during the reader's queue also waits for the reader's steps, so its time says
-        # little about the path.
+        # A fetch that ends while the reader computes earlier prompts is noticed only between the
+        # reader's steps, so its time shows little about the path.
         if receipt.num_fetched_tokens and source.terms.fetch_s > 0:
             line.measure(receipt.num_fetched_tokens, receipt.fetch_wait_s)
             line.refresh()
@@ -215,6 +217,7 @@ class PrefixSources:
         return is_reached and barred_until <= self._clock()
 
     def _terms(self, holder_id: str, name: str, reader: Node, num_lacking: int) -> SourceTerms:
+        """Return the expected times of a fetch, cut to the tokens that arrive in `LONGEST_S`."""
         line, block_size = self._line(holder_id, reader), reader.registration.block_size
         if line.per_unit and line.seconds(num_lacking) > LONGEST_S:
             num_in_time = int((LONGEST_S - line.base) / line.per_unit)
@@ -225,7 +228,7 @@ class PrefixSources:
         return SourceTerms(name, num_lacking, fetch_s, compute_s)
 
     def _line(self, holder_id: str, reader: Node) -> MeasuredLine:
-        """Return the seconds of a fetch between two nodes, by its number of tokens."""
+        """Return the line of fetch times between two nodes, in seconds by number of tokens."""
         pair = holder_id, reader.engine_id
         line = self._lines.get(pair)
         if self._clock() - self._measured_at.get(pair, math.inf) > STALE_S:

@@ -35,8 +35,8 @@ class RouteQuery:
         find_cached_tokens: returns how many leading prompt tokens each node has cached, by engine
             id; nodes that have cached nothing are left out. Tokens that a prefill node can fetch
             from other nodes count as cached. Called only if needed.
-        find_cached_alone: returns the same for decode nodes that compute the prompt themselves;
-            None: call ``find_cached_tokens`` instead, because decode nodes fetch nothing.
+        find_cached_alone: returns the same for decode nodes that compute the prompt themselves, and
+            may fetch tokens; None: call ``find_cached_tokens`` instead, because no node fetches.
         adapter_load_s: seconds that each node without the request's adapter needs to load it, by
             engine id.
     """
@@ -61,8 +61,8 @@ class Candidate(NamedTuple):
         cost: cost in the policy's own unit; the lowest wins.
         terms: parts of the cost, by name.
         assumed: names of the nodes whose speed has not been measured yet.
-        num_computed_tokens: prompt tokens that the computing node has not cached; 0: the policy
-            does not tell.
+        num_computed_tokens: number of prompt tokens that the computing node must compute; 0: the
+            policy does not tell.
     """
 
     prefill: str

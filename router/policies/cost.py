@@ -80,7 +80,7 @@ class _Search:
     """The search for the best places of one request in a fleet.
 
     Attributes:
-        terms: what the costs of all places need to know about the request.
+        terms: facts about the request that the costs of all places need.
     """
 
     def __init__(self, query: RouteQuery, fleet: Fleet) -> None:
@@ -204,11 +204,11 @@ class _Search:
         return self._harmless(some, best_pair_s)
 
     def _harmless(self, places: list[Place], best_pair_s: float) -> list[Place]:
-        """Leave out decode nodes alone that would win but make a request miss its deadline.
+        """Leave out places without a prefill node that would win but make a request late.
 
-        If the request's tenant must leave room to others, decode nodes alone with queued prompts
-        are left out, too: the request was admitted because prefill nodes have room, and other
-        tenants would wait behind it.
+        If the request's tenant must leave room to others, decode nodes with queued prompts are left
+        out, too: the request was admitted because prefill nodes have room, and on such a decode
+        node, other tenants' prompts would wait behind it.
         """
         if best_pair_s == float("inf"):
             return places

@@ -44,15 +44,16 @@ class CostTerms:
     """Facts about a request that the costs of all places need.
 
     Attributes:
-        cached: number of prompt tokens that a node has in its cache, or can fetch if it computes
-            the prompt for another node, by engine id.
-        cached_alone: number of these tokens if a decode node computes the prompt itself, by engine
-            id.
+        cached: number of prompt tokens that each node has in its cache, or can fetch if it is a
+            prefill node, by engine id.
+        cached_alone: as ``cached``, but with the tokens that a decode node can fetch if it computes
+            the prompt itself.
         num_steps: expected number of decode steps.
         most_steps: number of decode steps that few requests exceed.
         timeout_s: seconds until the request's deadline.
         leaves_room: whether to avoid decode nodes with queued prompts.
-        num_behind: number of prompts that this one will delay on any prefill node; see BUSY_FACTOR.
+        num_behind: expected number of prompts that this one delays on any prefill node; see
+            `BUSY_FACTOR`.
         kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
         adapter_load_s: seconds that each node without the request's adapter needs to load it, by
             engine id.
@@ -181,7 +182,7 @@ class Place:
 
 
 def prefill_costs(terms: CostTerms) -> list[float]:
-    """Return each prefill node's cost in seconds: its queue, this prompt, and delays of others.
+    """Return each prefill node's cost in seconds: its queue, this prompt, and others' delays.
 
     The formula is that of `prefill_terms`, for all nodes at once.
     """

@@ -2,11 +2,10 @@
 
 A node that looks slow gets no prompts, so nothing corrects the estimate of its speed, which may
 stem from one bad prompt or a busy machine. So a node that had no prompt for a long time gets one
-prompt that is cheap there. The longer ago its last prompt, the more the probe may cost.
+prompt that is cheap there: the probe. The older the node's last prompt, the more may a probe cost.
 
-A node that looks about as fast as the chosen node needs no probe: if it gets no prompts, other
-nodes' caches are the reason, and not its estimate. A probe would also compute prompts anew that are
-in a cache.
+A node that looks about as fast as the chosen node needs no probe: if it gets no prompts, the reason
+is not its estimate but other nodes' caches, and a probe would compute a cached prompt again.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeL
 
 
 def _looks_slower(terms: CostTerms, node: NodeLoad, chosen: NodeLoad) -> bool:
-    """Return whether a node looks slower than ``chosen`` at computing this prompt."""
+    """Return whether a node looks much slower than ``chosen`` at computing this prompt."""
     num_missing = terms.num_missing(node)
     chosen_s = chosen.prefill.seconds(num_missing)
     return node.prefill.seconds(num_missing) >= LEAST_SLOWNESS * chosen_s

@@ -131,7 +131,7 @@ class HandRouter:
             of_prefill: another adapter, or none, for the prefill node alone.
         """
         answer = await self._ask_once(prompt, params, adapter, source, of_prefill)
-        if not any("no beat of " in error.message for error in answer.errors):
+        if not any("no beat from " in error.message for error in answer.errors):
             return answer
         self.num_silences += 1
         await self._wait_for_beats()

@@ -18,7 +18,7 @@ MAX_TOKENS = 24
 
 
 def main(address: str, prompts: str, lanes: str = "1", max_tokens: str = str(MAX_TOKENS)) -> None:
-    """Print the tokens of each prompt's greedy answer, how its KV travelled, and where to."""
+    """Print each prompt's greedy answer as tokens, the transport of its KV, and its nodes."""
     params = SamplingParams(max_tokens=int(max_tokens), temperature=0.0, ignore_eos=True)
 
     def ask(prompt: list[int]) -> dict[str, object]:

@@ -36,11 +36,11 @@ def listen(agent: NixlAgent) -> None:
     sys.stdout.flush()
     while not select.select([sys.stdin], [], [], 0.01)[0]:
         agent.take_notifications()
-    os._exit(0)  # as a killed process: nothing is closed in order
+    os._exit(0)  # end like a killed process, which closes nothing in order
 
 
 def dial(agent: NixlAgent, metadata: bytes) -> None:
-    """Print whether each message was accepted, and the number of sockets after each try."""
+    """Try to send messages; print whether NIXL accepted each, and the sockets after each try."""
     accepted, sockets = [], []
     for _ in range(NUM_TRIES):
         try:
@@ -61,7 +61,7 @@ def dial(agent: NixlAgent, metadata: bytes) -> None:
 
 
 def main(verb: str, metadata: str = "") -> None:
-    """Be one of the agents."""
+    """Run one of the two agents."""
     memory = torch.zeros(4, 2, 4, 8)
     name = LISTENER if verb == "listen" else "dialler-1"
     agent = NixlAgent(name, [KVLayout.of(memory)], "DRAM")

@@ -1,7 +1,7 @@
 """One end of an exchange of numbered datagrams; run on a host by a test.
 
-python -m tests.hosts.exchange send ADDRESS     one datagram each millisecond, until it is ended
-python -m tests.hosts.exchange receive SECONDS  prints how many came
+python -m tests.hosts.exchange send ADDRESS     sends a datagram each millisecond until it is killed
+python -m tests.hosts.exchange receive SECONDS  prints how many datagrams arrived
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def send(address: str) -> None:
 
 
 def receive(seconds: str) -> None:
-    """Print how many datagrams come in some seconds."""
+    """Print how many datagrams arrive in some seconds."""
     with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as end:
         end.bind(("::", PORT))
         end.settimeout(0.05)

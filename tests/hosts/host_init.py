@@ -1,4 +1,4 @@
-"""Process 1 of a host: gives the host its own view of the machine, then waits for its maker's end.
+"""Process 1 of a host: sets the host up, then waits until its parent has closed standard input.
 
 Runs in new namespaces, before anything of Baton: only the standard library is imported. When this
 process ends, the kernel ends all other processes of the host, and removes the host's network.
@@ -15,21 +15,21 @@ from pathlib import Path
 
 
 def main(name: str, names_file: str) -> None:
-    """Set the host up, say "ready", and end when standard input does.
+    """Set the host up, print "ready", and end when standard input ends.
 
     Args:
         name: the host's name.
         names_file: the host's /etc/hosts.
     """
     socket.sethostname(name)
-    # /sys must show the devices of the host's network; no memory is shared with other hosts.
+    # /sys must show the devices of the host's network, and hosts must not share memory.
     _mount("-t", "sysfs", "sysfs", "/sys")
     _mount("-t", "tmpfs", "-o", "size=512m", "tmpfs", "/dev/shm")
     _mount("--bind", names_file, "/etc/hosts")
     # Without a name server's address, the look-up of a name that is not in the file fails at once.
     _mount("--bind", "/dev/null", "/etc/resolv.conf")
     _mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", "/mnt")  # a small disk for logs and dumps
-    # Nobody else has this host's addresses, so that it may use them at once.
+    # Use IPv6 addresses at once, without a check for duplicates: no other host has them.
     Path("/proc/sys/net/ipv6/conf/default/accept_dad").write_text("0")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
@@ -43,7 +43,7 @@ def _mount(*words: str) -> None:
 
 
 def _reap() -> None:
-    """Wait for ended processes whose parents have ended."""
+    """Collect the exit statuses of ended processes whose parents have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -3,8 +3,8 @@
 Each host has one interface, ``eth0``, and a link to a router, which belongs to no host. The router
 can silently drop what one host sends to another, also in only one direction. Links have rates in
 both directions. Some hosts may be far: they have their own router, and one trunk joins the two
-routers. Needs Linux, root and iproute2. A host ends with the process that made it, even after kill
--9, and leaves nothing behind.
+routers. Needs Linux, root and iproute2. A host ends with the process that made it, even if that
+process is killed, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TRUNK = "trunk"  # device at each router's end of the trunk
 _TRUNK_NUMBER = 255
 _FLAGS: Mapping[Family, str] = {"ipv4": "-4", "ipv6": "-6"}
 _CLONE_NEWNET = 0x40000000
-# A bucket must hold what arrives between two ticks of the kernel's clock.
+# A limited device's bucket must hold what arrives between two ticks of the kernel's clock.
 _BUCKET_S, _MIN_BUCKET_BYTES = 0.002, 2**17
-_QUEUE = "50ms"
+_QUEUE = "50ms"  # longest time for which a limited device queues a packet
 
 
 @functools.cache
 def why_no_hosts() -> str:
-    """Return why this machine lets us make no hosts; empty if it does."""
+    """Return why hosts cannot be made on this machine; empty: they can."""
     missing = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None]
     if missing:
         return f"hosts need {', '.join(missing)} (packages iproute2 and util-linux)"
@@ -110,7 +110,7 @@ class Network:
         far: names of the hosts at the other end of the trunk; empty: there is no trunk.
 
     Attributes:
-        events: texts that describe the changes of the network so far, in order.
+        events: the changes of the network so far, in order.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Network:
     ) -> None:
         self.families = tuple(families)
         self._far = frozenset(far)
-        self._middles: list[Host] = []
+        self._routers: list[Host] = []  # of the near site, then of the far site
         self.events: list[Event] = []
         self.hosts: dict[str, Host] = {}
         self._names = list(names)
@@ -151,7 +151,7 @@ class Network:
 
     def close(self) -> None:
         """End all processes of all hosts, and remove the network."""
-        holders = [host.holder for host in (*self.hosts.values(), *self._middles)]
+        holders = [host.holder for host in (*self.hosts.values(), *self._routers)]
         for holder in holders:
             holder.kill()  # its child, process 1 of the host, gets SIGKILL from the kernel
         for holder in holders:
@@ -177,7 +177,7 @@ class Network:
         return self.hosts[host].command(*words)
 
     def name_addresses(self, name: str, addresses: Sequence[str], on: Sequence[str] = ()) -> None:
-        """Let a name stand for these addresses, in order, on some hosts; by default on all."""
+        """Let a name resolve to these addresses, in order, on some hosts; by default on all."""
         self._note(f"the name {name} stands for {', '.join(addresses)}")
         for host in on or self.hosts:
             self.hosts[host].extra_names[name] = list(addresses)
@@ -189,11 +189,12 @@ class Network:
             found = {one.name: list(one.addresses.values()) for one in self.hosts.values()}
             found |= host.extra_names
             local = "127.0.0.1 localhost\n::1 localhost\n"
-            lines = [f"{address} {name}\n" for name, all_of in found.items() for address in all_of]
-            host.names_file.write_text(local + "".join(lines))  # same inode: it is mounted
+            lines = [f"{one} {name}\n" for name, addresses in found.items() for one in addresses]
+            # Keep the file's inode, because the host has mounted it.
+            host.names_file.write_text(local + "".join(lines))
 
     def add_address(self, name: str, last: str) -> str:
-        """Give a host a second address with another last part; return the address."""
+        """Give a host a second address, which ends in ``last``; return the address."""
         return self._change_address("add", name, last)
 
     def remove_address(self, name: str, last: str) -> str:
@@ -231,17 +232,17 @@ class Network:
     def limit_trunk(self, bits_per_s: float | None) -> None:
         """Limit the rate between near and far hosts in each direction; None: unlimited."""
         self._note(f"trunk: {bits_per_s / 1e6:g} Mbit/s" if bits_per_s else "trunk: unlimited")
-        for router in self._middles:
+        for router in self._routers:
             _limit_device(router, _TRUNK, bits_per_s)
 
     def cut(self, sender: str, receiver: str) -> None:
         """Drop what one host sends to another, silently; the other direction is not changed."""
-        self._rules("add", sender, receiver)
+        self._change_rules("add", sender, receiver)
         self._note(f"cut {sender} -> {receiver}")
 
     def mend(self, sender: str, receiver: str) -> None:
         """End a cut of one direction."""
-        self._rules("delete", sender, receiver)
+        self._change_rules("delete", sender, receiver)
         self._note(f"mended {sender} -> {receiver}")
 
     @contextlib.contextmanager
@@ -252,12 +253,6 @@ class Network:
             yield
         finally:
             self.mend(sender, receiver)
-
-    def set_kernel_option(self, option: str, value: object) -> None:
-        """Set an option of the kernel's network, such as net.ipv4.tcp_retries2, on all hosts."""
-        for host in self.hosts.values():
-            host.run("sysctl", "-qw", f"{option}={value}")
-        self._note(f"{option} = {value}")
 
     def set_link(self, name: str, *, up: bool) -> None:
         """Take a host's link down or up."""
@@ -305,8 +300,8 @@ class Network:
         return Host(name, number, int(children), held, holder, names_file, name in self._far)
 
     def _start_router(self, number: int) -> None:
-        router = self._start(_ROUTERS[len(self._middles)], number)
-        self._middles.append(router)
+        router = self._start(_ROUTERS[len(self._routers)], number)
+        self._routers.append(router)
         router.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
         router.run(
             "sysctl", "-qw", "net.ipv6.conf.all.forwarding=1",
@@ -314,18 +309,18 @@ class Network:
         )  # fmt: skip
 
     def _router_of(self, host: Host) -> Host:
-        return self._middles[host.is_far]
+        return self._routers[host.is_far]
 
     def _join_routers(self) -> None:
         """Make the trunk: a link between the two routers, and routes to the other site's hosts."""
-        near, far = self._middles
+        near, far = self._routers
         near.run("ip", "link", "add", _TRUNK, "type", "veth", "peer", "name", _TRUNK,
                  "netns", far.pid)  # fmt: skip
-        for router in self._middles:
+        for router in self._routers:
             router.run("ip", "link", "set", _TRUNK, "up")
         for family in self.families:
             flag, length = _FLAGS[family], 24 if family == "ipv4" else 64
-            for router, end in zip(self._middles, _trunk_ends(family), strict=True):
+            for router, end in zip(self._routers, _trunk_ends(family), strict=True):
                 add = [*("ip", flag, "address", "add", f"{end}/{length}", "dev", _TRUNK)]
                 router.run(*add, *(() if family == "ipv4" else ("nodad",)))
             near_end, far_end = _trunk_ends(family)
@@ -336,20 +331,21 @@ class Network:
                              far_end)  # fmt: skip
 
     def _plug_in(self, host: Host) -> None:
-        port, middle = f"port{host.number}", self._router_of(host)
-        middle.run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0",
+        """Make a host's link to its router, with addresses and routes."""
+        port, router = f"port{host.number}", self._router_of(host)
+        router.run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0",
                    "netns", host.pid)  # fmt: skip
         host.run("ip", "link", "set", "eth0", "up")
-        middle.run("ip", "link", "set", port, "up")
+        router.run("ip", "link", "set", port, "up")
         for family, address in host.addresses.items():
             flag, gate = _FLAGS[family], address[:-1] + "1"
             length, nodad = ("24", ()) if family == "ipv4" else ("64", ("nodad",))
             add = ["ip", flag, "address", "add"]
-            middle.run(*add, f"{gate}/{length}", "dev", port, *nodad)
+            router.run(*add, f"{gate}/{length}", "dev", port, *nodad)
             host.run(*add, f"{address}/{length}", "dev", "eth0", *nodad)
             host.run("ip", flag, "route", "add", "default", "via", gate)
 
-    def _rules(self, verb: str, sender: str, receiver: str) -> None:
+    def _change_rules(self, verb: str, sender: str, receiver: str) -> None:
         for family in self.families:
             source, target = (self.hosts[name].addresses[family] for name in (sender, receiver))
             router = self._router_of(self.hosts[sender])

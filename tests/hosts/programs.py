@@ -34,8 +34,8 @@ class HostPrograms:
         self.network = network
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._places: dict[str, str] = {}  # host on which each program was last started
-        # UCX listens on loopback unless told otherwise. Nothing keeps it from other ways than TCP:
-        # that hosts share a kernel is for the hosts to hide.
+        # By default, UCX listens only on loopback. UCX may use other ways than TCP here, as on real
+        # machines: the hosts' namespaces must hide that the hosts share a kernel.
         self._environment = {
             **os.environ, "UCX_NET_DEVICES": "eth0", "COLUMNS": "200", "OMP_WAIT_POLICY": "PASSIVE",
             "BATON_DUMP_FOLDER": "/mnt", **(variables or {}),
@@ -74,7 +74,11 @@ class HostPrograms:
         name: str = "",
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `baton` with these words, and additional environment variables, on a host."""
+        """Start the command `baton WORDS` on a host, with additional environment variables.
+
+        Args:
+            name: the program's name; empty: the host's name.
+        """
         name = name or host
         self._places[name] = host
         command = self.network.command(host, *_BATON, *words)
@@ -125,7 +129,7 @@ class HostPrograms:
         return result.stdout + result.stderr
 
     def pids(self, name: str) -> list[int]:
-        """Return the program's process ids, without the process that enters its host."""
+        """Return the program's process ids, without the `nsenter` process that started it."""
         process = self.processes[name]
         if process.poll() is not None:
             return []

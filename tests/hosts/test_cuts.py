@@ -39,8 +39,8 @@ def test_connecting_neither_blocks_nor_leaves_sockets_open() -> None:
 
     def dial() -> dict[str, list[int]]:
         words = command("a", "dial", metadata)
-        told = subprocess.run(words, env=environment, capture_output=True, check=True, timeout=60)
-        found: dict[str, list[int]] = json.loads(told.stdout.splitlines()[-1])
+        ended = subprocess.run(words, env=environment, capture_output=True, check=True, timeout=60)
+        found: dict[str, list[int]] = json.loads(ended.stdout.splitlines()[-1])
         return found
 
     with Network(["a", "b"], ["ipv4"]) as network:
@@ -59,7 +59,7 @@ def test_connecting_neither_blocks_nor_leaves_sockets_open() -> None:
             listener.kill()
             listener.wait()
         sockets = dial()["sockets"]
-        assert max(sockets) <= sockets[0] + 1  # at most the one of the present try
+        assert max(sockets) <= sockets[0] + 1  # at most the socket of the present try is open
 
 
 @pytest.mark.parametrize("connector", ["nixl", "tls"])

@@ -1,4 +1,4 @@
-"""Tests that hosts of one machine are as separate as machines, and that their network obeys."""
+"""Tests of hosts on one machine: separate as machines are, with cuts, rates and names."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def told(network: Network, host: str, *words: str) -> str:
+def output_of(network: Network, host: str, *words: str) -> str:
+    """Run a command on a host; return its standard output."""
     return subprocess.run(
         network.command(host, *words), check=True, capture_output=True, timeout=30
     ).stdout.decode()
 
 
 def received(network: Network, sender: str, receiver: str, family: Family, seconds: float) -> int:
-    """Return how many of a thousand datagrams a second reach a host."""
+    """Send a thousand datagrams per second to a host; return how many reach it in some seconds."""
     exchange = [sys.executable, "-S", "-m", "tests.hosts.exchange"]
     address = network.hosts[receiver].addresses[family]
     sending = subprocess.Popen(network.command(sender, *exchange, "send", address))
     try:
-        return int(told(network, receiver, *exchange, "receive", str(seconds)))
+        return int(output_of(network, receiver, *exchange, "receive", str(seconds)))
     finally:
         subprocess.run(network.command(sender, "sh", "-c", "kill -9 -1"), check=False)
         sending.wait()
 
 
 def test_hosts_share_neither_devices_nor_processes_nor_memory(network: Network) -> None:
-    assert told(network, "a", "hostname") == "a\n"
-    assert told(network, "a", "ls", "/sys/class/net").split() == ["eth0", "lo"]
+    assert output_of(network, "a", "hostname") == "a\n"
+    assert output_of(network, "a", "ls", "/sys/class/net").split() == ["eth0", "lo"]
     sleeping = subprocess.Popen(network.command("a", "sleep", "60"))
-    wait_until(lambda: "sleep" in told(network, "a", "ps", "-e"), "the process")
-    assert "sleep" not in told(network, "b", "ps", "-e")
+    wait_until(lambda: "sleep" in output_of(network, "a", "ps", "-e"), "the process")
+    assert "sleep" not in output_of(network, "b", "ps", "-e")
     sleeping.kill()
     sleeping.wait()
-    told(network, "a", "touch", "/dev/shm/of-a")
-    assert told(network, "b", "ls", "/dev/shm") == ""
+    output_of(network, "a", "touch", "/dev/shm/of-a")
+    assert output_of(network, "b", "ls", "/dev/shm") == ""
 
 
 def test_hosts_end_with_all_their_processes() -> None:
     with Network(["a"]) as network:
         sleeping = subprocess.Popen(network.command("a", "sleep", "60"))
-        wait_until(lambda: "sleep" in told(network, "a", "ps", "-e"), "the process")
+        wait_until(lambda: "sleep" in output_of(network, "a", "ps", "-e"), "the process")
         holder = network.hosts["a"].holder
     sleeping.wait(timeout=10)
     assert holder.poll() is not None
@@ -74,7 +75,8 @@ def test_a_cut_drops_one_direction_of_one_pair(network: Network, family: Family)
 
 def test_a_link_keeps_its_rate_and_goes_down_and_up(network: Network) -> None:
     network.limit("b", 1e6)
-    assert 50 < received(network, "a", "b", "ipv4", 1.0) < 350  # 125, and what fills the bucket
+    # 125 datagrams by the rate, and those that fill the bucket
+    assert 50 < received(network, "a", "b", "ipv4", 1.0) < 350
     network.limit("b", None)
     network.set_link("b", up=False)
     assert received(network, "a", "b", "ipv6", 0.3) == 0
@@ -86,6 +88,6 @@ def test_names_stand_for_several_addresses_that_change(network: Network) -> None
     network.name_addresses("fleet", ["10.77.1.2", "10.77.2.2"])
     lookup = "import socket; print(*{a[4][0] for a in socket.getaddrinfo('fleet', 1)})"
     command = (sys.executable, "-S", "-c", lookup)
-    assert set(told(network, "c", *command).split()) == {"10.77.1.2", "10.77.2.2"}
+    assert set(output_of(network, "c", *command).split()) == {"10.77.1.2", "10.77.2.2"}
     network.name_addresses("fleet", ["10.77.3.2"], on=["c"])
-    assert told(network, "c", *command).split() == ["10.77.3.2"]
+    assert output_of(network, "c", *command).split() == ["10.77.3.2"]

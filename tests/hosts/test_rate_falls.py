@@ -1,4 +1,4 @@
-"""A link whose rate has fallen hundreds of times does not make its healthy peer count as dead."""
+"""Test of a link whose rate falls to a small part: its healthy peer does not count as dead."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ def decode_nodes(programs: HostPrograms, num_requests: int) -> list[str]:
     draw = random.Random(next(seeds))
     prompts = [[draw.randrange(4000) for _ in range(400)] for _ in range(num_requests)]
     command = [sys.executable, "-m", "tests.hosts.ask", programs.router, json.dumps(prompts)]
-    told = subprocess.run(
+    output = subprocess.run(
         programs.network.command("client", *command), capture_output=True, check=True, timeout=120
     ).stdout
-    return [answer["decode_node"] for answer in json.loads(told)]
+    return [answer["decode_node"] for answer in json.loads(output)]
 
 
 def test_a_slow_link_is_avoided_whether_it_was_slow_at_first_or_got_slow() -> None:
@@ -52,7 +52,7 @@ def test_a_slow_link_is_avoided_whether_it_was_slow_at_first_or_got_slow() -> No
             )
 
         wait_for_self_tests(2)
-        # Self-tests at one time share the link of p0, so one node may seem faster.
+        # Simultaneous self-tests share the link of p0, so one node may seem faster.
         slow = decode_nodes(programs, 4)[-1]
         network.limit(slow, SLOW)
         assert slow not in decode_nodes(programs, 16)[-4:]

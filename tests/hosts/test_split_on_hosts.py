@@ -66,10 +66,10 @@ def test_answers_equal_one_process_and_kv_crosses_the_network(
         network = programs.network
         before = network.sent_bytes("p0")
         command = [sys.executable, "-m", "tests.hosts.ask", programs.router, json.dumps(prompts())]
-        told = subprocess.run(
+        output = subprocess.run(
             network.command("client", *command), capture_output=True, check=True, timeout=60
         ).stdout
-        answers = json.loads(told)
+        answers = json.loads(output)
         assert [answer["token_ids"] for answer in answers] == expected
         assert {answer["transport"] for answer in answers} == {"nixl/ucx tcp"}
         num_bytes = sum(answer["num_bytes"] for answer in answers)

@@ -33,10 +33,10 @@ def pairs(programs: HostPrograms, num_requests: int, lanes: int) -> set[str]:
     prompts = [draw.choices(range(4000), k=PROMPT_TOKENS) for _ in range(num_requests)]
     words = [programs.router, json.dumps(prompts), lanes]
     command = [sys.executable, "-m", "tests.hosts.ask", *map(str, words)]
-    told = subprocess.run(
+    output = subprocess.run(
         programs.network.command("client", *command), capture_output=True, check=True, timeout=120
     ).stdout
-    return {f"{answer['prefill_node']}>{answer['decode_node']}" for answer in json.loads(told)}
+    return {f"{answer['prefill_node']}>{answer['decode_node']}" for answer in json.loads(output)}
 
 
 def test_kv_crosses_the_trunk_only_if_no_node_at_home_can_take_it() -> None:

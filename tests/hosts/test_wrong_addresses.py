@@ -29,17 +29,17 @@ def test_other_nodes_serve_beside_nodes_with_wrong_addresses() -> None:
         programs.start_router("--no-local-prefill")
         for name in ("p0", "d0"):
             programs.start_node(name, *NODE_WORDS)
-        # d1 tells its peers an address on its loopback device
+        # d1 gives its peers an address of its loopback device
         programs.start_node("d1", *NODE_WORDS, variables={"UCX_NET_DEVICES": "lo"})
         wrong = network.at("router", WRONG_PORT)
         programs.start_node("p1", *NODE_WORDS, router=wrong)
-        told = (
+        expected = (
             ("router", "node d1 joined"),
             ("router", "p0 cannot reach"),
             ("p1", wrong),
             ("p0", "self-test with"),
         )
-        for name, text in told:
+        for name, text in expected:
             wait_until(
                 lambda name=name, text=text: text in programs.log(name),  # type: ignore[misc]
                 f"{text!r} in the log of {name}",

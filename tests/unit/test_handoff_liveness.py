@@ -112,7 +112,7 @@ def test_a_decode_node_that_stood_still_finds_its_requests_ended_and_goes_on() -
     assert cluster.sender.machine.transfers == {}
     cluster.stopped.clear()
     cluster.settle()
-    assert "no beat of d for" in cluster.attempts["a", 1].error
+    assert "no beat from d for" in cluster.attempts["a", 1].error
     assert_clean(cluster)
     place(cluster, "b", 17)
     cluster.settle()

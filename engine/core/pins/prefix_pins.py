@@ -1,7 +1,7 @@
 """PrefixPins: keeps the blocks of pinned prefixes in the prefix cache until their time ends.
 
     a request begins    the blocks of its prompt are pinned
-    the request ends    the blocks of its answer are pinned, too, and the time begins anew
+    the request ends    the blocks of its answer are pinned, too, and the pin's time starts again
     later               the time ends, or a newer pin needs the room: the blocks are ordinary again
 
 A pinned block holds no reference. When it is free, the block pool allocates it after all other free
@@ -70,7 +70,7 @@ class _Owner:
     num_hashes: int = 0
 
     def is_over(self, share: int) -> bool:
-        """Return whether the pins take more than a share of blocks, or more memory than is due."""
+        """Return whether the pins keep more blocks than a share, or are too many, or too long."""
         if len(self.names) > share:
             return True
         takes_memory = len(self.pins) > MAX_PINS or self.num_hashes > HASHES_PER_BLOCK * share

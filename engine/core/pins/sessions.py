@@ -20,8 +20,8 @@ _Name = tuple[bytes, bytes]
 class SessionPrefixes:
     """Hashes of the prefix of each session's last request, by owner and session.
 
-    If there are too many hashes or sessions, the owner with most hashes loses its least recently
-    used session. So an owner with many sessions cannot displace the sessions of others.
+    If there are too many hashes or sessions, the owner with the most hashes loses its least
+    recently used session. So an owner with many sessions cannot displace the sessions of others.
 
     Args:
         num_blocks: number of blocks of the KV cache.
@@ -68,7 +68,7 @@ class SessionPrefixes:
 
 
 class PrefetchBudget:
-    """Limits how many blocks each owner's prefetches bring into the cache within a time.
+    """Limits how many blocks each owner may bring into the cache ahead of its requests.
 
     A prefetch costs its owner no computing, but evicts other tenants' prefixes. So the blocks of a
     prefetch count against the owner's share until the prefetch's time is over.

@@ -19,7 +19,10 @@ class FileSystem:
     """Operations on the files of one machine."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it, for this user only; do nothing if it exists."""
+        """Make a folder, for this user only, and missing folders above; do nothing if it exists.
+
+        Folders above get the permissions that the process gives by default.
+        """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def list_folders(self, path: Path) -> dict[str, float]:
@@ -55,15 +58,15 @@ class FileSystem:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def is_private(self, descriptor: int) -> bool:
-        """Return whether this user or root owns a file, and only owner and group may use it.
+        """Return whether this user or root owns a file, and other users have no access to it.
 
-        The group may have access, because shared volumes give their files to a group.
+        The file's group may have access, because shared volumes give their files to a group.
         """
         stat = os.fstat(descriptor)
         return stat.st_uid in (os.geteuid(), 0) and not stat.st_mode & 0o007
 
     def read_into(self, descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
-        """Fill memory with a file's bytes from an offset on; return how many bytes there were."""
+        """Fill memory with a file's bytes from an offset on; return how many bytes were read."""
         num_read = 0
         left = [part for part in parts if part.nbytes]
         while left:
@@ -78,7 +81,7 @@ class FileSystem:
         return num_read
 
     def read_soon(self, descriptor: int, offset: int, num_bytes: int) -> None:
-        """Let the system read a part of a file ahead; only advice, so a failure is no error."""
+        """Advise the system to read a part of a file ahead; a failure is ignored."""
         with contextlib.suppress(AttributeError, OSError):  # macOS has no such call
             os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
@@ -96,7 +99,7 @@ class FileSystem:
                     left = left[file.write(left) :]
 
     def rename(self, path: Path, target: Path) -> None:
-        """Give a file another name at once, in place of a file that has this name."""
+        """Rename a file atomically; replace a file that has the new name."""
         path.replace(target)
 
     def link(self, path: Path, target: Path) -> None:

@@ -3,8 +3,8 @@
     FOLDER/secret                               key of all digests, made by the first node
     FOLDER/IDENTITY/FIRST TWO DIGITS/NAME.kv    one run of blocks (`run_file.py`)
 
-A file gets its name once it is complete, and never changes, so nodes need no lock. The time of
-change of a file is the time of its last use.
+A file gets its name only when it is complete, and never changes afterwards, so nodes need no lock.
+A file's time of change is the time of its last use.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from engine.kv_files.storage.folder_watch import FolderWatch
 from engine.kv_files.storage.secret import UNFINISHED, open_folder_secret, read_secret_file
 from engine.kv_files.storage.storage import FoundFile, Listing, StorageTerms
 
-# Age in seconds after which an unfinished file is taken for one that a killed node has left.
+# Age in seconds after which an unfinished file counts as left by a killed node, and is removed.
 _ABANDONED_S = 600.0
-# Clocks of file systems are coarse: a folder that was changed this many seconds before it was read
-# is read again.
+# Clocks of file systems are coarse. So a folder is listed again if it was changed less than this
+# many seconds before its last listing.
 _SETTLED_S = 1.0
 # Seconds between two listings of all folders, because changes by other machines are not reported.
 _SCAN_ALL_S = 30.0

@@ -1,7 +1,8 @@
 """FolderWatch: reports which folders were changed, so that no unchanged folder is listed.
 
-Linux reports changes that processes of this machine make (inotify). On other systems, and if the
-user may not watch another folder, the watch is off, and callers list all folders.
+Linux reports changes that processes of this machine make (inotify). On other systems, and once a
+folder cannot be watched (watches per user are limited), the watch is off, and callers list all
+folders.
 """
 
 from __future__ import annotations

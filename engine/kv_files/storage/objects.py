@@ -3,9 +3,9 @@
     s3://BUCKET/PREFIX/IDENTITY/FIRST TWO DIGITS/NAME.kv         a run of blocks
     s3://BUCKET/PREFIX/IDENTITY/FIRST TWO DIGITS/NAME.kv.used    empty; its time is the last use
 
-An object appears once it is complete. Whoever can write to the bucket could also change a key in
-the bucket, so the key of the digests comes from a file of the node. Nodes find objects by listing
-them, a few pages per call. Refuses to know: runs, blocks.
+An object becomes visible only when it is complete. Whoever can write to the bucket could also
+change a key in the bucket, so the key of the digests comes from a file of the node. Nodes find
+objects by listing them, a few pages per call. Refuses to know: runs, blocks.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ logger = logging.getLogger(__name__)
 
 USED = ".used"
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-# Listing: objects per request, requests per call, seconds between two listings, and how many
-# objects one listing looks at, so that a bucket cannot fill the node's memory.
+# Of a listing: objects per request, requests per call, seconds until the next listing, and maximum
+# number of objects, so that a bucket cannot fill the node's memory.
 _PAGE, _PAGES_PER_CALL, LIST_EVERY_S, MOST_OBJECTS = 1000, 10, 15.0, 400_000
-# These first bytes of an object are read when it is opened: they have the header of most runs.
+# Number of first bytes of an object that are read when it is opened: they have most runs' headers.
 _HEAD_BYTES = 2**16
 # A chunk is read by this many requests at a time, because one request is slower than the network.
 _NUM_REQUESTS, _REQUEST_BYTES = 4, 2**22
-# The library hands over an answer in pieces of about this size. A faulty server may send more than
-# was asked for, without an end.
+# The library returns an answer in pieces of about this size, so that an answer without an end,
+# which a faulty server may send, is noticed early.
 _PIECE_BYTES = 2**18
-# Larger runs are written in parts of this size, so that the node needs no copy of the whole run.
+# Larger runs are sent in parts of this size, so that the node does not copy the whole run at once.
 _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
 # A node writes the marker of an object at most once in this many seconds.
 NOTE_USE_S = 3600.0
-# Markers that wait to be written, and markers per call of `list_changes`.
+# Maximum number of markers that wait to be written, and that one call of `list_changes` writes.
 _MOST_USES, _USES_PER_CALL = 1024, 16
 # Markers without an object are removed after this many seconds, at most this many per call.
 _ORPHAN_S, _MOST_ORPHANS = 600.0, 100
@@ -88,8 +88,8 @@ class ObjectStorage:
         self._uses: deque[str] = deque(maxlen=_MOST_USES)  # objects whose markers are to be written
         self._listing: _Listing | None = None
         self._list_at = 0.0
-        self._folders: dict[str, int] = {}  # numbers of files; folders listed last come last
-        self._is_cut = False
+        self._folders: dict[str, int] = {}  # number of files by folder; the last listed come last
+        self._is_cut = False  # whether a warning about too many objects was logged
         self._check_access()
 
     def _check_access(self) -> None:
@@ -104,7 +104,7 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def short_errors(self, action: str) -> Iterator[None]:
-        """Replace the library's errors by short ones, because they quote the server's answers."""
+        """Replace the library's errors, which quote the server's answers, by short errors."""
         try:
             yield
         except (FileNotFoundError, BaseError) as error:
@@ -116,10 +116,10 @@ class ObjectStorage:
     def get(
         self, path: str, begin: int, end: int, e_tag: str | None
     ) -> tuple[Any, list[memoryview]]:
-        """Request a range of an object; return the object's facts, and the bytes in pieces.
+        """Request a range of an object; return the object's metadata, and the bytes in pieces.
 
         Args:
-            e_tag: the version to read; None: the present one.
+            e_tag: the version to read; None: the present version.
 
         Raises OSError if the server sends more bytes than the range has.
         """
@@ -156,9 +156,10 @@ class ObjectStorage:
             yield from pieces
 
     def note_use(self, path: str) -> None:
-        """Let the next call of `list_changes` write a marker, because a prompt waits for the read.
+        """Queue an object's marker for the next call of `list_changes`.
 
-        Does nothing if this node wrote a marker a short time ago.
+        The marker is not written now, because a prompt waits for the read. Does nothing if this
+        node has written the object, or has queued its marker, within the last `NOTE_USE_S`.
         """
         now = time.time()
         if now - self._noted_at.get(path, 0.0) >= NOTE_USE_S:
@@ -166,16 +167,17 @@ class ObjectStorage:
             self._uses.append(path)
 
     def _write_markers(self, most: int) -> None:
-        """Write markers of objects that were used; their age is the last use."""
+        """Write queued markers; a marker's time of change is its object's last use."""
         for _ in range(min(most, len(self._uses))):
             path = self._uses.popleft()
-            if path in self._noted_at:  # otherwise, this node has removed the object
+            if path in self._noted_at:  # this node has not removed the object since
                 with contextlib.suppress(OSError), self.short_errors("write"):
                     obstore.put(self._reads, path + USED, b"", use_multipart=False)
 
     def _forget_notes(self) -> None:
         least = time.time() - NOTE_USE_S
-        noted = list(self._noted_at.items())  # at once: the reading thread may add one meanwhile
+        # Copy in one call, because the thread that reads may add an entry meanwhile.
+        noted = list(self._noted_at.items())
         self._noted_at = {path: at for path, at in noted if at > least}
 
     def write(
@@ -258,8 +260,8 @@ class ObjectStorage:
     def _end_listing(self, listing: _Listing, *, is_whole: bool) -> Iterator[Listing]:
         """End a listing and plan the next one; yield the folders that are gone.
 
-        After a listing in part, folders that were not seen may exist. The node forgets them only if
-        it knows too many objects; otherwise a bucket whose names change would fill its memory.
+        After an incomplete listing, folders that were not seen may exist. The node forgets them
+        only while it knows too many objects, so that changing names cannot fill its memory.
         """
         self._listing, self._list_at = None, time.monotonic() + LIST_EVERY_S
         num_known = sum(self._folders.values())
@@ -301,7 +303,7 @@ class _Listing:
         self._folder: _Folder | None = None
 
     def add(self, page: Any) -> Iterator[_Folder]:
-        """Take in a page, and yield the folders that are complete; None: the listing is over."""
+        """Add a page, and yield the folders that are now complete; None: the listing is over."""
         for found in page or ():
             self.num_objects += 1
             folder, _, name = found["path"].rpartition("/")
@@ -356,7 +358,7 @@ class ObjectFile:
             return _copy(self._storage.get_parts(self._path, offset, end, self._e_tag), parts)
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
-        pass  # the requests of one read already run beside each other
+        pass  # one read already sends several requests at the same time
 
     def note_use(self) -> None:
         self._storage.note_use(self._path)
@@ -382,7 +384,7 @@ def _copy(pieces: Iterator[memoryview] | Sequence[memoryview], parts: Sequence[m
 def _stream(
     parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
 ) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a file; then raise an error, which drops the file, if they changed."""
+    """Yield a file's bytes; then raise _ChangedError, which drops the file, unless it is valid."""
     waiting, num_bytes = list[bytes | memoryview](), 0
     for part in parts:  # small parts are joined
         waiting.append(part)

@@ -1,6 +1,6 @@
 """Reads and makes a storage's secret, which is the key of the digests of all its files.
 
-Whoever knows the key and may write the files decides what the model reads.
+Whoever knows the key and can write the files can change the KV that the model reads.
 """
 
 from __future__ import annotations

@@ -52,13 +52,13 @@ class StoredFile(Protocol):
     """A file that is open for reading."""
 
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Fill memory with the file's bytes from an offset on; return how many bytes there were.
+        """Fill memory with the file's bytes from an offset on; return how many bytes were read.
 
         Raises FileNotFoundError if the file was removed or replaced meanwhile.
         """
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
-        """Say that a part of the file will be read; a storage may fetch the part ahead."""
+        """Announce that a part of the file will be read; a storage may fetch the part ahead."""
 
     def note_use(self) -> None:
         """Let other nodes, and this node after a restart, know that the file was used now.
@@ -86,8 +86,8 @@ class Storage(Protocol):
     def list_changes(self) -> Iterator[Listing]:
         """Yield the folders that may have changed since the last call.
 
-        A folder that is gone is empty. A call may end before all folders are listed. The next call
-        then goes on.
+        A folder that was removed is yielded without files. A call may end before all folders are
+        listed; the next call then continues.
         """
 
     def open(self, path: str) -> StoredFile:
@@ -107,8 +107,9 @@ class Storage(Protocol):
         """Remove a file, and return None; do nothing if it is gone.
 
         Args:
-            unless_used_after: if the storage knows without a listing that some node used the file
-                later than this, in seconds since 1970, keep the file and return the time of use.
+            unless_used_after: time in seconds since 1970. If the storage can tell without a listing
+                that some node has used the file later, it keeps the file, and returns the time of
+                this use.
         """
 
     def close(self) -> None:

@@ -89,11 +89,11 @@ def _find_descriptor(known: Container[int]) -> int | None:
     return inner[0] if len(inner) == 1 else None
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return NIXL's error as text; if UCX is the cause, say where UCX's reason is logged."""
     if "BACKEND" not in str(error):
         return str(error)
-    return f"{error} (UCX's lines in this node's log say why; UCX_LOG_LEVEL=info: more of them)"
+    return f"{error} (UCX's lines in this node's log say why; UCX_LOG_LEVEL=info adds lines)"
 
 
 class NixlAgent:
@@ -145,11 +145,11 @@ class NixlAgent:
             # Names of released peers, oldest first
             self._released: OrderedDict[str, None] = OrderedDict()
             self._failed: set[str] = set()  # names of peers whose connection failed
-            # Peers that were released and added again, and have sent nothing since: name -> when
-            # added.
+            # Peers that were released and added again, and have sent nothing since, with the time
+            # at which they were added again
             self._resumed: dict[str, float] = {}
         except self._errors as error:
-            raise ConfigError(f"kv_connector: NIXL cannot start: {_words(error)}") from error
+            raise ConfigError(f"kv_connector: NIXL cannot start: {_error_text(error)}") from error
 
     def metadata(self) -> bytes:
         """Return the agent's metadata, which a peer passes to `add_peer`."""
@@ -179,14 +179,14 @@ class NixlAgent:
         own = name.encode()
         head = b"nixlSerDes|Agent" + len(own).to_bytes(8, "little") + own + b"|"
         if not metadata.startswith(head):
-            raise TransferError(f"the metadata of {name} is damaged, or another agent's")
+            raise TransferError(f"the metadata of {name} is damaged, or belongs to another agent")
         self._forget(name)
         try:
             claimed: str = self._agent.add_remote_agent(metadata).decode(errors="replace")
             if claimed != name:
-                raise TransferError(f"the metadata of {name} names {claimed}")
+                raise TransferError(f"the metadata of {name} contains the name {claimed}")
         except self._errors as error:
-            raise TransferError(f"NIXL cannot add the peer: {_words(error)}") from error
+            raise TransferError(f"NIXL cannot add the peer: {_error_text(error)}") from error
         self._peers[name] = metadata
 
     def release_peer(self, name: str, tables: Iterable[Any]) -> None:
@@ -224,7 +224,7 @@ class NixlAgent:
             descs = self._agent.get_xfer_descs(descriptors, self._memory_kind)
             return self._agent.prep_xfer_dlist(name, descs)
         except self._errors as error:
-            raise TransferError(f"NIXL cannot prepare a table: {_words(error)}") from error
+            raise TransferError(f"NIXL cannot prepare a table: {_error_text(error)}") from error
 
     def release(self, table: Any) -> None:
         """Release a table of memory ranges; writes posted from it may still arrive."""
@@ -257,7 +257,7 @@ class NixlAgent:
             self._agent.transfer(handle)
         except self._errors as error:
             self._failed.add(name)
-            raise TransferError(f"NIXL write failed: {_words(error)}") from error
+            raise TransferError(f"NIXL write failed: {_error_text(error)}") from error
         return handle
 
     def is_done(self, name: str, handle: Any) -> bool:
@@ -269,7 +269,7 @@ class NixlAgent:
             self._failed.add(name)
             with contextlib.suppress(*self._errors):
                 handle.release()
-            raise TransferError(f"NIXL write failed: {_words(error)}") from error
+            raise TransferError(f"NIXL write failed: {_error_text(error)}") from error
         handle.release()
         return True
 
@@ -283,7 +283,7 @@ class NixlAgent:
             self._agent.send_notif(name, payload)
         except self._errors as error:
             self._failed.add(name)
-            raise TransferError(f"NIXL message failed: {_words(error)}") from error
+            raise TransferError(f"NIXL message failed: {_error_text(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Return arrived messages with their agents' names. Also lets NIXL make progress.
@@ -293,7 +293,7 @@ class NixlAgent:
         try:
             by_name: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except self._errors as error:
-            raise TransferError(f"NIXL cannot read messages: {_words(error)}") from error
+            raise TransferError(f"NIXL cannot read messages: {_error_text(error)}") from error
         self._fences.note_read(by_name, self._peers)
         if by_name and self._resumed:
             for name in self._resumed.keys() & by_name.keys():
@@ -306,7 +306,7 @@ class NixlAgent:
         Args:
             metadata: the peer's metadata. The peer must write to no other agent of this node.
 
-        Returns False if the peer may use other ways than TCP.
+        Returns False if the peer's writes may arrive by other ways than TCP.
         """
         if self.descriptor is None or self._memory_kind != "DRAM":
             return False

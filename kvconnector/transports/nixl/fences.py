@@ -38,8 +38,9 @@ from kvconnector.transports.round_trips import shortest_round_trip_s
 CLOSE_AFTER_S = 5.0
 # After this many reads and seconds, all bytes that had arrived are read (`DeadPeers` says why).
 FINAL_READS, FINAL_S = 10, 0.5
-MAX_NAMES = 4096  # peers whose last message is remembered; they stay known while they reconnect
-LOOK_S = 0.1  # least seconds between two looks for the same peer
+# Maximum number of peers whose last message's time is remembered, including peers that reconnect
+MAX_NAMES = 4096
+LOOK_S = 0.1  # minimum seconds between two looks at the connections of one peer
 TRIPS_S, UNKNOWN_S = 10.0, 1.0  # seconds after which known and unknown round trips are read again
 # Family and address, as in the metadata of a UCX worker
 _FAMILIES = {4: bytes([socket.AF_INET]), 6: bytes([socket.AF_INET6])}
@@ -51,6 +52,7 @@ class _Fence:
 
     Attributes:
         inodes: sockets that were open at the time ``began_at`` and may still be open.
+        looked_at: when the connections were last looked at.
         closed_at, num_reads: when all were closed, and the number of reads until then; -1: not yet.
     """
 
@@ -91,8 +93,8 @@ class ConnectionFences:
         self._clock = clock
         self._heard_at: dict[str, float] = {}
         self._fences: dict[str, _Fence] = {}
-        # Metadata in which an address was found last. Each look asks about each connection, and
-        # hundreds of peers may be known.
+        # By address: the metadata in which the last look found the address. This saves time,
+        # because each look checks each connection, and hundreds of peers may be known.
         self._found_in: dict[bytes, bytes] = {}
         self._num_reads = 0
 
@@ -100,11 +102,11 @@ class ConnectionFences:
         """Count a read of all sockets, which has found messages of these senders."""
         self._num_reads += 1
         for name in senders:
-            if name in known:  # strangers can claim any number of names
+            if name in known:  # a process that is no peer can claim any number of names
                 self._heard_at.pop(name, None)
                 self._heard_at[name] = self._clock()
                 self._fences.pop(name, None)
-        while len(self._heard_at) > MAX_NAMES:  # a forgotten peer's silence begins anew
+        while len(self._heard_at) > MAX_NAMES:  # later, the forgotten peer's silence starts anew
             oldest = next(iter(self._heard_at))
             del self._heard_at[oldest]
             self._fences.pop(oldest, None)
@@ -131,6 +133,11 @@ class ConnectionFences:
         return is_closed and num_reads >= FINAL_READS and now - fence.closed_at >= FINAL_S
 
     def _look(self, fence: _Fence, found: Mapping[int, int], now: float) -> None:
+        """Note which of a silent peer's connections are closed; shut down those open for long.
+
+        Args:
+            found: descriptors of the peer's sockets that are open now, by inode.
+        """
         fence.inodes &= set(found)
         if fence.inodes and now - fence.began_at >= CLOSE_AFTER_S:
             for inode in fence.inodes:

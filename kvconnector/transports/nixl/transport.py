@@ -215,13 +215,13 @@ class NixlTransport:
         pass  # a peer with this node's metadata can write to all registered memory
 
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
-        # With several ranks, the leading rank checks the lease, and the other ranks' processes post
-        # writes later. Messages reach only the leading rank.
+        # With several ranks, silence proves nothing: only the leading rank checks the lease and
+        # gets messages, and the other ranks' processes post their writes later.
         peer, own_host = self._peers.get(engine_id), host_identity()
         if peer is None or peer.info.manifest.num_ranks > 1 or self._manifest.num_ranks > 1:
             return False
         if own_host in ("", peer.info.host) or not peer.info.host:
-            return False  # its bytes may take other ways than TCP
+            return False  # on this host, the peer's bytes may arrive by other ways than TCP
         return self._agent.is_cut_off(engine_id, peer.info.ranks[0].agent_metadata)
 
     def write_scratch(self, engine_id: str, slot: int) -> PendingWrite:
@@ -294,7 +294,7 @@ class NixlTransport:
         return _Table(name, self._scratch_tables[part], remote, 1)
 
     def _learn(self, peer: _Peer, rank: int) -> None:
-        """Add one of a peer's ranks to NIXL's peers."""
+        """Let NIXL know one of a peer's ranks, if it does not know the rank yet."""
         if rank not in peer.ranks:
             self._agent.add_peer(peer.name_of(rank), peer.info.ranks[rank].agent_metadata)
             peer.ranks.add(rank)

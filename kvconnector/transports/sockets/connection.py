@@ -143,7 +143,7 @@ class Connection:
         self._has_more |= bool(self._queue) and not self._wants_write
 
     def _take_encrypted(self) -> None:
-        """Take the bytes that TLS has made for the other end."""
+        """Collect the encrypted bytes that TLS has made for the other end."""
         if self._outgoing.pending:
             made = self._outgoing.read()
             self._encrypted = memoryview(bytes(self._encrypted) + made if self._encrypted else made)
@@ -172,7 +172,7 @@ class Connection:
                     self.is_secure = self._has_more = True
                     return
         finally:
-            # A refused handshake has made an alert that says why
+            # After a failed handshake, TLS has an alert that tells the other end the reason
             if not self.problem:
                 self._take_encrypted()
                 self._send_encrypted()
@@ -192,7 +192,7 @@ class Connection:
         self._has_more = True
 
     def _read_from_kernel(self) -> int:
-        """Read bytes to decrypt; return their number, or 0 if none have arrived or none follow."""
+        """Read bytes to decrypt; return their number; 0: no bytes have arrived, or none follow."""
         try:
             num_read = self.raw.recv_into(self._received)
         except BlockingIOError:
@@ -206,7 +206,7 @@ class Connection:
         """Read frames from the received bytes."""
         while not self.problem and self._read_frame_part():
             pass
-        if not self.problem and self._outgoing.pending:  # TLS itself answers, as to new keys
+        if not self.problem and self._outgoing.pending:  # TLS itself answers, e.g. to new keys
             self._take_encrypted()
             self._send_encrypted()
 

@@ -6,8 +6,8 @@
                           MESSAGE  a message of the protocol (`protocol/messages.py`), as head
                           WRITE    blocks for a transfer, their bytes as payload
                           PROBE    a self-test's bytes for a slot of the scratch memory
-    listener -> dialler   WELCOME  HELLO is believed
-                          DONE     how many writes and probes are over; whether the last succeeded
+    listener -> dialler   WELCOME  HELLO is accepted
+                          DONE     how many writes and probes are over; whether the last was kept
 
 The sending node dials, so two nodes have up to two connections. Any other bytes raise FrameError
 and end the connection.
@@ -30,7 +30,7 @@ HEADER = struct.Struct(">BIQ")
 # Maximum number of bytes of a head; enough to grant the blocks of a million tokens
 MAX_HEAD_BYTES = 2**20
 MAX_HELLO_BYTES = 2**10  # maximum number of bytes of a head before HELLO is accepted
-# Maximum number of bytes of a payload; any write is smaller (8 MiB, or one block)
+# Maximum number of bytes of a payload; any write is smaller (`Portions.write_bytes`, or one block)
 MAX_PAYLOAD_BYTES = 2**28
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -79,7 +79,12 @@ class ProbeHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DoneHead(msgspec.Struct, frozen=True, array_like=True):
-    """The head of DONE: how many writes and probes on this connection are over."""
+    """The head of DONE: how many writes and probes on this connection are over.
+
+    Attributes:
+        is_taken: whether the listener kept the bytes of the last of them. It has kept the bytes of
+            all others since the previous DONE.
+    """
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     is_taken: bool
@@ -114,7 +119,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A complete frame; ``head`` is the decoded head, or the bytes of a message."""
+    """A complete frame.
+
+    Attributes:
+        head: the decoded head, or the bytes of a message.
+        is_taken: whether the payload's bytes were kept; true for a frame without a payload.
+    """
 
     kind: Kind
     head: Head | bytes

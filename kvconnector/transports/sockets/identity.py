@@ -96,7 +96,7 @@ class PinnedIdentity:
                 context.load_verify_locations(cadata=identity)
         except (ssl.SSLError, ValueError) as error:
             raise TransferError(
-                "it shows no certificate of its own making, as this node does (--tls-cert is "
+                "it has no certificate of its own making, but this node has one (--tls-cert is "
                 "needed on all nodes, or on none)"
             ) from error
         self._known.add(identity)
@@ -104,7 +104,7 @@ class PinnedIdentity:
     def forget(self, identity: bytes) -> None:
         # A TLS context cannot forget a certificate. A departed peer's certificate is harmless,
         # because the peer is removed from the table of peers. But the contexts would grow as nodes
-        # come and go, so they are made again now and then.
+        # come and go, so they are made again after many departures.
         self._known.discard(identity)
         self._num_forgotten += 1
         if self._num_forgotten > max(MAX_FORGOTTEN, len(self._known)):
@@ -164,12 +164,12 @@ class NamedIdentity:
     def learn(self, identity: bytes) -> None:
         if not (identity and identity.isascii()):
             raise TransferError(
-                "it shows a certificate of its own making, and this node wants one of a CA "
+                "it has a certificate of its own making, but this node requires one from a CA "
                 "(--tls-cert is needed on all nodes, or on none)"
             )
 
     def forget(self, identity: bytes) -> None:
-        pass  # a certificate that contains no name
+        pass  # each connection's certificate is compared with the name in the peer info
 
     def shown(self, tls: ssl.SSLObject) -> bytes:
         certificate = tls.getpeercert() or {}

@@ -165,7 +165,7 @@ class Incoming:
     def _on_frame(self, incoming: _Incoming, frame: Frame) -> None:
         if frame.kind is Kind.HELLO:
             assert isinstance(frame.head, HelloHead)
-            self._believe(incoming, frame.head)
+            self._accept_hello(incoming, frame.head)
         elif not incoming.peer_id:
             raise FrameError(f"a {frame.kind.name} before HELLO")
         elif frame.kind is Kind.MESSAGE:
@@ -176,15 +176,16 @@ class Incoming:
             if not frame.is_taken:
                 self._tell(incoming, is_taken=False)
 
-    def _believe(self, incoming: _Incoming, hello: HelloHead) -> None:
+    def _accept_hello(self, incoming: _Incoming, hello: HelloHead) -> None:
+        """Accept a dialler's HELLO; raise FrameError unless it proves the named peer's identity."""
         if incoming.peer_id:
             raise FrameError("a second HELLO")
         # The dialler wants to reach an earlier process at this address
         if hello.peer_id != self._own_id:
-            raise FrameError("it looks for another engine than this")
+            raise FrameError("it wants to reach another engine id than this node's")
         shown = self._shown_by(hello.engine_id)
         if shown is None:
-            raise FrameError("no router has told us of it yet")
+            raise FrameError("its peer info has not come from a router yet")
         if self._identity.shown(incoming.connection.tls) != shown:
             raise FrameError(f"it is not {hello.engine_id}: its certificate is another's")
         same = [i for i in self._incoming if i.peer_id == hello.engine_id]
@@ -207,7 +208,7 @@ class Incoming:
         """Close a connection that must not continue; log why a connection has ended."""
         connection = incoming.connection
         if not incoming.peer_id and self._clock() - connection.made_at >= HELLO_TIMEOUT_S:
-            connection.close("it has not said who it is")
+            connection.close(f"it sent no accepted HELLO within {HELLO_TIMEOUT_S:g} s")
         elif incoming.peer_id and self._shown_by(incoming.peer_id) is None:
             connection.close(f"{incoming.peer_id} is gone")
         elif connection.queued_bytes > MAX_QUEUED_BYTES:

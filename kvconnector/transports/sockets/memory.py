@@ -31,7 +31,10 @@ class BlockMemory(Protocol):
     def sink(
         self, block_ids: Sequence[int], layers: LayerRange | None, may_write: MayWrite
     ) -> Sink:
-        """Return a sink that writes bytes into the blocks, and drops them once they may not."""
+        """Return a sink that writes bytes into the blocks while ``may_write`` returns True.
+
+        The sink drops all later bytes.
+        """
 
 
 def memory_of(blocks: torch.Tensor) -> BlockMemory:
@@ -40,7 +43,7 @@ def memory_of(blocks: torch.Tensor) -> BlockMemory:
 
 
 class _Spans:
-    """A payload's destination: ranges of memory, filled in order while this is allowed."""
+    """A payload's destination: ranges of memory, filled in order while ``may_write`` is true."""
 
     def __init__(self, spans: list[memoryview], may_write: MayWrite) -> None:
         self._spans = spans[::-1]

@@ -57,7 +57,7 @@ class PostedWrite:
     def is_done(self) -> bool:
         if self.is_over:
             if not self.is_taken:
-                raise TransferError("the peer takes no more of this transfer")
+                raise TransferError("the peer dropped a write that it does not allow any more")
             return True
         if self.out.problem:
             raise TransferError(self.out.problem)
@@ -100,8 +100,8 @@ class Outgoing:
         self.problem = ""
         self._raw: socket.socket | None = None  # a TCP connection that is being dialled
         self._connection: Connection | None = None
-        # A replaced connection, over which nothing more is sent; its last bytes may still be under
-        # way.
+        # A replaced connection: nothing more is sent over it, but its last bytes may still be on
+        # their way.
         self._ended: Connection | None = None
         self._is_welcome = False
         # whether the peer has ever sent WELCOME; if so, the next failure is final
@@ -182,10 +182,10 @@ class Outgoing:
         if self._ended is not None:
             self._ended.progress()
             if self._ended.problem or self._clock() - self._dialled_at >= DIAL_TIMEOUT_S:
-                self._ended.close("it was renewed")
+                self._ended.close("the connection was replaced to get new keys")
                 self._ended = None
         if self._connection is not None:
-            self._go_on(self._connection)
+            self._continue_connection(self._connection)
         elif self._raw is not None:
             self._await_tcp(self._raw)
         elif self._waiting and self._clock() >= self._retry_at:
@@ -229,6 +229,7 @@ class Outgoing:
         self._raw = raw
 
     def _await_tcp(self, raw: socket.socket) -> None:
+        """Begin TLS if the dialled TCP connection is open; plan to dial again if it has failed."""
         code = raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raw.close()
@@ -253,9 +254,10 @@ class Outgoing:
             on_frame=self._on_frame,
             now=self._dialled_at,
         )
-        self._go_on(self._connection)
+        self._continue_connection(self._connection)
 
-    def _go_on(self, connection: Connection) -> None:
+    def _continue_connection(self, connection: Connection) -> None:
+        """Read and send; say HELLO once the peer has proved its identity; note a failure."""
         was_secure = connection.is_secure
         connection.progress()
         if connection.is_secure and not was_secure and not connection.problem:
@@ -286,7 +288,7 @@ class Outgoing:
         if self._raw is not None:
             self._raw.close()
         self._raw = self._connection = self._ended = None
-        self._writes.clear()  # unfinished writes look up `problem` here
+        self._writes.clear()  # `PostedWrite.is_done` of unfinished writes raises `problem`
         self._waiting.clear()
 
     def _on_frame(self, connection: Connection, frame: Frame) -> None:

@@ -32,7 +32,8 @@ from kvconnector.transports.sockets.memory import Discard, memory_of
 from kvconnector.transports.sockets.outgoing import Outgoing, PostedWrite
 
 PATH = "tls/tcp"
-ROUND_S = 0.001  # a round takes up to this many seconds longer while blocks' bytes are on their way
+# Maximum seconds by which a round takes longer while blocks are being sent or received
+ROUND_S = 0.001
 
 
 class _Where(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class TlsTransport:
         self._grants: dict[str, dict[TransferKey, frozenset[int]]] = {}  # by engine id
         self._inbox: list[tuple[str, bytes]] = []
         self._selector = selectors.DefaultSelector()
-        # The watched sockets by descriptor: whom each belongs to, and the events
+        # By descriptor of each watched socket: its owner, and the watched events
         self._watched: dict[int, tuple[object, int]] = {}
         self._identity = identity_of(options.tls)
         self._incoming = Incoming(
@@ -120,8 +121,8 @@ class TlsTransport:
         return PATH
 
     def disconnect(self, engine_id: str) -> None:
-        # Connections that the peer has dialled, and its grants, are kept if the peer is added again
-        # at once; otherwise, the next round drops them.
+        # The next round drops the peer's grants and the connections that it has dialled, unless the
+        # peer is added again before.
         known = self._peers.pop(engine_id, None)
         if known is not None:
             shown = known[1].identity
@@ -193,7 +194,7 @@ class TlsTransport:
     # ------------------------------------------------------------------ in
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Return arrived messages. Also send and read; for longer while only blocks are moved."""
+        """Return arrived messages. Also send and read: up to `ROUND_S` while only blocks move."""
         # `time.monotonic` and not the injected clock, because this code waits for real sockets.
         until = time.monotonic() + ROUND_S
         for outgoing in self._outgoing.values():
@@ -225,7 +226,7 @@ class TlsTransport:
         return [c for c in out + self._incoming.connections() if not c.problem]
 
     def _only_moves_blocks(self) -> bool:
-        """Return whether blocks' bytes are under way, and nothing has come to be handled."""
+        """Return whether blocks are on their way, and no message or ended write was found yet."""
         if self._inbox or any(outgoing.has_ended_write for outgoing in self._outgoing.values()):
             return False
         if any(outgoing.is_active for outgoing in self._outgoing.values()):
@@ -241,8 +242,8 @@ class TlsTransport:
             if outgoing.dialling is not None:
                 wanted[outgoing.dialling.fileno()] = outgoing.dialling, selectors.EVENT_WRITE
         for connection in self._connections():
-            room = selectors.EVENT_WRITE if connection.queued_bytes else 0
-            wanted[connection.raw.fileno()] = connection, selectors.EVENT_READ | room
+            write_event = selectors.EVENT_WRITE if connection.queued_bytes else 0
+            wanted[connection.raw.fileno()] = connection, selectors.EVENT_READ | write_event
         # The number of a closed socket may now be the number of another socket.
         for descriptor in [d for d, one in self._watched.items() if wanted.get(d) != one]:
             self._selector.unregister(descriptor)
@@ -252,7 +253,7 @@ class TlsTransport:
             self._selector.register(descriptor, events, one)
 
     def _look(self, seconds: float) -> None:
-        """Set ``is_ready`` of all connections that are ready; wait up to ``seconds`` for one."""
+        """Set ``is_ready`` of ready connections; wait up to ``seconds`` for the first of them."""
         self._watch()
         if any(connection.has_more for connection in self._connections()):
             seconds = 0.0
@@ -270,7 +271,7 @@ class TlsTransport:
         """
         if isinstance(head, ProbeHead):
             if head.slot >= NUM_SLOTS or payload_bytes != self._probes.num_bytes(1, None):
-                raise FrameError("a probe of another size or slot")
+                raise FrameError("a probe with a wrong size or slot")
             slot = head.slot
             return self._probes.sink(
                 [1 + slot], None, lambda: self.scratch.may_write(slot, engine_id)
@@ -283,12 +284,12 @@ class TlsTransport:
         except ValueError as error:
             raise FrameError(str(error)) from error
         if payload_bytes != self._blocks.num_bytes(len(block_ids), layers):
-            raise FrameError("a write with another size than its blocks")
+            raise FrameError("a write whose size differs from its blocks'")
         transfer = (head.request_id, head.epoch)
         granted = self._grants.get(engine_id, {}).get(transfer, frozenset())
         wanted = frozenset(block_ids)
         if len(wanted) != len(block_ids):
-            raise FrameError("a write of one block twice")
+            raise FrameError("a write that contains a block twice")
         if not wanted <= granted:
             return Discard(payload_bytes)
         return self._blocks.sink(

@@ -17,7 +17,7 @@ from router.policies.base import Candidate, RouteQuery
 
 
 class _ListsAll(Protocol):
-    """A routing policy that can list all pairs of nodes, also those that its choice left out."""
+    """A routing policy that can list all pairs of nodes, including pairs that `pick` skips."""
 
     def explain(self, query: RouteQuery, fleet: Fleet) -> Sequence[Candidate]: ...
 

@@ -14,7 +14,7 @@ from router.policies.base import Placement
 class PairChoice:
     """Remembers on which nodes and pairs of nodes one call has failed.
 
-    No node is excluded for good: failed nodes are used again if no others are left.
+    No node is excluded for good: failed nodes are used again if no other nodes are left.
     """
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
     prior    the node's own step times, or the line measured by other nodes, or a default
     level    median of measured / prior, which one odd measurement does not move. It starts at
-             the level of all nodes; else an unmeasured node would look faster than equal nodes
-             that were measured
-    slope    least squares of relative errors around prior * level; outliers are bounded
+             the level of all nodes, so that an unmeasured node does not look faster than equal
+             nodes that were measured
+    slope    least squares of relative errors around prior * level; outliers weigh less
 
 Only the latest measurements count, and the newest have the largest weight.
 """
@@ -32,9 +32,9 @@ _SHARED_UNITS = (1.0, 256.0, 2048.0)
 
 
 class FleetLevel:
-    """How much slower nodes are than in their profiles: the median of measured / profile.
+    """Tracks how much slower nodes are than their profiles: the median of measured / profile.
 
-    A node measured its profile without load, so a node that serves is slower.
+    A node measures its profile without load, so a node that serves requests is slower.
 
     Attributes:
         value: the median over the latest measurements of all nodes; 1 before any measurement.
@@ -60,9 +60,9 @@ class MeasuredLine:
 
     Args:
         profile: times that the node measured at its start, sorted by units.
-        shared: line of all nodes, which gets all of this node's measurements but the first. For a
-            node without a profile, this line is the prior; a node with a profile starts at this
-            line's ``fleet_level``.
+        shared: line of all nodes, which gets all measurements of this node except the first. For a
+            node without a profile, the shared line is the prior. A node with a profile starts at
+            the shared line's ``fleet_level``.
         default: two points of the prior for a line without profile and ``shared``.
         num_kept: number of latest measurements that are kept.
         shared_units: numbers of units at which this line takes points from ``shared``.
@@ -93,9 +93,9 @@ class MeasuredLine:
         self._num_kept = num_kept
         self._faded = tuple(_OLDEST_WEIGHT ** (age / num_kept) for age in range(num_kept))
         self._shared_units = shared_units
-        # Counts at the last fit: this line's measurements, the shared line's, and changes of the
-        # level.
-        self._num_drawn = self._num_shared = self._num_levels = -1
+        # Counts at the last fit: measurements of this line and of the shared line, and changes of
+        # the level.
+        self._num_fitted = self._num_shared = self._num_levels = -1
         self.num_measured = 0
         self._prior = _fit_prior(self._points, self._weight) if self._points else (0.0, 0.0)
         self.base = self.per_unit = 0.0
@@ -103,7 +103,7 @@ class MeasuredLine:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the node measured itself at its start, or was measured since."""
+        """Return whether the node has a profile, or the router has measured it."""
         return self.num_measured > 0 or self._has_profile
 
     def seconds(self, units: float) -> float:
@@ -124,21 +124,21 @@ class MeasuredLine:
 
     def refresh(self) -> None:
         """Fit the line again if there are enough new measurements since the last fit."""
-        num_new = self.num_measured - self._num_drawn
+        num_new = self.num_measured - self._num_fitted
         is_due = num_new > 0 if self.num_measured <= self._num_kept else num_new >= DRAWN_EVERY
         shared = self._follows
         if shared is not None:
             shared.refresh()
-            is_due |= shared._num_drawn != self._num_shared and self.num_measured <= self._num_kept
+            is_due |= shared._num_fitted != self._num_shared and self.num_measured <= self._num_kept
         elif self._has_profile and self.num_measured <= self._num_kept:
             is_due |= self._level.num_changes != self._num_levels
         if is_due:
-            self._num_shared = shared._num_drawn if shared is not None else 0
+            self._num_shared = shared._num_fitted if shared is not None else 0
             self._num_levels = self._level.num_changes
-            self._num_drawn = self.num_measured
-            self._draw()
+            self._num_fitted = self.num_measured
+            self._fit_again()
 
-    def _draw(self) -> None:
+    def _fit_again(self) -> None:
         points, shared = self._points, self._follows
         (base, per_unit), level = self._prior, 1.0
         if shared is not None:

@@ -134,7 +134,7 @@ class NodeLoad:
         sampling_queue_s: the part of ``prefill_queue_s`` that does not belong to this router's
             pooled prompts. Other prompts go before pooled ones, and so wait only for this part.
         prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
-            queue included: base + per token * uncomputed tokens. Larger if the weight is below 1.
+            with the queue: base + per token * uncomputed tokens. Larger if the weight is below 1.
         prefill_front_s: mean seconds per prompt in ``prefill_queue_s``: the assumed whole time of
             the first prompt, of which a part may be done. Larger if the weight is below 1.
         prefill_progress_at: when the node last finished a prompt, or when it got its first prompt
@@ -284,7 +284,7 @@ class NodeLoad:
             (forecasts.alone if self._is_decode else forecasts.pair).note(forecast)
 
     def note_computed(self, account: Account) -> None:
-        """Take the prompt of an open request off the load, because it is computed."""
+        """Remove the prompt of an open request from the load, because the prompt is computed."""
         self.num_open_tokens -= account.num_tokens
         account.num_tokens = 0
         self._drop_uncomputed(account)
@@ -326,6 +326,7 @@ class NodeLoad:
             self.prefill.refresh()
 
     def _note_beside(self, factor: float) -> None:
+        """Measure how many times longer a prompt took because other requests decoded here."""
         self._num_beside += 1
         part = max(1 / (1 + self._num_beside), _BESIDE_FADING)
         self.beside_factor += part * (min(max(factor, 1.0), _MOST_BESIDE) - self.beside_factor)
@@ -494,7 +495,7 @@ class NodeLoad:
         return self._prompts_s * math.exp(-max(now - self._prompts_at, 0.0) / residence_s)
 
     def _derive(self) -> None:
-        """Compute the values that policies read: they are read more often than they change."""
+        """Compute the values for policies, because they are read more often than they change."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
         open_s = line.base * num_requests + line.per_unit * (

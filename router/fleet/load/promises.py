@@ -1,4 +1,4 @@
-"""Promises: deadlines of the requests on a decode node, and how much delay they still allow."""
+"""Promises: the deadlines of a decode node's requests, and the delay that the deadlines allow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARGIN = 1.15
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """The deadline of one request, in times of the router's clock.
+    """The deadline of one request; all times are on the router's clock.
 
     Attributes:
         finish_by: when the request must have finished.

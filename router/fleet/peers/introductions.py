@@ -51,13 +51,13 @@ MAX_EARLY, EARLY_S = 4096, 60.0
 
 @dataclass(slots=True, eq=False)
 class _News:
-    """The news of peers that one node must be told.
+    """The news about peers that one node, the reader, must get.
 
     Attributes:
         due: time of the event loop at which the news are sent.
         joined: updates about peers that joined, by engine id; None: the reader is connected to the
             peer already.
-        removed: engine ids of peers that left; told before ``joined``.
+        removed: engine ids of peers that left; sent before ``joined``.
     """
 
     reader: Node
@@ -83,7 +83,7 @@ class _News:
 
 
 class _Kind(NamedTuple):
-    """Nodes of one kind have the same peers, so this is decided once for all of them.
+    """The facts that decide which peers a node has; nodes of equal kinds have the same peers.
 
     Attributes:
         compatibility: identity of the mapping, which equal nodes share.
@@ -152,13 +152,14 @@ class Introductions:
         self._reach = reach
         self._clock = clock
         self._here: dict[str, Node] = {}  # introduced nodes, by engine id
-        # The same nodes by kind, and by engine id; no kind without a node
+        # Introduced nodes by kind, and by engine id; a kind without nodes is removed
         self._of_kind: dict[_Kind, dict[str, Node]] = {}
         self._early = _EarlyReports()
         self._news: dict[str, _News] = {}  # by engine id of the reader
         self._sending: asyncio.Handle | None = None  # the next call of `_send_news`
-        self._sending_at = math.inf  # as `_News.due`
-        self._rest_until = -math.inf  # as `_News.due`
+        # Times of the event loop: of this next call, and until which no message may be sent
+        self._sending_at = math.inf
+        self._rest_until = -math.inf
 
     # ------------------------------------------------------------------ nodes
 
@@ -266,7 +267,8 @@ class Introductions:
                 if there is not None or back is not None:
                     self._forget_reports(node, other)
         self._reach.note_reports(node, connected)
-        # Reports say nothing about ends for cached prefixes, so such nodes get full updates.
+        # These reports do not cover ends for cached prefixes, so nodes with such ends get full
+        # updates.
         if may_fetch(node.registration, others[0].registration):
             self._tell_both(node, others)
         else:

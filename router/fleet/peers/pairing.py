@@ -31,7 +31,7 @@ def may_meet(one: NodeRegistration, other: NodeRegistration) -> bool:
 
 
 def may_fetch(one: NodeRegistration, other: NodeRegistration) -> bool:
-    """Return whether two nodes may send cached prefixes to each other, by their ends for these."""
+    """Return whether one of two nodes may send cached prefixes to the other, by their ends."""
     return bool(
         (one.fetch_peer_info and other.share_peer_info)
         or (one.share_peer_info and other.fetch_peer_info)
@@ -63,21 +63,20 @@ def incompatibility(one: NodeRegistration, other: NodeRegistration) -> str:
 
 
 def _short(said: str | None) -> str:
-    """Shorten a text from a node, because one report is kept per pair of nodes."""
+    """Shorten a node's text, because a report with this text is kept for each pair of nodes."""
     text = str(said)
     return text if len(text) <= MAX_SAID_CHARS else f"{text[:MAX_SAID_CHARS]}..."
 
 
 def update_about(node: Node, reader: Node) -> PeerUpdate:
     """Return the message that tells ``reader`` how to connect to ``node``."""
-    told, its, info = node.registration, reader.registration, node.registration.peer_info
-    if its.role is NodeRole.ENCODE:
-        info = told.encodings_peer_info
+    own, readers = node.registration, reader.registration
+    info = own.encodings_peer_info if readers.role is NodeRole.ENCODE else own.peer_info
     return PeerUpdate(
         node.engine_id,
-        info if may_meet(told, its) else b"",
-        fetch_peer_info=told.fetch_peer_info if its.share_peer_info else b"",
-        share_peer_info=told.share_peer_info if its.fetch_peer_info else b"",
+        info if may_meet(own, readers) else b"",
+        fetch_peer_info=own.fetch_peer_info if readers.share_peer_info else b"",
+        share_peer_info=own.share_peer_info if readers.fetch_peer_info else b"",
     )
 
 
@@ -85,7 +84,7 @@ def are_peers(one: Node, other: Node, *, by_prefixes: bool = False) -> bool:
     """Return whether two nodes were introduced to each other.
 
     Args:
-        by_prefixes: whether to send cached prefixes, rather than hand-offs or encodings.
+        by_prefixes: whether to ask about cached prefixes, rather than hand-offs or encodings.
     """
     may = may_fetch if by_prefixes else may_meet
     pair = one.registration, other.registration
@@ -95,8 +94,8 @@ def are_peers(one: Node, other: Node, *, by_prefixes: bool = False) -> bool:
 def receives_from(prefill: Node, encode: Node) -> bool:
     """Return whether a prefill node reports that it is connected to an encode node.
 
-    The encode node's own report may come first. The prefill node would give up an encoding of a
-    node to which it is not connected yet.
+    The encode node's own report is not enough: it may come first, and the prefill node gives up an
+    encoding from a node to which it is not connected yet.
     """
     report = prefill.reports.get(encode.engine_id)
     return report is not None and report.connected
@@ -135,12 +134,12 @@ def why_no_pair(
         if foreign and len(foreign) == len(nodes):
             kind = "" if len(prefills) + len(decodes) == len(nodes) else f"{_role_of(nodes[0])} "
             why = f"{nodes[0].name}: {identity_problem(nodes[0])}"
-            return f"no {kind}node of the model that is served is here ({why})"
+            return f"no {kind}node serves this model ({why})"
     for role, nodes in ((NodeRole.PREFILL, prefills), (NodeRole.DECODE, decodes)):
         if not nodes:
             return f"no {role.value} node has joined the router"
         if not any(map(is_eligible, nodes)):
-            return f"no {role.value} node takes requests now: they drain or fail"
+            return f"no {role.value} node takes requests now: all of them drain or fail"
     for prefill in prefills:
         for decode in decodes:
             report = prefill.reports.get(decode.engine_id)
@@ -163,7 +162,7 @@ class Reach:
 
     def __init__(self) -> None:
         self.bandwidths: dict[str, dict[str, float]] = {}
-        # For each node, the other nodes of its pairs of which one reports that it is not connected
+        # For each node: the other nodes of those pairs in which a node reports no connection
         self._down: dict[str, set[str]] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""PlacementMemory: to which nodes prompts went lately, for nodes that do not report their caches.
+"""PlacementMemory: the nodes to which prompts were sent lately, if they do not report their caches.
 
 Entries have no expiry time of their own. Instead, two generations of entries are kept, and the
 older one expires as a whole.
@@ -26,7 +26,7 @@ class PlacementMemory:
         clock: returns monotonic seconds.
 
     Attributes:
-        generation: number of generations that were begun since the first.
+        generation: number of generations that have begun after the first.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PlacementMemory:
             self._newest[block_hash] = self._newest.get(block_hash, 0) | bit
 
     def get(self, block_hash: ShortHash, default: int) -> int:
-        """Return the nodes to which this block was lately sent, as bits; ``default`` if none."""
+        """Return the nodes to which this block was sent lately, as bits; ``default`` if none."""
         newest = self._newest.get(block_hash, 0)
         return newest | self._previous.get(block_hash, 0) or default
 

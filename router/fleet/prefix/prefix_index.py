@@ -30,11 +30,12 @@ from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 
 logger = logging.getLogger(__name__)
 
+# Defaults of `PrefixIndex`'s arguments
 MAX_BLOCKS = 2**22
 MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
-_MAX_SHARED_SETS = 2**16
+_MAX_SHARED_SETS = 2**16  # maximum number of sets of nodes that are stored only once
 MAX_KINDS = 8  # maximum number of kinds of block hashes, because a prompt is hashed once per kind
 
 
@@ -101,7 +102,7 @@ class PrefixIndex:
         # Removed nodes without entries here; the placement memory may still have their bits. Oldest
         # first.
         self._fading: deque[_Holder] = deque()
-        self._exact = 0  # bits of nodes that have sent a snapshot and no gap since
+        self._exact = 0  # bits of nodes whose reports have had no gap since their snapshot
         self._inexact = 0  # bits of nodes for which prompts sent to them count as cached
         # Equal sets of nodes share one integer object, which saves memory and makes comparing
         # cheap.
@@ -117,7 +118,11 @@ class PrefixIndex:
         """
         self.remove(engine_id)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
-            logger.warning("%s: one kind of block hash too many; it is not indexed", engine_id)
+            logger.warning(
+                "%s is not indexed: its block hashes are of one more kind than the maximum of %d",
+                engine_id,
+                MAX_KINDS,
+            )
             return
         self._enter(engine_id, kind)
 
@@ -141,7 +146,7 @@ class PrefixIndex:
         if holder is None:
             return False
         if events.snapshot:
-            # The old blocks are dropped little by little, because dropping them now would take long
+            # `_sweep` drops the old blocks step by step, because dropping all now would take long
             if holder.blocks:
                 self.remove(engine_id)
                 holder = self._enter(engine_id, holder.kind)
@@ -163,7 +168,7 @@ class PrefixIndex:
         return False
 
     def is_exact(self, engine_id: str) -> bool:
-        """Return whether only the node's own reports decide how much of a prompt it has cached."""
+        """Return whether the index uses only the node's own reports, and not earlier placements."""
         holder = self._holders.get(engine_id)
         return holder is not None and bool(holder.bit & self._exact & ~self._inexact)
 
@@ -297,6 +302,7 @@ class PrefixIndex:
             del self._held[block_hash]
 
     def _share(self, nodes: int) -> int:
+        """Return the one stored integer object that is equal to this set of nodes."""
         if len(self._shared_sets) >= _MAX_SHARED_SETS:
             self._shared_sets.clear()
         return self._shared_sets.setdefault(nodes, nodes)

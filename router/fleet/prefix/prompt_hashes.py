@@ -54,7 +54,7 @@ class PromptHashes:
         self._salted: dict[bytes, PromptHashes] = {}
 
     def are_of(self, token_ids: Sequence[int], cache_salt: bytes, adapter: str) -> bool:
-        """Return whether the hashes were made from this list object, with this salt and adapter."""
+        """Return whether the hashes belong to this very list object, with this salt and adapter."""
         keys = (self._cache_salt, self._adapter)
         return token_ids is self._token_ids and (cache_salt, adapter) == keys
 

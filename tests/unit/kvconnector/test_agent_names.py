@@ -28,7 +28,7 @@ def test_metadata_in_anothers_name_replaces_nobody() -> None:
         x.peer_info, ranks=(RankMemory(agent_metadata=x.peer_info.ranks[0].agent_metadata[:20]),)
     )
     for info in (forged, cut, msgspec.structs.replace(x.peer_info, ranks=(RankMemory(),))):
-        with pytest.raises(TransferError, match="is damaged, or another agent's"):
+        with pytest.raises(TransferError, match="is damaged, or belongs to another agent"):
             d.connect(info)
     d.notify(p.peer_info.engine_id, b"still there")
     for _ in range(1000):

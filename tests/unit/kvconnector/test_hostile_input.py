@@ -106,7 +106,7 @@ def test_a_giant_peer_info_is_refused_before_it_is_read() -> None:
     ("change", "problem"),
     [
         ({"ranks": (RankMemory(), RankMemory())}, "ranks: the peer info lists 2"),
-        ({"num_blocks": 2**30}, "more memory"),
+        ({"num_blocks": 2**30}, "memory beyond the address"),
         ({"manifest": KVManifest(groups=(GROUP_OF_TOO_MANY_LAYERS,))}, "layers"),
         (
             {
@@ -130,7 +130,7 @@ def test_a_peer_that_describes_what_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"connector": "pigeon"}, "speaks pigeon, not scripted"),
+        ({"connector": "pigeon"}, "uses the connector pigeon, not scripted"),
         ({"manifest": KVManifest(groups=(GROUP,))}, "KV group 0 with layers"),
         ({"scratch_bytes": 7}, "another size of scratch memory"),
     ],
@@ -151,7 +151,7 @@ def test_a_record_of_another_version_ends_its_transfer() -> None:
     actions = machine.handle_input(msgspec.structs.replace(COMMIT, record=later), 0.1)
     [event] = [action for action in actions if isinstance(action, TransferEvent)]
     assert event.kind is TransferEventKind.FAILED
-    assert event.reason == "its hand-off record is of version 2, not 1"
+    assert event.reason == "the hand-off record has version 2, not 1"
     actions = machine.handle_input(COMMIT, 0.1)
     [event] = [action for action in actions if isinstance(action, TransferEvent)]
     assert (event.kind, event.record) == (TransferEventKind.COMMITTED, COMMIT.record)

@@ -193,7 +193,7 @@ def test_other_metadata_in_the_name_of_a_kept_peer_replaces_it(
         d.peer_info,
         ranks=(msgspec.structs.replace(d.peer_info.ranks[0], agent_metadata=b"another's"),),
     )
-    with pytest.raises(TransferError, match="is damaged, or another agent's"):
+    with pytest.raises(TransferError, match="is damaged, or belongs to another agent"):
         p.connect(forged)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnector.transports.nixl.agent import _words
+from kvconnector.transports.nixl.agent import _error_text
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,6 @@ def test_a_failure_of_the_backend_names_the_log_that_has_the_reason(
     code: str, has_advice: bool
 ) -> None:
     """Regression: `baton admin nodes` said "not paired: ... NIXL_ERR_BACKEND", and no more."""
-    words = _words(RuntimeError(code))
+    words = _error_text(RuntimeError(code))
     assert words.startswith(code)
     assert ("UCX's lines in this node's log say why" in words) is has_advice

@@ -177,7 +177,7 @@ def test_three_lost_beats_change_nothing_and_the_fourth_makes_a_peer_suspect_onc
         assert scene.peers.may_write("d") == (number < 4)
         scene.tick()
     assert scene.kinds() == [CONNECTED, FAILED]
-    assert scene.lost == [scene.events[-1].reason] == ["no beat of d for 1.0 s"]
+    assert scene.lost == [scene.events[-1].reason] == ["no beat from d for 1.0 s"]
     assert not scene.peers.may_start("d")
 
 
@@ -207,7 +207,7 @@ def test_answers_that_waited_while_this_process_stood_still_renew_no_lease() -> 
     scene.advance(5)
     scene.answer(waiting)  # read only now
     assert not scene.peers.may_write("d")
-    assert scene.lost == ["no beat of d for 5.0 s"]
+    assert scene.lost == ["no beat from d for 5.0 s"]
 
 
 @pytest.mark.parametrize("stamp", [float("nan"), float("inf"), 1e18])
@@ -237,7 +237,7 @@ def test_a_peer_that_takes_writes_is_not_lost_while_messages_wait_behind_kv() ->
     assert scene.lost == []
     scene.advance(LEASE_S)
     scene.tick()
-    assert scene.lost == [f"no beat of d for {LEASE_S:.1f} s"]
+    assert scene.lost == [f"no beat from d for {LEASE_S:.1f} s"]
 
 
 def test_a_receiver_waits_longer_for_a_peer_that_may_be_writing() -> None:

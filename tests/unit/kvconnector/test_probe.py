@@ -237,7 +237,7 @@ def test_a_pair_whose_bytes_arrive_wrong_is_reported_once_and_tested_again(
     for end in "pd":
         assert scene.events[end][0].kind is FAILED
         assert "scripted arrived wrong" in scene.events[end][0].reason
-        assert caplog.text.count(f"{end}: what the self-test wrote") == 1
+        assert caplog.text.count(f"{end}: the self-test's bytes") == 1
     if faults == "corrupt_test=1":
         assert scene.kinds("p") == scene.kinds("d") == [FAILED]
         assert not scene.senders["p"].machine.peers.may_start("d")

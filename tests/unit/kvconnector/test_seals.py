@@ -180,5 +180,5 @@ def test_no_churn_of_others_takes_the_channel_of_a_peer_that_is_here(
         ours.learn(info_of(f"other{number}", theirs), present={"d"})
     assert ours["d"] is sent
     everybody = {"d", *(f"other{number}" for number in range(20))}
-    with pytest.raises(TransferError, match="4 peers are connected, the most"):
+    with pytest.raises(TransferError, match="4 peers are connected, which is the maximum"):
         ours.learn(info_of("one more", theirs), present=everybody)

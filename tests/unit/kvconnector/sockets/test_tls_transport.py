@@ -37,7 +37,7 @@ def is_readable(end: End) -> bool:
 
 
 def refused(p: End, d: End, write: PendingWrite) -> None:
-    with pytest.raises(TransferError, match="takes no more of this transfer"):
+    with pytest.raises(TransferError, match="dropped a write that it does not allow any more"):
         done(p, d, write)
 
 

@@ -146,7 +146,7 @@ def test_others_serve_when_the_last_one_was_removed_and_not_when_it_was_lost(wei
     fleet.join("b0")
     fleet.nodes["a0"].leave()
     assert fleet.serving == []
-    assert fleet.pool.why_no_pair().startswith("no node of the model that is served is here (b0: ")
+    assert fleet.pool.why_no_pair().startswith("no node serves this model (b0: ")
     fleet.join("a0")
     assert fleet.serving == ["a0"]
     fleet.pool.expel("a0")
