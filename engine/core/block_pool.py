@@ -163,9 +163,10 @@ class BlockPool:
 
         Without ``is_use``, neither `residency` nor `least_free` changes.
         """
-        now, note_gap = self._clock(), self.residency.reuse_gap.note
-        for block in map(self._blocks.__getitem__, block_ids):
-            assert block.block_hash is not None, f"block {block.block_id} caches nothing"
+        now, blocks, note_gap = self._clock(), self._blocks, self.residency.reuse_gap.note
+        for block_id in block_ids:
+            block = blocks[block_id]
+            assert block.block_hash is not None, f"block {block_id} caches nothing"
             if block.ref_count == 0:
                 block.previous.next, block.next.previous = block.next, block.previous
                 self.num_free -= 1
@@ -182,19 +183,22 @@ class BlockPool:
         Callers pass a request's last blocks first: cached blocks are allocated again in the order
         of their release, blank ones in reverse order.
         """
-        now = self._clock()
-        for block in map(self._blocks.__getitem__, block_ids):
-            assert block.ref_count > 0, f"block {block.block_id} is free already"
+        now, blocks, keeps, fence = self._clock(), self._blocks, self.keeps, self._fence
+        for block_id in block_ids:
+            block = blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} is free already"
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            block.freed_at = now if is_use else block.freed_at
-            is_blank = block.block_hash is None
-            end = self._tail if self.keeps and not is_blank and self.keeps(block) else self._fence
-            previous = self._head if is_blank else end.previous
+            if is_use:
+                block.freed_at = now
+            if block.block_hash is None:
+                previous = self._head
+                self._num_blank += 1
+            else:
+                previous = (self._tail if keeps is not None and keeps(block) else fence).previous
             block.previous, block.next = previous, previous.next
             previous.next = block.next.previous = block
-            self._num_blank += is_blank
             self.num_free += 1
 
     def num_free_among(self, ids: Iterable[int], held: Mapping[int, int] = _NO_REFERENCES) -> int:
@@ -332,9 +336,9 @@ class BlockPool:
     def _take_first(self, num_blocks: int) -> list[int]:
         """Unlink the first ``num_blocks`` blocks of the free list, and return their ids."""
         block_ids = []
-        block, now = self._head, self._clock()
+        block, fence, now = self._head, self._fence, self._clock()
         for _ in range(num_blocks):
-            if block.next is self._fence:
+            if block.next is fence:
                 self._unpin_first()
             block = block.next
             self._assign(block, now)
