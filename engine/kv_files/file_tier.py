@@ -327,10 +327,10 @@ class KVFileTier:
         An extent may contain pinned blocks, so reading ahead takes no extents.
         """
         pool = self._pool
-        room = int(pool.num_free * FREE_SHARE)
+        room = min(num_blocks, int(pool.num_free * FREE_SHARE))
         if self._side_blocks.num_held:
             room = min(room, self._side_blocks.num_left)
-        return pool.allocate(min(num_blocks, room), extents=not ahead) or [] if room > 0 else []
+        return pool.allocate(room, extents=not ahead) or [] if room > 0 else []
 
     def _list_blocks(self) -> Iterator[int]:
         """Yield the blocks that reads fill, and the cached blocks that reads keep."""

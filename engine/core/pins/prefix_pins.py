@@ -167,8 +167,13 @@ class PrefixPins:
 
     def room_for_prefetch(self, owner: bytes) -> int:
         """Return how many blocks a prefetch may take; it may take no pinned block."""
-        share = self._max_blocks // max(len(self._owners), 1)
-        return min(self._budget.num_left(owner, share), self._pool.num_free - len(self._kept))
+        num_left = self._budget.num_left(owner, self._max_blocks // max(len(self._owners), 1))
+        num_kept = len(self._kept)
+        if self._pool.num_free - num_kept < num_left:
+            # Blocks that are in use, or not cached, are not among the free blocks.
+            kept = (self._pool.find(name, ANY_CLASS) for name in self._kept)
+            num_kept = self._pool.num_free_among(one for one in kept if one is not None)
+        return max(min(num_left, self._pool.num_free - num_kept), 0)
 
     def note_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
         """Count the blocks that a prefetch takes against its owner's share."""
