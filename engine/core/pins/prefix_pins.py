@@ -45,7 +45,7 @@ class Pin:
     Attributes:
         hashes: hashes of the prefix's logical blocks.
         names: names of the cached blocks that a hit of the whole prefix needs.
-        session: name of the client's session; empty: none.
+        session: name of the session that pinned the prefix; empty: no session, or several.
         expires_at: when the pin ends, by the clock of `PrefixPins`.
     """
 
@@ -196,7 +196,9 @@ class PrefixPins:
             self._owners[owner] = own
             self._make_room_for_all()
         if not is_new:
-            expires_at = max(expires_at, own.pins[hashes[-1]].expires_at)
+            known = own.pins[hashes[-1]]
+            expires_at = max(expires_at, known.expires_at)
+            session = session if session == known.session else b""
         pin = Pin(hashes, names, session, expires_at)
         self._add(own, pin)
         self._drop_covered(own, pin)
@@ -225,13 +227,18 @@ class PrefixPins:
             self._let_go(own, old.names)
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
-        """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long."""
+        """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long.
+
+        A pin whose session may be dropped covers no pins of other sessions.
+        """
         # With windows, a shorter prefix needs other blocks.
         if self._manager.slides or len(own.pins) == 1:
             return
         for block_hash in pin.hashes[:-1]:
             old = own.pins.get(block_hash)
-            if old is not None and old.expires_at <= pin.expires_at:
+            if old is None or old.expires_at > pin.expires_at:
+                continue
+            if pin.session in (b"", old.session):
                 self._remove(own, old)
 
     def _make_room(self, own: _Owner) -> None:
