@@ -27,7 +27,7 @@ from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
-from baton.kv.pins import PinTerms, check_prefetch_ttl
+from baton.kv.pins import PinTerms, check_ttl
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -444,7 +444,7 @@ class LLM:
 
         Raises InvalidRequestError if an argument is wrong, or the engine sleeps or is paused.
         """
-        check_prefetch_ttl(ttl_s)
+        check_ttl(ttl_s)
         self._check_awake()
         self.engine.features.hint_session(_OWNER, name_of(session), ttl_s)
 

@@ -82,6 +82,8 @@ async def test_http_sends_prefetches_and_drops_to_all_nodes(scene: HttpScene) ->
 @asynchronous
 async def test_operators_drop_the_sessions_of_any_tenant() -> None:
     scene = RouterScene()
+    refused = await scene.post("/v1/sessions/prefetch", session_id="s", ttl=0)
+    assert '"ttl: must be above 0 and at most 604800"' in await refused.text()
     async with served(scene) as call:
         found = await call("DropPins", prompt_cache_key="k", tenant="acme")
     hints = [hint for node in (scene.prefill, scene.decode) for hint in node.of(SessionHint)]
