@@ -61,3 +61,12 @@ class VanishingFiles(FileSystem):
 
 
 DISK_FULL, READ_ERROR = errno.ENOSPC, errno.EIO
+class ForbiddingFiles(FileSystem):
+    """Files of this machine, of which only root may list the folder `lost+found`."""
+
+    def list_folders(self, path: Path) -> dict[str, float]:
+        if path.name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return super().list_folders(path)
+
+

@@ -35,6 +35,7 @@ from tests.fakes.engine.kv_file_stores import (
 from tests.fakes.engine.kv_file_systems import (
     DISK_FULL,
     CountingFiles,
+    ForbiddingFiles,
     TroubledFiles,
     VanishingFiles,
 )
@@ -59,6 +60,14 @@ def test_a_chain_is_read_after_a_restart(tmp_path: Path) -> None:
     assert read(store, blocks, chain, first=3).num_done == NUM_BLOCKS - 3
     longer = read(store, blocks, [*chain, b"x" * 32])
     assert (longer.num_done, longer.causes) == (NUM_BLOCKS, ("absent",))
+
+
+def test_a_folder_that_only_root_may_list_hides_no_files(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    (tmp_path / "lost+found").mkdir()
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=ForbiddingFiles())
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
 
 
 def test_part_of_a_file_serves_a_prompt_that_branches_off(tmp_path: Path) -> None:
