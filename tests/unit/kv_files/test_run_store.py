@@ -78,6 +78,14 @@ def test_part_of_a_file_serves_a_prompt_that_branches_off(tmp_path: Path) -> Non
     assert (job.num_done, job.causes) == (5, ("absent",))
 
 
+def test_files_on_a_full_disk_are_read(tmp_path: Path) -> None:
+    chain, files = chain_of(1, NUM_BLOCKS), TroubledFiles()
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=files)
+    files.write_error = DISK_FULL
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
 def test_a_read_opens_few_of_many_files_with_the_same_first_block(tmp_path: Path) -> None:
     common, files = chain_of(0, 1), CountingFiles()
     chains = [[*common, *chain_of(seed, 4)] for seed in range(1, 80)]
