@@ -598,6 +598,6 @@ class KVFileTier:
     def _scan(self) -> None:
         try:
             self._store.scan()
-        except OSError as error:
+        except Exception as error:  # otherwise the thread would end, and nothing be written again
             self._writing.fail(f"the files cannot be listed: {error}")
         self._is_scanned.set()

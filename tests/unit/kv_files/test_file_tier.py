@@ -387,6 +387,19 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], problem: s
         EngineConfig(**options)
 
 
+def test_no_error_of_a_listing_ends_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scan(store: RunStore) -> None:
+        raise ValueError("an odd answer")
+
+    monkeypatch.setattr(RunStore, "scan", scan)
+    engine = load(tmp_path)
+    assert tier_of(engine)._writer._thread.is_alive()
+    assert "the files cannot be listed: an odd answer" in caplog.text
+    engine.close()
+
+
 def test_blocks_of_every_dtype_are_bytes() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         spec = kv_cache_spec([PagedKV(2, 32)] * 2, 16, dtype, [(1.0, 1.0)] * 2, torch.float32)
