@@ -453,7 +453,9 @@ class KVFileTier:
         num_new = read.num_done(is_plain=self._groups.is_plain) - read.num_counted
         if num_new > 0:
             read.num_counted += num_new
-            self._counts.tokens_read += num_new * self._manager.block_size
+            num_tokens = num_new * self._manager.block_size
+            self._counts.tokens_read += num_tokens
+            self._counts.tokens_unawaited += 0 if read.waiters else num_tokens
             self._counts.hits += len(read.waiters)
 
     def _let_go(self, read: _Read) -> None:
@@ -552,6 +554,7 @@ class KVFileTier:
             hits=own.hits,
             misses=dict(own.misses),
             tokens_read=own.tokens_read,
+            tokens_unawaited=own.tokens_unawaited,
             runs={end: own.runs[end] + store.runs[end] for end in own.runs},
             ages=store.ages.copy(),
         )

@@ -111,6 +111,15 @@ def test_a_prompt_joins_the_read_of_its_session(engine: Engine) -> None:
     assert tier_of(engine).counts().hits == 1
 
 
+def test_tokens_of_a_prefetch_count_as_memory_once_a_prompt_uses_them(engine: Engine) -> None:
+    before = engine.figures.cache_use(0)
+    assert hint(engine) == NUM_BLOCKS
+    assert engine.figures.cache_use(0).file_tokens == 0
+    answer(engine)
+    found = engine.figures.cache_use(0)
+    assert (found.file_tokens, found.memory_tokens - before.memory_tokens) == (0, 8 * 16)
+
+
 def test_reading_ahead_gives_way_to_a_prompt_of_another_session(engine: Engine) -> None:
     other = [9, *PROMPT]
     ask(engine, prompt=other)
