@@ -127,7 +127,7 @@ def test_a_restarted_engine_reads_eight_blocks(written: Path, expected: list[int
 
 
 def test_llm_reads_what_it_said_before_a_restart(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"kv_files": str(tmp_path), "num_blocks": 64, "num_threads": 1}
+    options: dict[str, Any] = {"kv_files": tmp_path, "num_blocks": 64, "num_threads": 1}
     first = LLM(str(DEMO_MODEL), **options)
     said = first.generate([PROMPT], ANSWER)[0].token_ids
     first.engine.close()
