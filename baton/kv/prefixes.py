@@ -1,8 +1,8 @@
 """Names of the transfers that bring cached prefixes from one node to another.
 
 A fetched prefix is a transfer of its own, beside the hand-off of the same request. The two ends of
-these transfers have their own engine ids, so that their messages never mix with hand-offs. A
-prefill node has an end of each kind, a decode node only an end that sends.
+these transfers have their own engine ids, so that their messages never mix with hand-offs. A node
+of either role has an end of each kind.
 """
 
 from __future__ import annotations
