@@ -9,6 +9,7 @@ A file's time of change is the time of its last use.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,9 @@ from engine.kv_files.storage.folder_watch import FolderWatch
 from engine.kv_files.storage.secret import UNFINISHED, open_folder_secret, read_secret_file
 from engine.kv_files.storage.storage import FoundFile, Listing, StorageTerms
 
+# Names of folders with KV, see `RunStore.identity` and `RankStores.identity`. Others are left out:
+# for example, only root may list the folder `lost+found` of a mounted file system.
+_IDENTITY = re.compile(r"[0-9a-f]+(\.\d+)?(-\d+)?", re.ASCII)
 # Age in seconds after which an unfinished file counts as left by a killed node, and is removed.
 _ABANDONED_S = 600.0
 # Clocks of file systems are coarse. So a folder is listed again if it was changed less than this
@@ -107,7 +111,7 @@ class FolderStorage:
         """List all folders that were changed, and watch all folders from now on."""
         seen = set()
         self._watch.watch_folder(self._folder, "")
-        for identity in self._files.list_folders(self._folder):
+        for identity in filter(_IDENTITY.fullmatch, self._files.list_folders(self._folder)):
             self._watch.watch_folder(self._folder / identity, identity)
             found = self._files.list_folders(self._folder / identity)
             for name, changed_at in found.items():
