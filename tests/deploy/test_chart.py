@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +169,12 @@ def check_what_no_schema_says(documents: list[Document]) -> None:
         ({"prefill": {"replicas": -1}}, "replicas"),
         ({"prefil": {}}, "prefil"),
         ({"kv": {"connector": "smoke"}}, "connector"),
+        ({"prefill": {"extraVolumes": [{"name": "kv"}]}}, "minProperties"),
+        ({"decode": {"extraVolumeMounts": [{"name": "kv"}]}}, "missing property 'mountPath'"),
+        (
+            {"router": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
+            "router.extraVolumes: the chart has a volume tmp of its own; choose another name",
+        ),
         ({"kv": {"port": 7101}, "encode": {"replicas": 1}}, "must differ from kv.port 7101"),
         (
             {
@@ -243,6 +250,72 @@ def test_a_change_of_one_role_is_a_new_revision_of_both_and_a_replica_is_none() 
     ):
         assert revision(changed).isdisjoint(usual), changed
     assert revision({"revision": "blue"}) == {"--revision=blue"}
+
+
+def container_of(documents: list[Document], component: str) -> Document:
+    """Return the container of a component's Deployment."""
+    (container,) = pod_of(documents, component)["containers"]
+    return dict(container)
+
+
+def pod_of(documents: list[Document], component: str) -> Document:
+    """Return the pod specification of a component's Deployment."""
+    (found,) = (
+        one
+        for one in documents
+        if (one["kind"], one["metadata"]["name"]) == ("Deployment", f"baton-{component}")
+    )
+    return dict(found["spec"]["template"]["spec"])
+
+
+@pytest.mark.parametrize("component", ["router", "prefill", "decode", "encode"])
+def test_a_component_gets_further_volumes_and_variables(component: str) -> None:
+    volume = {"name": "kv", "emptyDir": {}}
+    mount = {"name": "kv", "mountPath": "/kv"}
+    source = {"secretRef": {"name": "bucket"}}
+    own: Document = {
+        "extraVolumes": [volume], "extraVolumeMounts": [mount], "envFrom": [source],
+    }  # fmt: skip
+    values: Document = {"encode": {"replicas": 1}}
+    values.setdefault(component, {}).update(own)
+    documents = render(values)
+    assert problems_of(documents) == []
+    check_what_no_schema_says(documents)
+    for name in ("router", "prefill", "decode", "encode"):
+        pod, container = pod_of(documents, name), container_of(documents, name)
+        assert (volume in pod["volumes"]) == (name == component)
+        assert (mount in container["volumeMounts"]) == (name == component)
+        assert container.get("envFrom") == ([source] if name == component else None)
+
+
+def examples() -> list[Document]:
+    """Return the values in the section of docs/kubernetes.md on cached prefixes."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    section = text.partition("## Cached prefixes")[2].partition("\n## ")[0]
+    return [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
+
+
+def test_the_examples_of_the_documentation_are_complete() -> None:
+    """Nodes have the folder or key that the options name, and may reach the bucket."""
+    folder, bucket = examples()
+    for values in (folder, bucket):
+        documents = render(values)
+        assert problems_of(documents) == []
+        check_what_no_schema_says(documents)
+        options = values["config"]
+        path = options.get("kv_files_secret", options["kv_files"])
+        for role in ("prefill", "decode"):
+            mounts = container_of(documents, role)["volumeMounts"]
+            assert [one for one in mounts if path.startswith(one["mountPath"])]
+    for role in ("prefill", "decode"):
+        container = container_of(documents, role)
+        assert container["envFrom"] == [{"secretRef": {"name": "baton-kv-bucket"}}]
+        (policy,) = (
+            one
+            for one in documents
+            if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", f"baton-{role}")
+        )
+        assert {"ports": [{"port": 443, "protocol": "TCP"}]} in policy["spec"]["egress"]
 
 
 @pytest.mark.parametrize("name", list(BASES))
