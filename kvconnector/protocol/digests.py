@@ -318,7 +318,9 @@ class DigestVerifier:
             case Meet(peer=peer) if self._manifest is not None:
                 self._slices.setdefault(peer.engine_id, Slices(peer.manifest, self._manifest))
             case Quiet():
-                self._forget((item.request_id, item.epoch))
+                key = (item.request_id, item.epoch)
+                if self._find(key, item.engine_id) is not None:
+                    self._forget(key)
             case Drop():
                 self._forget(item.key)
             case Leave():

@@ -9,7 +9,7 @@ from kvconnector.base import HandoffRecord, KVReservation
 from kvconnector.blocks import Slices
 from kvconnector.protocol.actions import Action, Input, Send
 from kvconnector.protocol.digests import DigestVerifier, Written
-from kvconnector.protocol.messages import REPEAT_S, Commit, Resend
+from kvconnector.protocol.messages import REPEAT_S, Commit, Quiet, Resend
 from kvconnector.protocol.seals import Channels
 from tests.fakes.time.line_counts import count_lines
 
@@ -99,3 +99,16 @@ def test_each_repeat_requests_all_unverified_blocks_with_the_next_attempt() -> N
             ((0, NUM_LAYERS), attempt)
         }
     assert machine.inputs == []
+
+
+def test_a_quiet_of_another_peer_ends_no_transfer() -> None:
+    """Regression: the sender's Commit was confirmed, but never reached the state machine."""
+    machine = Listed()
+    verifier = granted(machine, 2)
+    quiet = Quiet(engine_id="stranger", request_id="r", epoch=0, reason="")
+    verifier.handle_input(quiet, 0.0)
+    assert len(verifier) == 1
+    assert verifier.handle_input(commit_of(2), 0.0) == []  # not Verified: no digest has come
+    assert machine.inputs == [quiet]
+    verifier.handle_input(Quiet(engine_id="p", request_id="r", epoch=0, reason=""), 0.0)
+    assert len(verifier) == 0
