@@ -73,6 +73,7 @@ def test_memory_that_is_staged_is_written_and_kept_the_same(
     d.transport.connect(p.info)
     meet(p, d)
     d.transport.allow(p.id, GRANTED, [3, 5])
+    d.transport.scratch.lend(1, p.id)
     done(p, d, p.transport.write_scratch(d.id, 1))
     assert d.transport.scratch.digest_of(1) == p.transport.scratch.digest
     done(p, d, p.transport.write(d.id, [0], [5], (0, 1), GRANTED))
@@ -317,11 +318,13 @@ def test_peer_info_that_says_nothing_of_where_it_is_is_refused(
 def test_a_slot_for_self_tests_is_written_by_whom_it_was_lent_to(ends: tuple[End, End]) -> None:
     p, d = ends
     meet(p, d)
-    d.transport.scratch.lend(1, "another")
-    write = p.transport.write_scratch(d.id, 1)
-    with pytest.raises(TransferError):
-        done(p, d, write)
-    assert not d.transport.scratch.memory[2].any()
+    for borrower in ("", "another"):
+        if borrower:
+            d.transport.scratch.lend(1, borrower)
+        write = p.transport.write_scratch(d.id, 1)
+        with pytest.raises(TransferError):
+            done(p, d, write)
+        assert not d.transport.scratch.memory[2].any()
     d.transport.scratch.lend(1, p.id)
     done(p, d, p.transport.write_scratch(d.id, 1))
     assert d.transport.scratch.digest_of(1) == p.transport.scratch.digest
