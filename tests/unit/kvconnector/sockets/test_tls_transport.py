@@ -11,6 +11,7 @@ import torch
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.peer_info import RankMemory
 from kvconnector.transports.base import PendingWrite
+from kvconnector.transports.sockets.connection import ROUND_FRAMES
 from kvconnector.transports.sockets.frames import MAX_HEAD_BYTES, Kind, encode_frame
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.memory import StagedMemory
@@ -204,6 +205,28 @@ def test_the_descriptor_shows_messages_and_bytes_that_the_kernel_did_not_take(
     assert not is_readable(p)
     rounds_until((d,), lambda: is_readable(p), "room in the send buffer")
     rounds_until(ends, lambda: len(d.heard) == 17, "all messages")
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_turn_reads_a_limited_number_of_frames_and_the_next_turns_the_rest(
+    ends: tuple[End, End], closes: bool
+) -> None:
+    """Regression: 1 MiB of empty messages, 80,659 frames, took one turn of 0.5 s."""
+    p, d = ends
+    meet(p, d)
+    (connection,) = p.transport._outgoing[d.id].connections()
+    num_frames = 3 * ROUND_FRAMES + 5
+    connection.post(encode_frame(Kind.MESSAGE, b"x") * num_frames)
+    rounds_until((p,), lambda: not connection.queued_bytes, "an empty queue")
+    if closes:
+        connection.end_sending()
+    while len(d.heard) < num_frames:
+        assert is_readable(d)
+        before = len(d.heard)
+        d.round()
+        assert len(d.heard) - before <= ROUND_FRAMES
+    rounds_until((d,), lambda: closes or not is_readable(d), "rest")
+    assert d.heard == [b"x"] * num_frames
 
 
 def test_who_is_learnt_late_is_dialled_until_it_answers(ends: tuple[End, End]) -> None:
