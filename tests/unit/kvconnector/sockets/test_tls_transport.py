@@ -10,9 +10,11 @@ import torch
 
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.peer_info import RankMemory
+from kvconnector.protocol.messages import Grant, encode
+from kvconnector.protocol.seals import HEADER_BYTES
 from kvconnector.transports.base import PendingWrite
 from kvconnector.transports.sockets.connection import ROUND_FRAMES
-from kvconnector.transports.sockets.frames import MAX_HEAD_BYTES, Kind, encode_frame
+from kvconnector.transports.sockets.frames import Kind, encode_frame
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.memory import StagedMemory
 from kvconnector.transports.sockets.transport import _Where
@@ -200,11 +202,23 @@ def test_the_descriptor_shows_messages_and_bytes_that_the_kernel_did_not_take(
     rounds_until((d,), lambda: d.heard == [b"news"], "the message")
     assert not is_readable(d)
     (connection,) = p.transport._outgoing[d.id].connections()
-    connection.post(encode_frame(Kind.MESSAGE, b"x" * MAX_HEAD_BYTES) * 16)
+    connection.post(encode_frame(Kind.MESSAGE, b"x" * 2**20) * 16)
     rounds_until((p,), lambda: connection.wants_write, "a full send buffer")
     assert not is_readable(p)
     rounds_until((d,), lambda: is_readable(p), "room in the send buffer")
     rounds_until(ends, lambda: len(d.heard) == 17, "all messages")
+
+
+def test_a_grant_of_as_many_blocks_as_a_message_may_have_arrives(ends: tuple[End, End]) -> None:
+    """Regression: a longer message counted as a broken connection."""
+    p, d = ends
+    meet(p, d)
+    name = "x" * 512
+    ids = [2**31 - 1] * 2**20
+    grant = encode(Grant(engine_id=name, request_id=name, epoch=2**32 - 1, block_ids=ids))
+    p.transport.notify(d.id, bytes(HEADER_BYTES) + grant)
+    rounds_until(ends, lambda: d.heard, "the grant")
+    assert len(d.heard[0]) == HEADER_BYTES + len(grant)
 
 
 @pytest.mark.parametrize("closes", [False, True])
