@@ -194,3 +194,14 @@ def test_a_prefetch_counts_for_some_time_even_if_it_is_short() -> None:
     assert (budget.num_left(b"a", 8), budget.num_left(b"b", 8)) == (3, 8)
     clock.now = LEAST_AHEAD_S
     assert budget.num_left(b"a", 8) == 8
+
+
+def test_owners_that_do_not_prefetch_again_are_forgotten() -> None:
+    """Regression: each owner that ever prefetched was kept for the life of the node."""
+    clock = Clock()
+    budget = PrefetchBudget(clock)
+    for number in range(1000):
+        clock.now = float(number)
+        budget.count_prefetch(b"%d" % number, 1, keep_s=20.0)
+        assert len(budget._taken) <= 2 * 20
+    assert budget.num_left(b"999", 8) == budget.num_left(b"985", 8) == 7
