@@ -421,6 +421,11 @@ class NodeCollector(TransferCollector):
         misses = _by("cause", files.misses)
         yield family(CounterMetricFamily, "kv_file_misses", "Misses in files, by cause.", misses)
         yield counter("kv_file_read_tokens", "Tokens read from files.", files.tokens_read)
+        yield counter(
+            "kv_file_unawaited_tokens",
+            "Tokens read from files for which no request waited.",
+            files.tokens_unawaited,
+        )
         yield counter("kv_file_read_bytes", "Bytes read from files.", files.bytes_read)
         yield counter("kv_file_written_bytes", "Bytes written to files.", files.bytes_written)
         runs = _by("state", files.runs)
