@@ -31,6 +31,7 @@ class Run:
         identity: name of the folder of its KV's identity.
         used_at: when the file was written or read last, in seconds since 1970.
         hashes: hashes of all blocks; empty: the header was not read yet.
+        num_errors: number of reads in a row that ended with an error of the storage.
         folder: the file's folder below the tier's folder.
         path: the file's path below the tier's folder.
     """
@@ -40,6 +41,7 @@ class Run:
     num_bytes: int
     used_at: float
     hashes: tuple[BlockHash, ...] = ()
+    num_errors: int = 0
     folder: str = field(init=False)
     path: str = field(init=False)
 
