@@ -76,7 +76,8 @@ class FolderStorage:
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
     ) -> bool:
         target = self._folder / path
-        self._files.make_folder(target.parent)
+        for folder in (self._folder, target.parent.parent, target.parent):
+            self._files.make_folder(folder)  # one by one: only the last one would be private
         # Nodes in containers have equal process ids.
         new = target.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
         try:
