@@ -611,6 +611,6 @@ class KVFileTier:
     def _scan(self) -> None:
         try:
             self._store.scan()
-        except OSError as error:
+        except Exception as error:  # as in `_read`
             self._writing.fail(f"the files cannot be listed: {error}")
         self._is_scanned.set()

@@ -1,4 +1,4 @@
-"""Unit tests of KV files that cannot be read: one file must not turn reading off for all prompts."""
+"""Unit tests of KV files that cannot be read: one file must not turn reading off for all."""
 
 from __future__ import annotations
 
