@@ -253,6 +253,7 @@ def test_a_read_may_take_longer_if_it_will_end_before_the_deadline(
     engine.schedule()
     assert not request.awaits_prefix
     files.gate.set()
+    wait_until(lambda: all(read.has_ended for read in tier._reads), "the read ends")
     engine.close()
 
 
