@@ -114,7 +114,9 @@ class RunStore:
         identity = listing.folder.partition("/")[0]
         known_runs = self.index.in_folder(listing.folder)
         gone = {run.path for run in known_runs if run.used_at < listing.began_at}
-        for file in listing.files:
+        for file in sorted(
+            listing.files, key=lambda one: one.used_at
+        ):  # the index keeps this order
             name = RunName.parse(file.name) if file.name.endswith(ENDING) else None
             if name is None:
                 continue
@@ -211,7 +213,7 @@ class RunStore:
         """Note that blocks of a run were read now, also for other nodes and after a restart."""
         now = time.time()
         self.counts.ages.note_many(max(now - run.used_at, 0.0), num_blocks)
-        run.used_at = now
+        self.index.note_use(run, now)
         file.note_use()
 
     def _read_header(self, file: StoredFile, run: Run, identity: str) -> CheckedHeader:
