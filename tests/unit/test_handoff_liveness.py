@@ -6,8 +6,6 @@ import pytest
 
 from baton.link.words import AbortAll
 from baton.telemetry.ledger import BlockOwner
-from decode_node.reservations import MEMORY_S
-from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_process import PeerProcess
 from kvconnector.protocol.actions import Action, Input, PauseEnded
 from kvconnector.protocol.messages import (
@@ -274,21 +272,3 @@ def test_a_node_that_only_waits_for_a_mask_does_not_go_idle(
     assert not node.step()
     assert_right(cluster)
     assert_clean(cluster)
-
-
-def test_a_repeated_early_start_keeps_no_older_ones() -> None:
-    cluster = make_cluster(20)
-    reservations = cluster.d.reservations
-
-    def note_start(request_id: str) -> None:
-        reservations.settle(
-            TransferEvent(kind=TransferEventKind.STARTED, engine_id="p", request_id=request_id)
-        )
-
-    note_start("repeated")
-    note_start("once")
-    cluster.clock.advance(MEMORY_S - 1)
-    note_start("repeated")
-    cluster.clock.advance(2)
-    reservations.tick()
-    assert [request_id for (request_id, _), _ in reservations._early_starts] == ["repeated"]

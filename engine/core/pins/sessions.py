@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -80,27 +79,22 @@ class PrefetchBudget:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # By owner: until when each prefetch counts, and its blocks
         self._taken: dict[bytes, deque[tuple[float, int]]] = {}
 
     def num_left(self, owner: bytes, share: int) -> int:
         """Return how many blocks an owner's prefetches may still bring now."""
-        self._drop_old(owner)
-        return max(share - sum(num_blocks for _, num_blocks in self._taken.get(owner, ())), 0)
+        now, taken = self._clock(), self._taken.get(owner)
+        if taken is None:
+            return share
+        kept = deque(one for one in taken if one[0] > now)
+        if kept:
+            self._taken[owner] = kept
+        else:
+            del self._taken[owner]
+        return max(share - sum(num_blocks for _, num_blocks in kept), 0)
 
     def count_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
         """Count the blocks of a prefetch against its owner's share for ``keep_s`` seconds."""
         if num_blocks:
-            # Look at two other owners per prefetch, so that entries of owners that never prefetch
-            # again do not pile up.
-            for other in list(itertools.islice(self._taken, 2)):
-                self._drop_old(other)
             until = self._clock() + max(keep_s, LEAST_AHEAD_S)
             self._taken.setdefault(owner, deque()).append((until, num_blocks))
-
-    def _drop_old(self, owner: bytes) -> None:
-        """Drop an owner's prefetches that no longer count; move an owner with others to the end."""
-        now = self._clock()
-        kept = deque(one for one in self._taken.pop(owner, ()) if one[0] > now)
-        if kept:
-            self._taken[owner] = kept

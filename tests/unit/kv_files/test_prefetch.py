@@ -172,13 +172,3 @@ def test_a_prefetch_counts_for_some_time_even_if_it_is_short() -> None:
     assert (budget.num_left(b"a", 8), budget.num_left(b"b", 8)) == (3, 8)
     clock.now = LEAST_AHEAD_S
     assert budget.num_left(b"a", 8) == 8
-
-
-def test_owners_that_prefetch_once_are_forgotten() -> None:
-    clock = Clock()
-    budget = PrefetchBudget(clock)
-    for number in range(1000):
-        budget.count_prefetch(b"%d" % number, 1, 0.0)
-        clock.now += 1.0
-    assert len(budget._taken) < 4 * LEAST_AHEAD_S
-    assert budget.num_left(b"999", 8) == 7
