@@ -18,7 +18,9 @@ class FileThread:
 
     Args:
         name: name of the thread.
-        on_idle: called about once per second between pieces of work; must not raise.
+        on_idle: called about once per second between pieces of work.
+
+    Errors of `on_idle` and of pieces of work are logged, and do not end the thread.
     """
 
     def __init__(self, name: str, on_idle: Callable[[], None] = lambda: None) -> None:
@@ -34,7 +36,7 @@ class FileThread:
         return self._work.qsize()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue a piece of work, which must not raise."""
+        """Queue a piece of work, which should not raise."""
         self._work.put(work)
 
     def close(self, timeout_s: float) -> None:
@@ -47,11 +49,17 @@ class FileThread:
             now = time.monotonic()
             if now - self._idle_at >= _TICK_S:
                 self._idle_at = now
-                self._on_idle()
+                self._call(self._on_idle)
             try:
                 work = self._work.get(timeout=_TICK_S)
             except queue.Empty:
                 continue
             if work is None:
                 return
+            self._call(work)
+
+    def _call(self, work: Callable[[], None]) -> None:
+        try:
             work()
+        except Exception:
+            logger.exception("the thread %s caught an error and goes on", self._thread.name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import socket
 import tempfile
 import threading
@@ -30,6 +31,8 @@ from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
 from engine.kv_files.open_store import StoreTerms, open_store
 from engine.kv_files.run_index import RunIndex, plan_pieces
 from engine.kv_files.run_store import RunStore
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 _SCAN_S = 1.0
@@ -310,8 +313,10 @@ class RankScans:
     def scan(self) -> None:
         """List the changed folders; see `RunStore.scan`."""
         self._num_begun += 1
-        with contextlib.suppress(OSError):  # orders then find only the files listed before
+        try:
             self._store.scan()
+        except Exception as error:  # orders then find only the files listed before
+            logger.debug("the files cannot be listed: %r", error)
         self._num_ended = self._num_begun
 
     def wait_for_files(self, job: ReadJob) -> None:

@@ -12,14 +12,18 @@ Refuses to know: files' contents, memory, the engine.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.kv.block_hash import BlockHash
 from engine.kv_files.run_file import LAST_BYTES, RunName
 
+# Maximum number of runs with the same first block that a look-up considers, besides runs that fit
+# by name. Look-ups run on the engine's thread, and thousands of conversations may begin alike.
+MAX_ALIKE = 256
 FOLDER_CHARS = 2  # hexadecimal digits of the first hash that name a file's folder
 
 
@@ -31,6 +35,7 @@ class Run:
         identity: name of the folder of its KV's identity.
         used_at: when the file was written or read last, in seconds since 1970.
         hashes: hashes of all blocks; empty: the header was not read yet.
+        num_errors: number of reads in a row that ended with an error of the storage.
         folder: the file's folder below the tier's folder.
         path: the file's path below the tier's folder.
     """
@@ -40,6 +45,7 @@ class Run:
     num_bytes: int
     used_at: float
     hashes: tuple[BlockHash, ...] = ()
+    num_errors: int = 0
     folder: str = field(init=False)
     path: str = field(init=False)
 
@@ -78,6 +84,52 @@ class Piece:
     end: int
 
 
+class _Alike:
+    """The runs that begin with the same block; the run that was added or used last comes last."""
+
+    def __init__(self) -> None:
+        self._by_path: dict[str, Run] = {}
+        # By number of blocks, and by the last block's hash as in `RunName.last`
+        self._by_end: dict[int, dict[bytes, dict[str, Run]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_path)
+
+    def add(self, run: Run) -> None:
+        """Add a run whose path is unknown."""
+        self._by_path[run.path] = run
+        by_last = self._by_end.setdefault(run.name.num_blocks, {})
+        by_last.setdefault(run.name.last, {})[run.path] = run
+
+    def remove(self, run: Run) -> None:
+        """Remove a known run."""
+        del self._by_path[run.path]
+        by_last = self._by_end[run.name.num_blocks]
+        del by_last[run.name.last][run.path]
+        if not by_last[run.name.last]:
+            del by_last[run.name.last]
+        if not by_last:
+            del self._by_end[run.name.num_blocks]
+
+    def note_use(self, run: Run) -> None:
+        """Move a known run to the end."""
+        self._by_path[run.path] = self._by_path.pop(run.path)
+
+    def find(self, chain: Sequence[BlockHash], at: int) -> Iterable[Run]:
+        """Return the runs that fit ``chain[at:]`` by their names, and `MAX_ALIKE` other runs."""
+        if len(self._by_path) <= MAX_ALIKE:
+            return self._by_path.values()
+        found = {
+            path: run
+            for size, by_last in self._by_end.items()
+            if at + size <= len(chain)
+            for path, run in by_last.get(chain[at + size - 1][:LAST_BYTES], {}).items()
+        }
+        for path in itertools.islice(reversed(self._by_path), MAX_ALIKE):
+            found[path] = self._by_path[path]
+        return found.values()
+
+
 class RunIndex:
     """The files of one storage, as far as they are known.
 
@@ -93,7 +145,7 @@ class RunIndex:
         self._lock = threading.Lock()
         self._by_path: dict[str, Run] = {}
         self._by_folder: dict[str, dict[str, Run]] = {}
-        self._by_first: dict[tuple[str, BlockHash], dict[str, Run]] = {}
+        self._by_first: dict[tuple[str, BlockHash], _Alike] = {}
         self.num_bytes = 0
         self._num_runs: Counter[str] = Counter()  # by identity
         self.most_blocks: dict[str, int] = {}
@@ -109,7 +161,7 @@ class RunIndex:
             self._remove(path)
             self._by_path[path] = run
             self._by_folder.setdefault(run.folder, {})[path] = run
-            self._by_first.setdefault((run.identity, run.name.first), {})[path] = run
+            self._by_first.setdefault((run.identity, run.name.first), _Alike()).add(run)
             self.num_bytes += run.num_bytes
             self._num_runs[run.identity] += 1
             size, end = run.name.num_blocks, run.name.start + run.name.num_blocks
@@ -130,7 +182,7 @@ class RunIndex:
         if not self._by_folder[run.folder]:
             del self._by_folder[run.folder]
         key = run.identity, run.name.first
-        self._by_first[key].pop(path)
+        self._by_first[key].remove(run)
         if not self._by_first[key]:
             del self._by_first[key]
         self._num_runs[run.identity] -= 1
@@ -148,13 +200,25 @@ class RunIndex:
             return list(self._by_folder.get(folder, {}).values())
 
     def runs_of(self, identity: str, chain: Sequence[BlockHash]) -> list[tuple[int, Run]]:
-        """Return the runs that begin with a block of the chain, each with the block's place."""
+        """Return the runs that begin with a block of the chain, each with the block's place.
+
+        If more than `MAX_ALIKE` runs begin with a block, the result has those that fit by their
+        names, and the `MAX_ALIKE` that were added or used last.
+        """
         with self._lock:
             return [
                 (place, run)
                 for place, block_hash in enumerate(chain)
-                for run in self._by_first.get((identity, block_hash), {}).values()
+                if (alike := self._by_first.get((identity, block_hash))) is not None
+                for run in alike.find(chain, place)
             ]
+
+    def note_use(self, run: Run, used_at: float) -> None:
+        """Note that a run was used now; do nothing else if the run is unknown."""
+        run.used_at = used_at
+        with self._lock:
+            if self._by_path.get(run.path) is run:
+                self._by_first[run.identity, run.name.first].note_use(run)
 
     def oldest_first(self, now: float) -> Iterator[Run]:
         """Yield all files, the least valuable first.

@@ -5,6 +5,7 @@ Several nodes may use the storage. Refuses to know: folders, servers, requests, 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -24,7 +25,9 @@ from engine.kv_files.run_file import (
     header_bytes,
 )
 from engine.kv_files.run_index import Piece, Run, RunIndex, plan_pieces
-from engine.kv_files.storage.storage import Listing, Storage, StoredFile
+from engine.kv_files.storage.storage import Listing, Storage, StoredFile, UnreadableFileError
+
+logger = logging.getLogger(__name__)
 
 # Two times of use that differ by fewer seconds count as equal.
 _SETTLED_S = 1.0
@@ -41,6 +44,9 @@ _MAX_RUN_BYTES = 2**30
 _MAX_LISTED_BYTES = 2**40
 # When the limit is reached, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
+# A file is forgotten after this many errors in a row, because each error turns reading off for all
+# prompts. A bad sector, for example, breaks one file. A later run may replace the file.
+_MOST_ERRORS = 2
 # Minimum tokens of a run: computing fewer tokens costs less than a file.
 MIN_TOKENS = 64
 
@@ -69,6 +75,7 @@ class RunStore:
         self.memory, self._block_size = memory, block_size
         self.index = RunIndex()
         self.counts = KVFileCounts(are_objects=storage.are_objects)
+        self._has_warned = False  # whether a warning about an unreadable file was logged
         least = 2 * -(-MIN_TOKENS // block_size) * memory.block_bytes
         if limit_bytes < least:
             raise ConfigError(
@@ -107,7 +114,9 @@ class RunStore:
         identity = listing.folder.partition("/")[0]
         known_runs = self.index.in_folder(listing.folder)
         gone = {run.path for run in known_runs if run.used_at < listing.began_at}
-        for file in listing.files:
+        for file in sorted(
+            listing.files, key=lambda one: one.used_at
+        ):  # the index keeps this order
             name = RunName.parse(file.name) if file.name.endswith(ENDING) else None
             if name is None:
                 continue
@@ -177,13 +186,34 @@ class RunStore:
             job.causes += (error.cause,)
             self._drop(run)
             return False
+        except UnreadableFileError as error:
+            job.causes += ("error",)
+            self._forget_unreadable(run, error)
+            return False
+        except OSError:
+            run.num_errors += 1
+            if run.num_errors >= _MOST_ERRORS:
+                self.index.remove(run.path)
+            raise
+        run.num_errors = 0
         return True
+
+    def _forget_unreadable(self, run: Run, error: OSError) -> None:
+        """Remove a file from the index only; log the first such file."""
+        self.index.remove(run.path)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "kv_files: %s cannot be read: %s; further files like this are only counted",
+                run.path,
+                error.strerror,
+            )
 
     def _note_use(self, run: Run, file: StoredFile, num_blocks: int) -> None:
         """Note that blocks of a run were read now, also for other nodes and after a restart."""
         now = time.time()
         self.counts.ages.note_many(max(now - run.used_at, 0.0), num_blocks)
-        run.used_at = now
+        self.index.note_use(run, now)
         with suppress(OSError):  # such as a full disk; the blocks are read already
             file.note_use()
 

@@ -622,7 +622,10 @@ class NodePool:
             self._note_change()
 
     def _take_prefix_report(self, node: Node, report: PeerReport) -> bool:
-        """Note a report on a peer's end for cached prefixes; return whether the peer has joined."""
+        """Note a report on a peer's end for cached prefixes; return whether the peer has joined.
+
+        A fleet does not depend on these ends, so the report needs no new fleet.
+        """
         peer = None
         if is_prefix_end(report.engine_id):
             peer = self._nodes.get(node_of(report.engine_id))
@@ -632,7 +635,6 @@ class NodePool:
             if report.problem:
                 report = _with_short_problem(node, report)
             self.prefix_sources.note_report(node, peer, report)
-            self._num_news += 1
         return True
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:

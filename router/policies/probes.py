@@ -66,8 +66,7 @@ def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeL
     If there are many nodes, each request looks at only a few, which differ between requests.
     """
     if len(nodes) > MAX_LOOKED_AT:
-        first = hash(terms.now) % len(nodes)
-        nodes = nodes[first : first + MAX_LOOKED_AT]
+        nodes = _few_from(nodes, hash(terms.now) % len(nodes))
     return [
         node
         for node in nodes
@@ -75,6 +74,11 @@ def _due(terms: CostTerms, nodes: Sequence[NodeLoad], best: Place) -> list[NodeL
         and not node.num_uncomputed_requests
         and _looks_slower(terms, node, _computing(best))
     ]
+
+
+def _few_from(nodes: Sequence[NodeLoad], first: int) -> list[NodeLoad]:
+    """Return `MAX_LOOKED_AT` nodes from a place on; the first nodes follow the last one."""
+    return [nodes[place % len(nodes)] for place in range(first, first + MAX_LOOKED_AT)]
 
 
 def _looks_slower(terms: CostTerms, node: NodeLoad, chosen: NodeLoad) -> bool:

@@ -9,6 +9,8 @@ A file's time of change is the time of its last use.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
 import secrets
 import time
@@ -19,7 +21,12 @@ from baton.api.errors import ConfigError
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.folder_watch import FolderWatch
 from engine.kv_files.storage.secret import UNFINISHED, open_folder_secret, read_secret_file
-from engine.kv_files.storage.storage import FoundFile, Listing, StorageTerms
+from engine.kv_files.storage.storage import (
+    FoundFile,
+    Listing,
+    StorageTerms,
+    UnreadableFileError,
+)
 
 # Names of folders with KV, see `RunStore.identity` and `RankStores.identity`. Others are left out:
 # for example, only root may list the folder `lost+found` of a mounted file system.
@@ -31,6 +38,8 @@ _ABANDONED_S = 600.0
 _SETTLED_S = 1.0
 # Seconds between two listings of all folders, because changes by other machines are not reported.
 _SCAN_ALL_S = 30.0
+# Errors of one file: a file of another user, a symbolic link, or a folder with the name of a run.
+_ERRORS_OF_FILE = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR})
 
 
 class FolderStorage:
@@ -71,7 +80,8 @@ class FolderStorage:
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
     ) -> bool:
         target = self._folder / path
-        self._files.make_folder(target.parent)
+        for folder in (self._folder, target.parent.parent, target.parent):
+            self._files.make_folder(folder)  # one by one: only the last one would be private
         # Nodes in containers have equal process ids.
         new = target.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
         try:
@@ -141,10 +151,12 @@ class FolderFile:
 
     def __init__(self, path: Path, files: FileSystem) -> None:
         self._path, self._files = path, files
-        self._descriptor = files.open(path)
+        with _mark_unreadable():
+            self._descriptor = files.open(path)
 
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
-        return self._files.read_into(self._descriptor, offset, parts)
+        with _mark_unreadable():
+            return self._files.read_into(self._descriptor, offset, parts)
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
         self._files.read_soon(self._descriptor, offset, num_bytes)
@@ -154,3 +166,14 @@ class FolderFile:
 
     def close(self) -> None:
         self._files.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def _mark_unreadable() -> Iterator[None]:
+    """Replace errors that concern one file alone by UnreadableFileError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _ERRORS_OF_FILE:
+            raise
+        raise UnreadableFileError(error.errno, error.strerror, error.filename) from error

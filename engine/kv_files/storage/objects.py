@@ -224,7 +224,8 @@ class ObjectStorage:
                 return
             self._list_at = time.monotonic() + LIST_EVERY_S  # also after an error
             self._forget_notes()
-            self._listing = _Listing(obstore.list(self._writes, chunk_size=_PAGE))
+            with self.short_errors("list"):
+                self._listing = _Listing(obstore.list(self._writes, chunk_size=_PAGE))
         listing, orphans = self._listing, list[str]()
         try:
             for _ in range(_PAGES_PER_CALL):

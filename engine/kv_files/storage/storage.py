@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
+class UnreadableFileError(OSError):
+    """A file cannot be read, for a reason that other files of the storage do not share."""
+
+
 class FoundFile(NamedTuple):
     """A file of a folder; ``used_at`` is its last known use, in seconds since 1970."""
 
@@ -54,7 +58,8 @@ class StoredFile(Protocol):
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
         """Fill memory with the file's bytes from an offset on; return how many bytes were read.
 
-        Raises FileNotFoundError if the file was removed or replaced meanwhile.
+        Raises FileNotFoundError if the file was removed or replaced meanwhile, and
+        UnreadableFileError if only this file cannot be read.
         """
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
@@ -91,7 +96,10 @@ class Storage(Protocol):
         """
 
     def open(self, path: str) -> StoredFile:
-        """Open a file for reading; raises FileNotFoundError, here or at the first read."""
+        """Open a file for reading.
+
+        Raises FileNotFoundError or UnreadableFileError, here or at the first read.
+        """
 
     def write(
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]

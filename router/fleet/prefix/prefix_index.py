@@ -95,6 +95,7 @@ class PrefixIndex:
         self._held: dict[ShortHash, int] = {}
         self._placed = PlacementMemory(max_placed_blocks, placement_lifetime_s, clock)
         self._holders: dict[str, _Holder] = {}  # nodes by engine id
+        self._left_out: dict[str, HashKind] = {}  # further nodes, because of `MAX_KINDS`
         self._kinds: set[HashKind] = set()
         self._places: list[_Holder | None] = []  # nodes by bit; None: the bit is free
         # Removed nodes whose blocks must still be dropped, oldest first
@@ -114,10 +115,11 @@ class PrefixIndex:
         """Add a node; until its snapshot arrives, prompts sent to it count as cached there.
 
         If nodes already have `MAX_KINDS` kinds of block hashes, a node with a further kind is left
-        out.
+        out until another kind has no nodes.
         """
         self.remove(engine_id)
-        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
+        if not self._may_have(kind):
+            self._left_out[engine_id] = kind
             logger.warning(
                 "%s is not indexed: its block hashes are of one more kind than the maximum of %d",
                 engine_id,
@@ -128,6 +130,7 @@ class PrefixIndex:
 
     def remove(self, engine_id: str) -> None:
         """Remove a node; do nothing if it is unknown."""
+        self._left_out.pop(engine_id, None)
         holder = self._holders.pop(engine_id, None)
         if holder is not None:
             self._exact &= ~holder.bit
@@ -144,7 +147,12 @@ class PrefixIndex:
         self._sweep()
         holder = self._holders.get(engine_id)
         if holder is None:
-            return False
+            kind = self._left_out.get(engine_id)
+            if kind is None or not self._may_have(kind):
+                return False
+            holder = self._enter(engine_id, kind)
+            if not events.snapshot:
+                return True
         if events.snapshot:
             # `_sweep` drops the old blocks step by step, because dropping all now would take long
             if holder.blocks:
@@ -257,6 +265,9 @@ class PrefixIndex:
         assert self.num_blocks <= self._max_blocks
         assert sum(place is not None for place in self._places) == len(holders)
 
+    def _may_have(self, kind: HashKind) -> bool:
+        return kind in self._kinds or len(self._kinds) < MAX_KINDS
+
     def _enter(self, engine_id: str, kind: HashKind) -> _Holder:
         """Give a node a free bit, and an entry without blocks."""
         self._sweep()
@@ -266,6 +277,7 @@ class PrefixIndex:
         holder = _Holder(engine_id, kind, 1 << place)
         self._places[place] = holder
         self._holders[engine_id] = holder
+        self._left_out.pop(engine_id, None)
         self._kinds.add(kind)
         self._inexact |= holder.bit
         return holder

@@ -15,6 +15,7 @@ import obstore
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
+from obstore.exceptions import GenericError
 
 from baton import LLM, SamplingParams
 from baton.api.errors import ConfigError
@@ -327,6 +328,18 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(
     assert server.num_sent < 2**26
     server.num_more = 0
     assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
+def test_a_listing_that_does_not_begin_has_a_short_error(
+    server: S3Server, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise GenericError(f"an answer that quotes {SECRET_KEY}")
+
+    store, _ = place.open()
+    monkeypatch.setattr(obstore, "list", fail)
+    with pytest.raises(OSError, match="list: no answer in time, or no connection"):
+        store.scan()
 
 
 def test_a_read_does_not_wait_for_the_marker_of_its_use(server: S3Server, place: Place) -> None:

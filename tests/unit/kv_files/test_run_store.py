@@ -306,6 +306,14 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     assert read(store, blocks, chain).num_done == NUM_BLOCKS
 
 
+def test_other_users_cannot_enter_any_folder(tmp_path: Path) -> None:
+    store, blocks = open_store(tmp_path / "kv")
+    write(store, blocks, chain_of(1, NUM_BLOCKS))
+    folders = [path for path in (tmp_path / "kv").rglob("*") if path.is_dir()]
+    assert len(folders) == 2
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "kv", *folders)} == {0o700}
+
+
 def test_a_block_that_changes_while_it_is_written_is_not_stored(tmp_path: Path) -> None:
     store, blocks = open_store(tmp_path)
     chain, answers = chain_of(1, NUM_BLOCKS), iter([True, False])

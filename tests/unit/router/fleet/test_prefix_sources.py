@@ -163,6 +163,15 @@ def test_a_fetch_costs_nothing_while_the_reader_computes_other_prompts() -> None
     assert source.terms.fetch_s == 0.0
 
 
+def test_reports_on_ends_for_prefixes_make_no_new_fleet(fleet: Fleet) -> None:
+    made, changed = fleet.pool.fleet, fleet.pool._changed
+    fleet.bandwidth = 2e9
+    for is_connected in (True, False, True):
+        fleet.report(fleet.d[0], is_connected)
+    assert fleet.pool.fleet is made
+    assert not changed.is_set(), "no waiting call is woken"
+
+
 def test_only_connected_nodes_send(fleet: Fleet) -> None:
     fleet.report(fleet.d[0], False)
     assert fleet.choose(d0=480) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -148,3 +149,11 @@ def test_each_node_of_a_large_fleet_has_its_turn() -> None:
             found.add(placement.prefill.node_name)
             placement.prefill.prefill_asked_at = book.now
     assert found == slow
+
+
+def test_all_nodes_of_a_large_fleet_are_looked_at_equally_often() -> None:
+    nodes = FleetBook(9, 1).prefills
+    looked_at = Counter(
+        node.node_name for first in range(9) for node in probes._few_from(nodes, first)
+    )
+    assert looked_at == {node.node_name: probes.MAX_LOOKED_AT for node in nodes}

@@ -297,3 +297,28 @@ def test_nodes_cannot_have_every_prompt_hashed_in_any_number_of_ways() -> None:
     scene.index.add_node("c", HashKind(8, "sha256"))  # there is room again
     scene.index.note_placement("c", prompt)
     assert "c" in scene.index.match_tokens(prompt)
+
+
+def test_a_node_that_was_left_out_is_indexed_once_there_is_room() -> None:
+    scene, prompt = Scene(), PromptHashes(range(32))
+    for size in range(1, MAX_KINDS + 1):
+        scene.index.add_node(f"n{size}", HashKind(100 + size, "sha256"))
+    late = HashKind(8, "sha256")
+    scene.index.add_node("late", late)
+    scene.index.add_node("late", late)
+    assert not scene.say("late", prompt.of(late)), "there is no room yet"
+    scene.index.remove("n1")
+    assert scene.say("late", prompt.of(late)), "the index asks for a snapshot"
+    assert not scene.say("late", prompt.of(late)), "the index asks once"
+    scene.snapshot("late", *prompt.of(late))
+    assert scene.index.match_tokens(prompt) == {"late": 32}
+    assert scene.index.is_exact("late")
+    scene.index.check()
+
+
+def test_nothing_is_kept_of_a_left_out_node_that_left() -> None:
+    scene = Scene()
+    for size in range(1, MAX_KINDS + 2):
+        scene.index.add_node(f"n{size}", HashKind(100 + size, "sha256"))
+    scene.index.remove(f"n{MAX_KINDS + 1}")
+    assert not scene.index._left_out
