@@ -110,8 +110,7 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        # Arrival times of `Start` messages that came before their commands, by request and engine
-        # id.
+        # By request and engine id: when a `Start` came before its command; the oldest is first
         self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0
@@ -359,6 +358,7 @@ class Reservations:
             case TransferEventKind.STARTED if key in self._ended:
                 self._receiver.cancel(key[0], key[1], event.engine_id)
             case TransferEventKind.STARTED:
+                self._early_starts.pop((key, event.engine_id), None)  # moves to the table's end
                 self._early_starts[key, event.engine_id] = self._clock()
                 if len(self._early_starts) > MAX_EARLY_STARTS:
                     del self._early_starts[next(iter(self._early_starts))]

@@ -160,13 +160,14 @@ class StepFigures:
         idle = pool.residency.idle_before_eviction
         num_blocks = pool.num_cached
         # Tokens that were read or fetched for a prompt count as cached, too, so subtract them.
-        brought = files.tokens_read + num_fetched_tokens
+        num_read_tokens = max(files.tokens_read - files.tokens_unawaited, 0)
+        brought = num_read_tokens + num_fetched_tokens
         return CacheUse(
             num_blocks=num_blocks,
             num_bytes=num_blocks * self._block_bytes,
             num_pinned_blocks=counters.pins.blocks,
             memory_tokens=max(counters.cached_prompt_tokens - brought, 0),
-            file_tokens=files.tokens_read,
+            file_tokens=num_read_tokens,
             fetched_tokens=num_fetched_tokens,
             file_bytes=files.bytes_stored,
             num_files=files.files_stored,

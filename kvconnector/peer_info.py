@@ -124,9 +124,11 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
                 f"ranks: the peer info lists {len(info.ranks)}, its manifest has "
                 f"{info.manifest.num_ranks}"
             )
-        for rank, memory in enumerate(info.ranks):
+        # The exact size of each rank's part would take seconds for a hostile manifest
+        cache_bytes = info.num_blocks * info.manifest.max_unit_bytes
+        for memory in info.ranks:
             ends = (
-                memory.base_address + info.num_blocks * info.manifest.unit_bytes(rank),
+                memory.base_address + cache_bytes,
                 memory.scratch_address + info.scratch_bytes,
             )
             if max(ends) >= _MAX_ADDRESS:

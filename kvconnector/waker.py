@@ -30,13 +30,17 @@ class DescriptorWaker:
     """A waker whose waits also end when a descriptor becomes readable.
 
     Waits last whole milliseconds. If a descriptor ends many long waits, the waker stops watching
-    it, because it may be readable all the time.
+    the descriptor for `IGNORE_S`, because the descriptor may be readable all the time.
 
     Args:
         descriptor: the descriptor, for example of an epoll instance; the waker does not close it.
+
+    Attributes:
+        listens: whether the waker watches the descriptor now.
     """
 
     MAX_WAKES_PER_S = 2000
+    IGNORE_S = 10.0
     LONG_S = 0.05  # shorter waits are for bytes in flight, which may arrive often
 
     def __init__(self, descriptor: int) -> None:
@@ -49,6 +53,7 @@ class DescriptorWaker:
         self._descriptor = descriptor
         self.listens = True
         self._count, self._counted_from = 0, time.monotonic()
+        self._ignored_at = 0.0
 
     def set(self) -> None:
         os.eventfd_write(self._flag, 1)
@@ -59,6 +64,9 @@ class DescriptorWaker:
 
     def wait(self, timeout: float | None = None) -> object:
         timeout_s = 1.0 if timeout is None else timeout
+        if not self.listens and time.monotonic() - self._ignored_at >= self.IGNORE_S:
+            self._poller.register(self._descriptor, select.POLLIN)
+            self.listens = True
         found = self._poller.poll(1e3 * timeout_s)
         if timeout_s >= self.LONG_S and any(one == self._descriptor for one, _ in found):
             self._count_wake()
@@ -75,7 +83,8 @@ class DescriptorWaker:
             self._count, self._counted_from = 1, now
         elif self._count > self.MAX_WAKES_PER_S:
             self._poller.unregister(self._descriptor)
-            self.listens = False
+            self.listens, self._ignored_at = False, now
+            self._count = 0
 
     def __del__(self) -> None:
         os.close(self._flag)  # not earlier, because other threads may still set the flag

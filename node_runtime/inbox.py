@@ -37,6 +37,7 @@ from engine.engine import Engine
 from kvconnector.base import HandoffMetrics, TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from node_runtime.adapters.adapter_queue import AdapterQueue, Failure, JobCommand
+from node_runtime.prefixes.hint_queue import HintQueue
 from node_runtime.prefixes.prefix_wait import PrefixWait
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class Inbox(Generic[Job]):
     ) -> None:
         self._job, self._adapters = job, adapters or AdapterQueue(engine, clock=clock)
         self._engine = engine
+        self._hints = HintQueue(engine.features.hint_session, clock)
         self._clock = clock
         # Queued commands, each with the time of its arrival.
         self._commands: deque[tuple[float, RouterCommand | AbortAll]] = deque()
@@ -190,8 +192,11 @@ class Inbox(Generic[Job]):
                     for end, info in ((fetch_end, fetches), (share_end, shares)):
                         if info:
                             _connect(node.side_work.add_peer, end(engine_id), info, outbox)
-                case SessionHint(owner, session, keep_s):
-                    self._engine.features.hint_session(owner, session, keep_s)
+                case SessionHint(owner, session, keep_s) if keep_s:
+                    self._hints.put(owner, session, keep_s)
+                case SessionHint(owner, session):
+                    self._hints.forget(owner, session)
+                    self._engine.features.hint_session(owner, session, 0.0)
                 case ShareCommand():
                     node.side_work.share_prefix(command, received_at)
                 case AbortAll():
@@ -200,6 +205,7 @@ class Inbox(Generic[Job]):
                     node.side_work.abort(command)
                 case _:
                     logger.warning("this node does not handle %s", type(command).__name__)
+        self._hints.handle_waiting()
         for item in self._adapters.take_ready():
             if isinstance(item, Failure):
                 code = "DEADLINE_EXCEEDED" if item.is_late else ADAPTER_MISSING

@@ -261,6 +261,7 @@ class NodeThreads(NodeOnThread[Node]):
         self._loaded.engine.executor.check_health()  # a rank may also die between steps
         if self.weights is not None and self.weights.is_asleep:
             # Commands wait in the inbox: a router may send some before it learns of the drain.
+            self._kv_events.after_step(busy=False)  # the sleep has emptied the prefix cache
             return False
         busy = self._node.step()
         self._num_busy += busy

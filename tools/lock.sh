@@ -15,7 +15,7 @@ echo 'torch; python_version < "3"' >"$overrides"
 images=deploy/docker
 for image in router node; do
     more=()
-    [ "$image" = router ] || more=("$images/$image.in" --extra images)  # these include the extra `node`
+    [ "$image" = router ] || more=("$images/$image.in" --extra images --extra s3)  # these include the extra `node`
     "$1" pip compile pyproject.toml "${more[@]}" --override "$overrides" --universal \
         --constraint requirements.lock --python-version 3.11 --generate-hashes --no-emit-index-url \
         --no-header --quiet --no-annotate --custom-compile-command 'make lock' \

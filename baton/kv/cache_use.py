@@ -15,7 +15,8 @@ class CacheUse:
         num_pinned_blocks: number of these blocks that pins keep.
         memory_tokens: prompt tokens that requests found in the cache. On a decode node, no prefill
             node had to send or compute these tokens.
-        file_tokens: prompt tokens that were read from files.
+        file_tokens: prompt tokens for which requests waited until they were read from files. Tokens
+            of a prefetch count as ``memory_tokens`` if a request finds them later.
         fetched_tokens: prompt tokens that other nodes sent from their caches.
         file_bytes, num_files: files or objects of ``--kv-files``, including those of other nodes.
         are_objects: whether these files are objects on a server.

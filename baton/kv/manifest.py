@@ -220,6 +220,11 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
         is_plain = all(group.arrays == self.groups[0].arrays for group in self.groups)
         return num_bytes if is_plain else _round_up(num_bytes)
 
+    @property
+    def max_unit_bytes(self) -> int:
+        """Upper bound of `unit_bytes` of all ranks; cheap for any number of ranks and layers."""
+        return _round_up(max(group.unit_bytes() for group in self.groups))
+
     def check(self) -> None:
         """Raise TransferError for a manifest that no node can have."""
         num_layers = sum(len(group.layers) for group in self.groups)

@@ -48,13 +48,14 @@ def check_pins(prefixes: tuple[PrefixPin, ...]) -> None:
     """Raise InvalidRequestError if a client's pins are too many, or a pin's time is invalid."""
     check_num_pins(len(prefixes))
     for index, prefix in enumerate(prefixes):
-        if not 0 < prefix.ttl_s <= MAX_TTL_S:
-            raise InvalidRequestError(
-                f"pins[{index}].ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}"
-            )
+        check_ttl(prefix.ttl_s, f"pins[{index}].ttl_s")
 
 
-def check_prefetch_ttl(ttl_s: float) -> None:
-    """Raise InvalidRequestError if the time to keep a prefetched prefix is invalid."""
+def check_ttl(ttl_s: float, field: str = "ttl_s") -> None:
+    """Raise InvalidRequestError if a prefix cannot be kept for this time.
+
+    Args:
+        field: the client's field with the time, for the error.
+    """
     if not 0 < ttl_s <= MAX_TTL_S:
-        raise InvalidRequestError("ttl_s", f"must be above 0 and at most {MAX_TTL_S:g}")
+        raise InvalidRequestError(field, f"must be above 0 and at most {MAX_TTL_S:g}")

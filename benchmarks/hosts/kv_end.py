@@ -93,7 +93,7 @@ class SendingEnd:
         peers_module.BEAT_INTERVAL_S = BEAT_INTERVAL_S
         transport, self._memory = open_transport(connector, name, listen, num_blocks)
         self._woken = threading.Event()
-        self.sender = Sender(transport, self._woken.set, print_error, make_peers=TimedPeers)
+        self.sender = Sender(transport, self._woken.set, end_process, make_peers=TimedPeers)
         self.sender.loop.start()
         self._number = 0
 
@@ -174,7 +174,7 @@ def receive(connector: str, name: str, listen: str, num_blocks: int) -> None:
     """Grant blocks to all transfers until standard input ends."""
     transport, _ = open_transport(connector, name, listen, num_blocks)
     woken = threading.Event()
-    receiver = Receiver(transport, woken.set, print_error)
+    receiver = Receiver(transport, woken.set, end_process)
     receiver.loop.start()
     answer({"info": base64.b64encode(receiver.describe()).decode()})
     open_places: dict[str, int] = {}
@@ -212,9 +212,10 @@ def answer(values: dict[str, Any]) -> None:
     print(json.dumps(values), flush=True)
 
 
-def print_error(error: Exception) -> None:
-    """Print an error of the I/O thread to standard error."""
+def end_process(error: Exception) -> None:
+    """Print an error that ended the I/O thread, and end this process: no order can be executed."""
     print(repr(error), file=sys.stderr, flush=True)
+    os._exit(1)  # the main thread may wait for standard input
 
 
 def send(connector: str, name: str, listen: str, num_blocks: int) -> None:

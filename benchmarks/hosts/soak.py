@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import statistics
 import time
 from collections import Counter
@@ -122,10 +123,14 @@ class Faults:
 
 
 def quarter_medians(samples: list[Sample], name: str, figure: str) -> list[float]:
-    """Return the medians of a program's figure in the four quarters of the run."""
+    """Return the medians of a program's figure in the four quarters of the run.
+
+    With fewer than four samples, quarters share samples; without samples, all medians are NaN.
+    """
     values = [getattr(one.usage[name], figure) for one in samples if name in one.usage]
     size = max(1, len(values) // 4)
-    return [statistics.median(values[start : start + size]) for start in range(0, 4 * size, size)]
+    starts = [quarter * len(values) // 4 for quarter in range(4)]
+    return [statistics.median(values[start : start + size] or [math.nan]) for start in starts]
 
 
 def growth(samples: list[Sample]) -> list[str]:

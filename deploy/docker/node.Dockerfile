@@ -1,4 +1,4 @@
-# Prefill and decode nodes. Build in the project's root; for NVIDIA GPUs with
+# Prefill and decode nodes, with the extras images and s3. Build in the project's root; for NVIDIA GPUs with
 #   --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 --build-arg VARIANT=cuda
 #
 #   docker build -f deploy/docker/node.Dockerfile -t baton-node:0.1.0 .

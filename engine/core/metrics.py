@@ -66,7 +66,9 @@ class KVFileCounts:
     Attributes:
         hits: requests that got blocks from files.
         misses: look-ups and reads that ended early, by cause.
-        tokens_read, bytes_read: tokens and bytes of KV that requests got from files.
+        tokens_read, bytes_read: tokens and bytes of KV that were read from files.
+        tokens_unawaited: those of ``tokens_read`` for which no request waited: tokens of
+            prefetches, and tokens that came after their deadline.
         runs: runs of blocks that were queued for writing, by outcome.
         bytes_written: bytes of the written files.
         files_evicted: files that this node removed because ``--kv-files-size`` was reached.
@@ -78,6 +80,7 @@ class KVFileCounts:
     hits: int = 0
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_CAUSES, 0))
     tokens_read: int = 0
+    tokens_unawaited: int = 0
     bytes_read: int = 0
     runs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WRITE_ENDS, 0))
     bytes_written: int = 0

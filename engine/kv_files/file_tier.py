@@ -330,10 +330,10 @@ class KVFileTier:
         An extent may contain pinned blocks, so reading ahead takes no extents.
         """
         pool = self._pool
-        room = int(pool.num_free * FREE_SHARE)
+        room = min(num_blocks, int(pool.num_free * FREE_SHARE))
         if self._side_blocks.num_held:
             room = min(room, self._side_blocks.num_left)
-        return pool.allocate(min(num_blocks, room), extents=not ahead) or [] if room > 0 else []
+        return pool.allocate(room, extents=not ahead) or [] if room > 0 else []
 
     def _list_blocks(self) -> Iterator[int]:
         """Yield the blocks that reads fill, and the cached blocks that reads keep."""
@@ -466,7 +466,9 @@ class KVFileTier:
         num_new = read.num_done(is_plain=self._groups.is_plain) - read.num_counted
         if num_new > 0:
             read.num_counted += num_new
-            self._counts.tokens_read += num_new * self._manager.block_size
+            num_tokens = num_new * self._manager.block_size
+            self._counts.tokens_read += num_tokens
+            self._counts.tokens_unawaited += 0 if read.waiters else num_tokens
             self._counts.hits += len(read.waiters)
 
     def _resume_waiters(self, read: _Read) -> None:
@@ -565,6 +567,7 @@ class KVFileTier:
             hits=own.hits,
             misses=dict(own.misses),
             tokens_read=own.tokens_read,
+            tokens_unawaited=own.tokens_unawaited,
             runs={end: own.runs[end] + store.runs[end] for end in own.runs},
             ages=store.ages.copy(),
         )
@@ -611,6 +614,6 @@ class KVFileTier:
     def _scan(self) -> None:
         try:
             self._store.scan()
-        except Exception as error:  # as in `_read`
+        except Exception as error:  # otherwise the thread would end, and nothing be written again
             self._writing.fail(f"the files cannot be listed: {error}")
         self._is_scanned.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import BlockHash
@@ -214,7 +214,8 @@ class RunStore:
         now = time.time()
         self.counts.ages.note_many(max(now - run.used_at, 0.0), num_blocks)
         self.index.note_use(run, now)
-        file.note_use()
+        with suppress(OSError):  # such as a full disk; the blocks are read already
+            file.note_use()
 
     def _read_header(self, file: StoredFile, run: Run, identity: str) -> CheckedHeader:
         if run.name.num_blocks > max(_MAX_RUN_BYTES // self.memory.block_bytes, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from baton.api.errors import InvalidRequestError
-from baton.kv.pins import PinTerms, PrefixPin, check_pins
+from baton.kv.pins import PinTerms, PrefixPin, check_ttl
 
 _NAME_BYTES = 16
 
@@ -21,8 +21,9 @@ def terms_of(pin_s: float, session: str) -> PinTerms | None:
     """
     if not pin_s and not session:
         return None
+    if pin_s:
+        check_ttl(pin_s, "pin_s")
     prefixes = (PrefixPin(pin_s),) if pin_s else ()
-    check_pins(prefixes)
     return PinTerms(session=name_of(session) if session else b"", prefixes=prefixes)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,7 @@ from baton.checkpoint.new_weights import NewWeights
 from baton.checkpoint.pooling.choices import AUTO
 from baton.checkpoint.pooling.setup import PoolingSetup, read_setup
 from baton.engine_config import MAX_BATCHED_TOKENS, EngineConfig
-from baton.kv.pins import PinTerms, check_prefetch_ttl
+from baton.kv.pins import PinTerms, check_ttl
 from baton.text.tokenizer import Tokenizer
 from engine.core.metrics import EngineMetrics
 from engine.core.request import Request
@@ -68,7 +68,7 @@ class LLM:
         adapters: LoRA adapters to load, by name; see `load_adapter`.
         pooling: how `embed`, `score` and `classify` pool hidden states: auto (as the checkpoint's
             files say), none, last, mean, cls or rerank.
-        options: fields of EngineConfig, such as ``dtype="float32"``.
+        options: fields of EngineConfig, such as ``dtype="float32"``; paths may be `Path` objects.
 
     Raises:
         ModelLoadError: the model cannot be found or loaded.
@@ -85,6 +85,7 @@ class LLM:
         pooling: Any = AUTO,
         **options: Any,
     ) -> None:
+        options = {name: _without_path(value) for name, value in options.items()}
         folder = find_model_folder(str(model))
         setup = read_setup(folder, pooling)
         template_file = None if chat_template is None else Path(chat_template).expanduser()
@@ -444,7 +445,7 @@ class LLM:
 
         Raises InvalidRequestError if an argument is wrong, or the engine sleeps or is paused.
         """
-        check_prefetch_ttl(ttl_s)
+        check_ttl(ttl_s)
         self._check_awake()
         self.engine.features.hint_session(_OWNER, name_of(session), ttl_s)
 
@@ -666,3 +667,8 @@ class LLM:
         return self._maker.make_choices(
             prompt, params, digest, priority, compiles_grammar=compiles_grammar
         )
+
+
+def _without_path(value: Any) -> Any:
+    """Return the text of a path, and any other value unchanged."""
+    return str(value) if isinstance(value, PurePath) else value

@@ -252,10 +252,6 @@ class Arrival:
     asked_at: float = -math.inf
     groups: Sequence[int] = ()
 
-    def missing_of(self, index: int) -> list[LayerRange]:
-        """Return the layers of a block that were requested again and have not arrived."""
-        return [layers for place, layers in self.missing if place == index]
-
 
 class DigestVerifier:
     """A filter around the receiver's state machine: holds messages back until blocks are verified.
@@ -322,7 +318,9 @@ class DigestVerifier:
             case Meet(peer=peer) if self._manifest is not None:
                 self._slices.setdefault(peer.engine_id, Slices(peer.manifest, self._manifest))
             case Quiet():
-                self._forget((item.request_id, item.epoch))
+                key = (item.request_id, item.epoch)
+                if self._find(key, item.engine_id) is not None:
+                    self._forget(key)
             case Drop():
                 self._forget(item.key)
             case Leave():
@@ -495,12 +493,13 @@ class DigestVerifier:
         Blocks that were requested before are requested with the same layers and the next attempt
         number.
         """
-        unknown = []
-        for index, layers in enumerate(arrival.layers):
-            for first, end in arrival.missing_of(index):
-                layers |= (1 << end) - (1 << first)
-            unknown += [(index, part) for part in _zero_runs(layers, self._digests.num_layers)]
-        arrival.missing.update(unknown)
+        known = list(arrival.layers)  # verified layers, and layers that were requested before
+        for index, (first, end) in arrival.missing:
+            known[index] |= (1 << end) - (1 << first)
+        for index, layers in enumerate(known):
+            if layers != self._all_layers:
+                runs = _zero_runs(layers, self._digests.num_layers)
+                arrival.missing.update((index, run) for run in runs)
         wanted: defaultdict[tuple[LayerRange, int], list[int]] = defaultdict(list)
         for index, layer_range in sorted(arrival.missing):
             attempt = arrival.attempts.get((index, layer_range), 0) + 1
@@ -531,10 +530,11 @@ def _digest(digests: bytes, place: int) -> bytes:
 def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:
     """Return the ranges of consecutive 0 bits among the lowest ``num_bits`` bits."""
     runs = []
-    first = 0
-    for place in range(num_bits + 1):
-        if place == num_bits or bits >> place & 1:
-            if place > first:
-                runs.append((first, place))
-            first = place + 1
+    zeros = ~bits & ((1 << num_bits) - 1)
+    while zeros:
+        first = (zeros & -zeros).bit_length() - 1
+        after = (zeros >> first) + 1  # its lowest 1 bit follows the run
+        end = first + (after & -after).bit_length() - 1
+        runs.append((first, end))
+        zeros &= -1 << end
     return runs

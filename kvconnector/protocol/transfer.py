@@ -78,6 +78,7 @@ class Transfer:
     record: HandoffRecord | None = None
     last_push_at: float = 0.0
     num_blocks_pushed: int = 0
+    num_parts: int = 0  # blocks posted for the first time, once per range of layers
     num_bytes: int = 0
     num_descriptors: int = 0
     posting_s: float = 0.0
@@ -141,6 +142,7 @@ class Transfer:
         num_blocks = len(remote) if layers is None or layers[0] == 0 else 0
         if piece.attempt == 0:
             self.num_blocks_pushed += num_blocks
+            self.num_parts += len(remote)
         self.num_bytes += num_bytes
         self.num_descriptors += num_descriptors
         self.posting_s += posting_s
@@ -154,15 +156,17 @@ class Transfer:
 
         Ignores repeated and late requests. Fails the transfer after too many attempts.
         """
-        wanted = [i for i in indices if self.attempts.get((i, layers), 0) < attempt]
+        wanted = [i for i in dict.fromkeys(indices) if self.attempts.get((i, layers), 0) < attempt]
         if self.failure is not None or not wanted:
             return
+        self.attempts.update(dict.fromkeys(((index, layers) for index in wanted), attempt))
         if attempt > MAX_ATTEMPTS or any(index not in self.block_ids for index in wanted):
             self.fail(f"digests of KV blocks were wrong after {attempt - 1} attempts")
-            return
-        self.attempts.update(dict.fromkeys(((index, layers) for index in wanted), attempt))
-        block_ids = tuple(self.block_ids[index] for index in wanted)
-        self.pieces.append(Piece(tuple(wanted), block_ids, layers, attempt=attempt))
+        elif len(self.attempts) > 2 * self.num_parts:  # posted ranges, and joined ranges
+            self.fail("the decode node requested blocks again in too many ranges of layers")
+        else:
+            block_ids = tuple(self.block_ids[index] for index in wanted)
+            self.pieces.append(Piece(tuple(wanted), block_ids, layers, attempt=attempt))
 
     def fail(self, reason: str) -> None:
         """Fail the transfer, so that nothing more is posted."""
@@ -178,9 +182,7 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         """Return whether all blocks and the hand-off record have arrived."""
-        return bool(
-            self.record and self.granted is not None and not self.pieces and not self.writes
-        )
+        return bool(self.record and self.granted and not (self.pieces or self.writes))
 
 
 def cut_push(push: BlockPush, max_blocks: int) -> list[Piece]:

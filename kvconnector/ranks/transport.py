@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,7 +48,7 @@ from kvconnector.transports.write_parts import WriteParts
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
-_NOBODY_WAITS = 0  # number of all calls whose answers are dropped
+_NOBODY_WAITS = 0  # number of all calls whose answers nobody awaits
 
 
 class OtherRank:
@@ -69,6 +69,7 @@ class OtherRank:
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
         self._memory: RankMemory | None = None
+        self._awaited: set[int] = set()  # numbers of calls; other calls' answers are dropped
         self._answers: dict[int, Answer] = {}
         self._ended: dict[int, str] = {}
 
@@ -89,17 +90,30 @@ class OtherRank:
                     case Ready(memory=memory):
                         self._memory = memory
                     case Answer(call=call):
-                        if call != _NOBODY_WAITS:
+                        if call in self._awaited:
                             self._answers[call] = message
                     case Ended(number=number, problem=problem):
                         self._ended[number] = problem
         except (EOFError, OSError):
             self.is_gone = True
 
+    @contextlib.contextmanager
+    def awaited(self, call: int) -> Iterator[None]:
+        """Keep the answer to a call until the end of the ``with`` block; drop a later answer."""
+        self._awaited.add(call)
+        try:
+            yield
+        finally:
+            self._awaited.remove(call)
+            self._answers.pop(call, None)
+
     def answer(self, call: int, deadline: float) -> Any:
-        """Wait until ``deadline`` for a call's answer; raise TransferError if none comes."""
+        """Wait until ``deadline`` for an `awaited` call's answer.
+
+        Raises TransferError if no answer comes, or if the answer is a problem.
+        """
         self._wait(lambda: call in self._answers, deadline)
-        answer = self._answers.pop(call)
+        answer = self._answers[call]
         if answer.problem:
             raise TransferError(answer.problem)
         return answer.value
@@ -203,10 +217,12 @@ class RanksTransport:
         """
         deadline = time.monotonic() + CALL_TIMEOUT_S
         number = next(self._numbers)
-        for other in self._others:
-            other.say(make(number))
-        answer = own()
-        return [answer, *(other.answer(number, deadline) for other in self._others)]
+        with contextlib.ExitStack() as waits:
+            for other in self._others:
+                waits.enter_context(other.awaited(number))
+                other.say(make(number))
+            answer = own()
+            return [answer, *(other.answer(number, deadline) for other in self._others)]
 
     def digest(self, make: Callable[[int], DigestSlices]) -> dict[int, list[bytes]]:
         """Send each other rank the message that ``make`` returns; return the digests by rank."""

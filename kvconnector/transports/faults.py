@@ -224,7 +224,7 @@ class FaultyTransport:
         self._end_process = end_process
         self._random = random.Random(self._spec.seed)
         self._waiting: list[_Waiting] = []
-        # Granted transfers whose blocks `corrupt` may damage, and those of them with digests
+        # Granted transfers whose blocks `corrupt` may damage, and the keys of those with digests
         self._granted: dict[tuple[str, int], Grant] = {}
         self._digested: set[tuple[str, int]] = set()
         self._slots: dict[str, int] = {}  # slots that `corrupt_test` may damage, by engine id
@@ -281,7 +281,9 @@ class FaultyTransport:
         if isinstance(message, Grant) and self._spec.corrupt:
             self._granted[message.request_id, message.epoch] = message
             if len(self._granted) > MAX_REMEMBERED_GRANTS:
-                del self._granted[next(iter(self._granted))]
+                oldest = next(iter(self._granted))
+                del self._granted[oldest]
+                self._digested.discard(oldest)
         spec = self._spec
         dropped, doubled, swapped = map(self._happens, (spec.drop, spec.duplicate, spec.reorder))
         # Always draw two numbers, so that later random numbers do not depend on ``doubled``
@@ -368,8 +370,8 @@ class FaultyTransport:
         block_ids = [] if grant is None else grant.block_ids
         # With digests, the blocks are compared now, not at the Commit
         if isinstance(message, Digests):
-            self._digested.add(key)
             if grant is not None:
+                self._digested.add(key)
                 places = [index - grant.first_block for index in message.indices]
                 block_ids = [block_ids[i] for i in places if 0 <= i < len(block_ids)]
         else:

@@ -64,7 +64,7 @@ class Scratch:
 
     def may_write(self, slot: int, engine_id: str) -> bool:
         """Return whether a slot was given to this peer; for transports that can refuse writes."""
-        return self._borrowers.get(slot, engine_id) == engine_id
+        return self._borrowers.get(slot) == engine_id
 
     def lend(self, slot: int, engine_id: str) -> None:
         """Clear a slot, and give the slot to a peer.

@@ -184,8 +184,8 @@ class _Search:
         """Return places of decode nodes alone: the cheapest, and those with the longest hits."""
         fleet, terms = self._fleet, self.terms
         costs_s = self._decode_costs_s
-        # Some of these nodes are connected to no prefill node
-        if len(costs_s) != len(fleet.self_prefilling):
+        # Some of these nodes are connected to no prefill node, or others compute no prompts
+        if fleet.decodes != fleet.self_prefilling:
             costs_s = decode_costs(
                 terms, fleet.self_prefilling, fleet.self_prefilling_places, float("inf")
             )

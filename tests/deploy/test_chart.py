@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from baton.processes.child_processes import PYTHON_MODULE
 from tests.deploy.conftest import CHART, ROOT, Document, problems_of, render, run, tool
 from tests.deploy.pods import allowed_ports
 from tools.kustomize_base import BASES
@@ -168,6 +171,21 @@ def check_what_no_schema_says(documents: list[Document]) -> None:
         ({"prefill": {"replicas": -1}}, "replicas"),
         ({"prefil": {}}, "prefil"),
         ({"kv": {"connector": "smoke"}}, "connector"),
+        ({"prefill": {"extraVolumes": [{"name": "kv"}]}}, "minProperties"),
+        ({"decode": {"extraVolumeMounts": [{"name": "kv"}]}}, "missing property 'mountPath'"),
+        (
+            {"router": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
+            "router.extraVolumes: the chart has a volume tmp of its own; choose another name",
+        ),
+        (
+            {"config": {"kv_files": "/cache/kv", "kv_files_size": "10G"}},
+            "prefill: kv_files_size 10G: must be less than cacheSize 4Gi, "
+            "the limit of the volume of kv_files /cache/kv",
+        ),
+        (
+            {"decode": {"args": ["--kv-files=/cache/kv", "--kv-files-size=4096MiB"]}},
+            "decode: kv_files_size 4096MiB: must be less than cacheSize 4Gi",
+        ),
         ({"kv": {"port": 7101}, "encode": {"replicas": 1}}, "must differ from kv.port 7101"),
         (
             {
@@ -243,6 +261,123 @@ def test_a_change_of_one_role_is_a_new_revision_of_both_and_a_replica_is_none() 
     ):
         assert revision(changed).isdisjoint(usual), changed
     assert revision({"revision": "blue"}) == {"--revision=blue"}
+
+
+def container_of(documents: list[Document], component: str) -> Document:
+    """Return the container of a component's Deployment."""
+    (container,) = pod_of(documents, component)["containers"]
+    return dict(container)
+
+
+def pod_of(documents: list[Document], component: str) -> Document:
+    """Return the pod specification of a component's Deployment."""
+    (found,) = (
+        one
+        for one in documents
+        if (one["kind"], one["metadata"]["name"]) == ("Deployment", f"baton-{component}")
+    )
+    return dict(found["spec"]["template"]["spec"])
+
+
+@pytest.mark.parametrize("component", ["router", "prefill", "decode", "encode"])
+def test_a_component_gets_further_volumes_and_variables(component: str) -> None:
+    volume = {"name": "kv", "emptyDir": {}}
+    mount = {"name": "kv", "mountPath": "/kv"}
+    source = {"secretRef": {"name": "bucket"}}
+    own: Document = {
+        "extraVolumes": [volume], "extraVolumeMounts": [mount], "envFrom": [source],
+    }  # fmt: skip
+    values: Document = {"encode": {"replicas": 1}}
+    values.setdefault(component, {}).update(own)
+    documents = render(values)
+    assert problems_of(documents) == []
+    check_what_no_schema_says(documents)
+    for name in ("router", "prefill", "decode", "encode"):
+        pod, container = pod_of(documents, name), container_of(documents, name)
+        assert (volume in pod["volumes"]) == (name == component)
+        assert (mount in container["volumeMounts"]) == (name == component)
+        assert container.get("envFrom") == ([source] if name == component else None)
+
+
+def examples() -> list[Document]:
+    """Return the values in the section of docs/kubernetes.md on cached prefixes."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    section = text.partition("## Cached prefixes")[2].partition("\n## ")[0]
+    return [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
+
+
+def test_the_examples_of_the_documentation_are_complete() -> None:
+    """Nodes have the folder or key that the options name, and may reach the bucket."""
+    folder, bucket = examples()
+    for values in (folder, bucket):
+        documents = render(values)
+        assert problems_of(documents) == []
+        check_what_no_schema_says(documents)
+        options = values["config"]
+        path = options.get("kv_files_secret", options["kv_files"])
+        for role in ("prefill", "decode"):
+            mounts = container_of(documents, role)["volumeMounts"]
+            assert [one for one in mounts if path.startswith(one["mountPath"])]
+    for role in ("prefill", "decode"):
+        container = container_of(documents, role)
+        assert container["envFrom"] == [{"secretRef": {"name": "baton-kv-bucket"}}]
+        (policy,) = (
+            one
+            for one in documents
+            if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", f"baton-{role}")
+        )
+        assert {"ports": [{"port": 443, "protocol": "TCP"}]} in policy["spec"]["egress"]
+
+
+@pytest.mark.parametrize(
+    ("values", "prefill", "decode"),
+    [
+        ({"config": {"kv_files": "/cache/kv"}}, "3221225472", "3221225472"),
+        ({"config": {"kv_files": "/cache/kv", "kv_files_size": "2G"}}, "2G", "2G"),
+        (
+            {"config": {"kv_files": "/cache/kv"}, "prefill": {"cacheSize": "100G"}},
+            "75000000000", "3221225472",
+        ),
+        ({"config": {"decode": {"kv_files": "/tmp/kv"}}}, "auto", "805306368"),
+        ({"prefill": {"args": ["--kv-files", "/dev/shm/kv"]}}, "805306368", "auto"),
+        (
+            {"decode": {"env": [{"name": "BATON_KV_FILES", "value": "/cache/kv"}]}},
+            "auto", "3221225472",
+        ),
+        (
+            {
+                "config": {"kv_files": "/cache/kv"},
+                "prefill": {
+                    "extraVolumes": [{"name": "kv", "emptyDir": {}}],
+                    "extraVolumeMounts": [{"name": "kv", "mountPath": "/cache/kv"}],
+                },
+            },
+            "auto", "3221225472",
+        ),
+        ({"config": {"kv_files": "/cached"}}, "auto", "auto"),
+    ],
+)  # fmt: skip
+def test_files_with_kv_fit_into_the_volume_that_has_them(
+    values: Document, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    documents = render(values)
+    (config,) = (one for one in documents if one["kind"] == "ConfigMap")
+    (tmp_path / "baton.toml").write_text(config["data"]["baton.toml"])
+    for role, size in (("prefill", prefill), ("decode", decode)):
+        assert size_of_files(container_of(documents, role), tmp_path) == size
+
+
+def size_of_files(container: Document, folder: Path) -> str:
+    """Return the value of --kv-files-size that a node reads from its command line and its file."""
+    _, role = container["command"]
+    arguments = [one.replace("/etc/baton/", f"{folder}/") for one in container["args"]]
+    given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    done = subprocess.run(
+        [*PYTHON_MODULE, "baton", "config", "show", role, *arguments],
+        env=os.environ | given, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    shown = dict(line.split(None, 2)[:2] for line in done.stdout.splitlines() if " " in line)
+    return shown["kv_files_size"]
 
 
 @pytest.mark.parametrize("name", list(BASES))

@@ -51,7 +51,8 @@ FIRES_S = CLEARS_S = 120.0
 SHORTER = (
     (r"\[\d+m\]", "[20s]"),
     (r"offset 10m", "offset 30s"),
-    (r"for: \d+m", "for: 3s"),
+    (r"for: \d+[ms]", "for: 3s"),
+    (r"interval: \d+s", "interval: 3s"),
 )
 # A page with a time, since who is down and comes back has another port.
 QUIET_S = float(os.environ.get("BATON_QUIET_S", "30"))

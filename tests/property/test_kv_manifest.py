@@ -258,7 +258,7 @@ def stage_part(unit: list[list[NDArray[Any]]], side: KVManifest, rank: int) -> N
     whole = part_of(unit, one, part, side.stage_size)
     size = one.layer_bytes(part, side.stage_size)
     own = [whole[p * size : (p + 1) * size] for p in side.places(one, stage)]
-    assert len(own) * size == side.unit_bytes(rank)
+    assert len(own) * size == side.unit_bytes(rank) <= side.max_unit_bytes
     return np.concatenate(own)
 
 

@@ -45,7 +45,7 @@ class Pin:
     Attributes:
         hashes: hashes of the prefix's logical blocks.
         names: names of the cached blocks that a hit of the whole prefix needs.
-        session: name of the client's session; empty: none.
+        session: name of the session that pinned the prefix; empty: no session, or several.
         expires_at: when the pin ends, by the clock of `PrefixPins`.
     """
 
@@ -62,11 +62,13 @@ class _Owner:
     Attributes:
         pins: the pins by the hash of the last block; the one used longest ago comes first.
         names: number of pins that keep each block.
+        sessions: number of pins of each session.
         num_hashes: number of hashes that the pins store.
     """
 
     pins: dict[BlockHash, Pin] = field(default_factory=dict)
     names: Counter[BlockHash] = field(default_factory=Counter)
+    sessions: Counter[bytes] = field(default_factory=Counter)
     num_hashes: int = 0
 
     def is_over(self, share: int) -> bool:
@@ -75,6 +77,24 @@ class _Owner:
             return True
         takes_memory = len(self.pins) > MAX_PINS or self.num_hashes > HASHES_PER_BLOCK * share
         return takes_memory and len(self.pins) > 1
+
+    def replace(self, pin: Pin) -> Pin | None:
+        """Store a pin as the most recently used; return the pin of the same prefix before it."""
+        old = self.take_out(pin)
+        self.pins[pin.hashes[-1]] = pin
+        self.sessions[pin.session] += 1
+        self.num_hashes += len(pin.hashes)
+        return old
+
+    def take_out(self, pin: Pin) -> Pin | None:
+        """Remove and return the pin of a prefix, if there is one."""
+        old = self.pins.pop(pin.hashes[-1], None)
+        if old is not None:
+            self.num_hashes -= len(old.hashes)
+            self.sessions[old.session] -= 1
+            if not self.sessions[old.session]:
+                del self.sessions[old.session]
+        return old
 
 
 class PrefixPins:
@@ -167,8 +187,13 @@ class PrefixPins:
 
     def room_for_prefetch(self, owner: bytes) -> int:
         """Return how many blocks a prefetch may take; it may take no pinned block."""
-        share = self._max_blocks // max(len(self._owners), 1)
-        return min(self._budget.num_left(owner, share), self._pool.num_free - len(self._kept))
+        num_left = self._budget.num_left(owner, self._max_blocks // max(len(self._owners), 1))
+        num_kept = len(self._kept)
+        if self._pool.num_free - num_kept < num_left:
+            # Blocks that are in use, or not cached, are not among the free blocks.
+            kept = (self._pool.find(name, ANY_CLASS) for name in self._kept)
+            num_kept = self._pool.num_free_among(one for one in kept if one is not None)
+        return max(min(num_left, self._pool.num_free - num_kept), 0)
 
     def note_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
         """Count the blocks that a prefetch takes against its owner's share."""
@@ -182,51 +207,55 @@ class PrefixPins:
         """Pin a prefix; return how many logical blocks of it are pinned."""
         own = self._owners.get(owner) or _Owner()
         share = self._max_blocks // (len(self._owners) + (owner not in self._owners))
-        hashes, names = self._cut(hashes, share)
+        hashes = self._cut(hashes, share)
+        known = own.pins.get(hashes[-1]) if hashes else None
+        names = self._names_of(hashes) if known is None else known.names
         if not names:
             self.counts.refused += 1
             return 0
-        is_new = hashes[-1] not in own.pins
         if owner not in self._owners:
             self._owners[owner] = own
             self._make_room_for_all()
-        if not is_new:
-            expires_at = max(expires_at, own.pins[hashes[-1]].expires_at)
+        if known is not None:
+            expires_at = max(expires_at, known.expires_at)
+            session = session if session == known.session else b""
         pin = Pin(hashes, names, session, expires_at)
         self._add(own, pin)
         self._drop_covered(own, pin)
         self._make_room(own)
-        self.counts.made += is_new
+        self.counts.made += known is None
         return len(hashes)
 
-    def _cut(
-        self, hashes: tuple[BlockHash, ...], share: int
-    ) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
-        """Return the longest prefix whose blocks fit a share, and the names of these blocks."""
-        coordinator = self._manager.coordinator
+    def _cut(self, hashes: tuple[BlockHash, ...], share: int) -> tuple[BlockHash, ...]:
+        """Return the longest prefix whose blocks fit a share."""
+        num_needed = self._manager.coordinator.num_needed
         lengths = range(len(hashes) + 1)  # a longer prefix needs as many blocks or more
-        hashes = hashes[: bisect_right(lengths, share, key=coordinator.num_needed) - 1]
+        return hashes[: bisect_right(lengths, share, key=num_needed) - 1]
+
+    def _names_of(self, hashes: tuple[BlockHash, ...]) -> tuple[BlockHash, ...]:
+        """Return the names of the cached blocks that a hit of a whole prefix needs."""
+        coordinator = self._manager.coordinator
         is_plain = coordinator.num_groups == 1 and not self._manager.slides
-        return hashes, hashes if is_plain else coordinator.names_needed(hashes)
+        return hashes if is_plain else coordinator.names_needed(hashes)
 
     def _add(self, own: _Owner, pin: Pin) -> None:
         """Add a pin as the most recently used; replace a pin of the same prefix."""
-        old = own.pins.pop(pin.hashes[-1], None)
-        own.pins[pin.hashes[-1]] = pin
-        own.num_hashes += len(pin.hashes)
-        self._keep(own, pin.names)
-        if old is not None:
-            own.num_hashes -= len(old.hashes)
-            self._let_go(own, old.names)
+        if own.replace(pin) is None:  # pins of the same prefix keep the same blocks
+            self._keep(own, pin.names)
 
     def _drop_covered(self, own: _Owner, pin: Pin) -> None:
-        """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long."""
+        """Drop pins of shorter prefixes if this pin keeps those prefixes at least as long.
+
+        A pin whose session may be dropped covers no pins of other sessions.
+        """
         # With windows, a shorter prefix needs other blocks.
         if self._manager.slides or len(own.pins) == 1:
             return
         for block_hash in pin.hashes[:-1]:
             old = own.pins.get(block_hash)
-            if old is not None and old.expires_at <= pin.expires_at:
+            if old is None or old.expires_at > pin.expires_at:
+                continue
+            if pin.session in (b"", old.session):
                 self._remove(own, old)
 
     def _make_room(self, own: _Owner) -> None:
@@ -239,7 +268,8 @@ class PrefixPins:
             oldest = next(iter(own.pins.values()))
             if len(own.pins) == 1:
                 self._remove(own, oldest)
-                hashes, names = self._cut(oldest.hashes, share)
+                hashes = self._cut(oldest.hashes, share)
+                names = self._names_of(hashes)
                 if names:
                     self._add(own, Pin(hashes, names, oldest.session, oldest.expires_at))
                 return
@@ -255,8 +285,7 @@ class PrefixPins:
                     del self._owners[owner]
 
     def _remove(self, own: _Owner, pin: Pin) -> None:
-        del own.pins[pin.hashes[-1]]
-        own.num_hashes -= len(pin.hashes)
+        own.take_out(pin)
         self._let_go(own, pin.names)
 
     # ------------------------------------------------------------------ blocks
@@ -321,7 +350,7 @@ class PrefixPins:
             if (terms.owner, terms.session) == (owner, session):
                 del self._open[request_id]
         own = self._owners.get(owner)
-        if own is None:
+        if own is None or session not in own.sessions:  # a client may drop many unknown sessions
             return 0
         return self._end_pins(lambda pin: pin.session == session, "dropped", (owner,))
 
@@ -366,6 +395,7 @@ class PrefixPins:
             names = Counter(name for pin in own.pins.values() for name in pin.names)
             assert names == own.names
             assert own.num_hashes == sum(len(pin.hashes) for pin in own.pins.values())
+            assert own.sessions == Counter(pin.session for pin in own.pins.values())
             assert len(names) <= self._max_blocks // len(self._owners)
             kept.update(names.keys())
         assert kept == self._kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import islice
 
 from baton.kv.block_hash import BlockHash
 
@@ -83,18 +84,22 @@ class PrefetchBudget:
 
     def num_left(self, owner: bytes, share: int) -> int:
         """Return how many blocks an owner's prefetches may still bring now."""
-        now, taken = self._clock(), self._taken.get(owner)
-        if taken is None:
-            return share
-        kept = deque(one for one in taken if one[0] > now)
-        if kept:
-            self._taken[owner] = kept
-        else:
-            del self._taken[owner]
+        kept = self._drop_expired(owner)
         return max(share - sum(num_blocks for _, num_blocks in kept), 0)
 
     def count_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
         """Count the blocks of a prefetch against its owner's share for ``keep_s`` seconds."""
+        # Other owners may never prefetch again. Two owners per call keep the table small cheaply.
+        for oldest in list(islice(self._taken, 2)):
+            self._drop_expired(oldest)
         if num_blocks:
             until = self._clock() + max(keep_s, LEAST_AHEAD_S)
             self._taken.setdefault(owner, deque()).append((until, num_blocks))
+
+    def _drop_expired(self, owner: bytes) -> deque[tuple[float, int]]:
+        """Drop an owner's ended prefetches; move the owner to the table's end; return the rest."""
+        now = self._clock()
+        kept = deque(one for one in self._taken.pop(owner, ()) if one[0] > now)
+        if kept:
+            self._taken[owner] = kept
+        return kept

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,9 @@ from engine.kv_files.storage.storage import (
     UnreadableFileError,
 )
 
+# Names of folders with KV, see `RunStore.identity` and `RankStores.identity`. Others are left out:
+# for example, only root may list the folder `lost+found` of a mounted file system.
+_IDENTITY = re.compile(r"[0-9a-f]+(\.\d+)?(-\d+)?", re.ASCII)
 # Age in seconds after which an unfinished file counts as left by a killed node, and is removed.
 _ABANDONED_S = 600.0
 # Clocks of file systems are coarse. So a folder is listed again if it was changed less than this
@@ -117,7 +121,7 @@ class FolderStorage:
         """List all folders that were changed, and watch all folders from now on."""
         seen = set()
         self._watch.watch_folder(self._folder, "")
-        for identity in self._files.list_folders(self._folder):
+        for identity in filter(_IDENTITY.fullmatch, self._files.list_folders(self._folder)):
             self._watch.watch_folder(self._folder / identity, identity)
             found = self._files.list_folders(self._folder / identity)
             for name, changed_at in found.items():

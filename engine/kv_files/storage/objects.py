@@ -431,4 +431,6 @@ def _plain_error(error: Exception, action: str, location: str) -> OSError:
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status in ("401", "403"):
         return PermissionError(errno.EACCES, f"access denied ({action})", location)
     problem = f"status {status}" if status else "no answer in time, or no connection"
+    if "invalid path" in first:  # the library then lists nothing
+        problem = "the name of an object has an empty part, as in a//b, or . or .. as a part"
     return OSError(errno.EIO, f"{action}: {problem}", location)

@@ -24,6 +24,8 @@ READ_BYTES = 2**19
 # Maximum number of bytes that one connection sends, and that it reads, per turn; then messages are
 # handled, and other connections have their turn.
 ROUND_BYTES = 2**20
+# Maximum number of frames that one connection reads per turn, because short frames take long
+ROUND_FRAMES = 2**10
 
 
 class Connection:
@@ -72,6 +74,7 @@ class Connection:
         self._received = memoryview(bytearray(READ_BYTES))
         self._wants_write = False
         self._has_more = False
+        self._frames_left = ROUND_FRAMES  # number of frames that this turn may still read
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.address = "?"
         try:
@@ -179,14 +182,16 @@ class Connection:
 
     def _receive(self) -> None:
         """Read frames until no more bytes have arrived, or this turn is over."""
-        if self._incoming.pending:  # bytes that came with the end of the handshake
+        self._frames_left = ROUND_FRAMES
+        # Bytes that came with the end of the handshake, or that the last turn left
+        if self._incoming.pending or self.tls.pending():
             self._decrypt()
         num_received = 0
-        while num_received < ROUND_BYTES and not self.problem:
+        while num_received < ROUND_BYTES and self._frames_left and not self.problem:
             num_read = self._read_from_kernel()
             if num_read:
                 self._decrypt()
-            if num_read < READ_BYTES:
+            if num_read < READ_BYTES and self._frames_left:
                 return
             num_received += num_read
         self._has_more = True
@@ -203,8 +208,8 @@ class Connection:
         return num_read
 
     def _decrypt(self) -> None:
-        """Read frames from the received bytes."""
-        while not self.problem and self._read_frame_part():
+        """Read frames from the received bytes, as many as this turn may still read."""
+        while not self.problem and self._frames_left and self._read_frame_part():
             pass
         if not self.problem and self._outgoing.pending:  # TLS itself answers, e.g. to new keys
             self._take_encrypted()
@@ -223,6 +228,7 @@ class Connection:
         if num_filled:
             frame = self.reader.advance(num_filled)
             if frame is not None:
+                self._frames_left -= 1
                 self._on_frame(self, frame)
         if is_over:
             self._close_at_end()

@@ -27,8 +27,8 @@ from baton.api.errors import TransferError
 from kvconnector.blocks import LayerRange
 
 HEADER = struct.Struct(">BIQ")
-# Maximum number of bytes of a head; enough to grant the blocks of a million tokens
-MAX_HEAD_BYTES = 2**20
+# Maximum number of bytes of a head; enough for a Grant of as many blocks as `BlockIds` allows
+MAX_HEAD_BYTES = 6 * 2**20
 MAX_HELLO_BYTES = 2**10  # maximum number of bytes of a head before HELLO is accepted
 # Maximum number of bytes of a payload; any write is smaller (`Portions.write_bytes`, or one block)
 MAX_PAYLOAD_BYTES = 2**28

@@ -242,7 +242,9 @@ class TlsTransport:
             if outgoing.dialling is not None:
                 wanted[outgoing.dialling.fileno()] = outgoing.dialling, selectors.EVENT_WRITE
         for connection in self._connections():
-            write_event = selectors.EVENT_WRITE if connection.queued_bytes else 0
+            # A socket is almost always writable, so a connection that has more to do gets a turn
+            wants_turn = connection.queued_bytes or connection.has_more
+            write_event = selectors.EVENT_WRITE if wants_turn else 0
             wanted[connection.raw.fileno()] = connection, selectors.EVENT_READ | write_event
         # The number of a closed socket may now be the number of another socket.
         for descriptor in [d for d, one in self._watched.items() if wanted.get(d) != one]:

@@ -458,6 +458,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         tenant = _whose(context, request.tenant, Role.OPERATE)
         whose = context.principal if tenant is None else Principal(tenant=tenant)
         hint = session_hint(whose, request.session_id, request.prompt_cache_key)
+        if not context.principal.may(Role.OPERATE):
+            self._bases[0].intake.admission.charge_hint(context.principal)
         bases = [self._names.find_base(request.model)] if request.model else self._bases
         num_nodes = sum(send_hint(base.pool.nodes, hint) for base in bases)
         _note(context, f"drop the pins of a session of {tenant or 'its own tenant'}")

@@ -15,7 +15,7 @@ import structlog
 from baton.api.errors import InvalidRequestError
 from baton.api.outputs import Receipt, TextDelta
 from baton.api.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from baton.kv.pins import PrefixPin, check_num_pins, check_pins, check_prefetch_ttl
+from baton.kv.pins import PrefixPin, check_num_pins, check_pins, check_ttl
 from baton.link import wire
 from baton.serving.call_gate import Context
 from baton.serving.error_details import receipt_trailer
@@ -151,7 +151,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.PrefetchRequest, context: Context
     ) -> inference_pb2.PrefetchResponse:
         """Tell the serving nodes of a model to read one session's prefix and keep it for a time."""
-        check_prefetch_ttl(request.ttl_s)
+        check_ttl(request.ttl_s)
         self._send_hint(request, context, request.ttl_s)
         return inference_pb2.PrefetchResponse()
 

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from baton.api.errors import InvalidRequestError
-from baton.kv.pins import check_prefetch_ttl
+from baton.kv.pins import check_ttl
 from router.api.http.exchange import PRINCIPAL, SERVED, HttpOptions, read_body
 from router.intake.cache_hints import retention_s, send_hint, session_hint
 
@@ -42,7 +42,7 @@ async def answer_prefetch(request: web.Request, options: HttpOptions) -> HintedS
     ttl_s = retention_s(body.ttl) if isinstance(body.ttl, str) else body.ttl
     if ttl_s is None:
         raise InvalidRequestError("ttl", "must be seconds, or a number with the unit s, m or h")
-    check_prefetch_ttl(ttl_s)
+    check_ttl(ttl_s, "ttl")
     return _hint(request, body, ttl_s)
 
 

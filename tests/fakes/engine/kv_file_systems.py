@@ -15,7 +15,8 @@ class TroubledFiles(FileSystem):
     """Files of this machine with faults.
 
     Attributes:
-        write_error, read_error: error numbers that writes and reads fail with; 0: none.
+        write_error, read_error: error numbers that writes (also of times) and reads fail with; 0:
+            none.
         gate: while this event is unset, reads of blocks stand still.
         stands: set once a read stands still.
     """
@@ -30,6 +31,11 @@ class TroubledFiles(FileSystem):
         if self.write_error:
             raise OSError(self.write_error, os.strerror(self.write_error))
         super().write_new(path, parts)
+
+    def touch(self, path: Path) -> None:
+        if self.write_error:
+            raise OSError(self.write_error, os.strerror(self.write_error))
+        super().touch(path)
 
     def read_into(self, descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
         if self.read_error:
@@ -58,6 +64,15 @@ class VanishingFiles(FileSystem):
         super().close(descriptor)
         if path.suffix == ".kv":
             path.unlink()
+
+
+class ForbiddingFiles(FileSystem):
+    """Files of this machine, of which only root may list the folder `lost+found`."""
+
+    def list_folders(self, path: Path) -> dict[str, float]:
+        if path.name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return super().list_folders(path)
 
 
 DISK_FULL, READ_ERROR = errno.ENOSPC, errno.EIO

@@ -91,7 +91,7 @@ def test_tasks_pin_and_read_ahead_by_session(tmp_path: Path) -> None:
             lambda llm: llm.generate([[5], [6]], session=["s"]),
             r"session: must be one or 2 \(one per prompt\), got 1",
         ),
-        (lambda llm: llm.generate([[5]], pin_s=-1), r"pins\[0\].ttl_s: must be above 0"),
+        (lambda llm: llm.generate([[5]], pin_s=-1), "pin_s: must be above 0 and at most 604800"),
     ],
 )
 def test_wrong_hints_are_refused(

@@ -42,7 +42,7 @@ RESIDENCY = BlockResidency(
 )
 AGES = SecondsHistogram([0, 3, 4, *[0] * 9], 55.5)
 FILES = KVFileCounts(
-    *(901, {"late": 902}, 903, 904, {"written": 905}, 906, 907, 908, 909, True, AGES)
+    *(901, {"late": 902}, 903, 910, 904, {"written": 905}, 906, 907, 908, 909, True, AGES)
 )
 COMMON = {"role": "decode", "node": "d0"}
 

@@ -107,10 +107,35 @@ def test_kept_blocks_are_counted_at_times_and_pins_always() -> None:
     assert (pins.counts.open, pins.counts.blocks) == (0, 0)
 
 
-def test_dropping_an_unknown_session_looks_at_no_block() -> None:
+def test_dropping_an_unknown_session_looks_at_no_block_and_no_pin() -> None:
     manager = make_manager(None)
     pins = PrefixPins(manager, 8, 100.0)
     pins.begin(make_request("a", prompt=[1] * 8), TERMS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager.block_pool, "find", lambda *given: pytest.fail("looked"))
+        patch.setattr(pins, "_end_pins", lambda *given: pytest.fail("looked"))
         assert pins.drop_session(TERMS.owner, b"other") == 0
+
+
+def test_a_drop_ends_no_pin_of_another_session() -> None:
+    pins = PrefixPins(make_manager(None), 8, 100.0)
+    one, other = (
+        PinTerms(b"tenant", session, (PrefixPin(10.0),)) for session in (b"one", b"other")
+    )
+    pins.begin(make_request("a", prompt=[1] * 8), one)
+    pins.begin(make_request("b", prompt=[1] * 12), other)  # begins as the first prompt
+    assert len(pins._kept) == 6
+    assert pins.drop_session(b"tenant", b"other") == 1
+    assert len(pins._kept) == 4
+    pins.begin(make_request("c", prompt=[1] * 8), other)  # the first prompt again
+    assert pins.drop_session(b"tenant", b"other") == pins.drop_session(b"tenant", b"one") == 0
+    assert len(pins._kept) == 4
+    pins.check()
+
+
+def test_a_pin_of_the_same_prefix_looks_at_no_block() -> None:
+    pins = PrefixPins(make_manager(None), 8, 100.0)
+    for name in "ab":
+        pins.begin(make_request(name, prompt=[1] * 8), TERMS)
+        pins._change = lambda *given: pytest.fail("looked")  # type: ignore[method-assign]
+    assert (pins.counts.made, len(pins._kept)) == (1, 4)

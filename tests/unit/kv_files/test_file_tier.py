@@ -127,7 +127,7 @@ def test_a_restarted_engine_reads_eight_blocks(written: Path, expected: list[int
 
 
 def test_llm_reads_what_it_said_before_a_restart(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"kv_files": str(tmp_path), "num_blocks": 64, "num_threads": 1}
+    options: dict[str, Any] = {"kv_files": tmp_path, "num_blocks": 64, "num_threads": 1}
     first = LLM(str(DEMO_MODEL), **options)
     said = first.generate([PROMPT], ANSWER)[0].token_ids
     first.engine.close()
@@ -253,7 +253,9 @@ def test_a_read_may_take_longer_if_it_will_end_before_the_deadline(
     engine.schedule()
     assert not request.awaits_prefix
     files.gate.set()
+    run(engine)
     wait_until(lambda: all(read.has_ended for read in tier._reads), "the read ends")
+    engine.schedule()
     engine.close()
 
 
@@ -408,6 +410,19 @@ def test_no_thread_copies_blocks_while_a_sleep_frees_their_memory(
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         EngineConfig(**options)
+
+
+def test_no_error_of_a_listing_ends_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scan(store: RunStore) -> None:
+        raise ValueError("an odd answer")
+
+    monkeypatch.setattr(RunStore, "scan", scan)
+    engine = load(tmp_path)
+    assert tier_of(engine)._writer._thread.is_alive()
+    assert "the files cannot be listed: an odd answer" in caplog.text
+    engine.close()
 
 
 def test_blocks_of_every_dtype_are_bytes() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import obstore
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 from obstore.exceptions import GenericError
 
 from baton import LLM, SamplingParams
@@ -360,6 +362,12 @@ def test_a_node_starts_while_the_server_is_down(server: S3Server, place: Place) 
     store.scan()
     write(store, Blocks(), chain_of(1, NUM_BLOCKS))
     assert len(runs(server)) == 1
+
+
+def test_a_name_that_the_library_cannot_list_is_named(server: S3Server, place: Place) -> None:
+    s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(BUCKET, "kv/a//b", b"")
+    with pytest.raises(OSError, match="list: the name of an object has an empty part, as in a//b"):
+        place.open()
 
 
 # ---------------------------------------------------------------- options

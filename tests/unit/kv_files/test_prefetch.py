@@ -84,6 +84,19 @@ def test_prefetches_take_no_more_than_the_owner_s_share(engine: Engine) -> None:
     assert hint(engine) == 0
 
 
+def test_a_prefetch_takes_only_free_blocks_that_are_not_pinned(engine: Engine) -> None:
+    pool, pins = engine.block_pool, engine.features.pins
+    taken = pool.allocate(26) or []  # requests use these blocks
+    assert hint(engine) == 4, "of 6 free blocks, a read takes at most 4"
+    pool.check()
+    pool.release(taken)
+    assert len(pins._kept) == NUM_BLOCKS
+    assert pins.room_for_prefetch(TERMS.owner) == 16 - 4
+    taken = pool.allocate(24) or []
+    assert pins.room_for_prefetch(TERMS.owner) == 8 - 4
+    pool.release(taken)
+
+
 def test_a_prompt_joins_the_read_of_its_session(engine: Engine) -> None:
     files = trouble(engine)
     files.gate.clear()
@@ -96,6 +109,15 @@ def test_a_prompt_joins_the_read_of_its_session(engine: Engine) -> None:
     run(engine)
     assert request.num_hit_tokens == 8 * 16
     assert tier_of(engine).counts().hits == 1
+
+
+def test_tokens_of_a_prefetch_count_as_memory_once_a_prompt_uses_them(engine: Engine) -> None:
+    before = engine.figures.cache_use(0)
+    assert hint(engine) == NUM_BLOCKS
+    assert engine.figures.cache_use(0).file_tokens == 0
+    answer(engine)
+    found = engine.figures.cache_use(0)
+    assert (found.file_tokens, found.memory_tokens - before.memory_tokens) == (0, 8 * 16)
 
 
 def test_reading_ahead_gives_way_to_a_prompt_of_another_session(engine: Engine) -> None:
@@ -172,3 +194,14 @@ def test_a_prefetch_counts_for_some_time_even_if_it_is_short() -> None:
     assert (budget.num_left(b"a", 8), budget.num_left(b"b", 8)) == (3, 8)
     clock.now = LEAST_AHEAD_S
     assert budget.num_left(b"a", 8) == 8
+
+
+def test_owners_that_do_not_prefetch_again_are_forgotten() -> None:
+    """Regression: each owner that ever prefetched was kept for the life of the node."""
+    clock = Clock()
+    budget = PrefetchBudget(clock)
+    for number in range(1000):
+        clock.now = float(number)
+        budget.count_prefetch(b"%d" % number, 1, keep_s=20.0)
+        assert len(budget._taken) <= 2 * 20
+    assert budget.num_left(b"999", 8) == budget.num_left(b"985", 8) == 7

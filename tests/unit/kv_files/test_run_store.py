@@ -35,6 +35,7 @@ from tests.fakes.engine.kv_file_stores import (
 from tests.fakes.engine.kv_file_systems import (
     DISK_FULL,
     CountingFiles,
+    ForbiddingFiles,
     TroubledFiles,
     VanishingFiles,
 )
@@ -61,12 +62,28 @@ def test_a_chain_is_read_after_a_restart(tmp_path: Path) -> None:
     assert (longer.num_done, longer.causes) == (NUM_BLOCKS, ("absent",))
 
 
+def test_a_folder_that_only_root_may_list_hides_no_files(tmp_path: Path) -> None:
+    chain = chain_of(1, NUM_BLOCKS)
+    (tmp_path / "lost+found").mkdir()
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=ForbiddingFiles())
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
+
+
 def test_part_of_a_file_serves_a_prompt_that_branches_off(tmp_path: Path) -> None:
     chain, other = chain_of(1, NUM_BLOCKS), chain_of(2, NUM_BLOCKS)
     write(*open_store(tmp_path), chain)
     store, blocks = open_store(tmp_path)
     job = read(store, blocks, [*chain[:5], *other[5:]])
     assert (job.num_done, job.causes) == (5, ("absent",))
+
+
+def test_files_on_a_full_disk_are_read(tmp_path: Path) -> None:
+    chain, files = chain_of(1, NUM_BLOCKS), TroubledFiles()
+    write(*open_store(tmp_path), chain)
+    store, blocks = open_store(tmp_path, files=files)
+    files.write_error = DISK_FULL
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
 
 
 def test_a_read_opens_few_of_many_files_with_the_same_first_block(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from baton.api.errors import ConfigError, TransferError
 from kvconnector.base import HandoffRecord
 from kvconnector.protocol.messages import (
     Commit,
+    Digests,
     Grant,
     Hello,
     HelloAck,
@@ -21,6 +22,7 @@ from kvconnector.protocol.messages import (
     Watermark,
 )
 from kvconnector.protocol.seals import peek
+from kvconnector.transports import faults
 from kvconnector.transports.faults import MAX_SWAP_S, FaultSpec, FaultyTransport, KillPoint
 from kvconnector.transports.in_memory import InMemoryTransport
 from tests.fakes.handoff.kv_memories import memory_of
@@ -218,6 +220,23 @@ def test_a_corrupted_transfer_has_one_wrong_bit_in_a_granted_block_when_it_is_co
         assert not changed[[0, 2]].any()
         num_spoilt += bool(changed.any())
     assert 70 < num_spoilt < 130
+
+
+def test_transfers_that_end_without_a_commit_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the key of each transfer with digests was kept until its Commit came."""
+    monkeypatch.setattr(faults, "MAX_REMEMBERED_GRANTS", 3)
+    ends = Ends("corrupt=0.5")
+    for number in range(10):
+        for name, is_granted in ((f"granted{number}", True), (f"unknown{number}", False)):
+            if is_granted:
+                grant = Grant(engine_id="f", request_id=name, epoch=1, block_ids=[1])
+                ends.faulty.notify("x", unsealed(grant))
+            told = Digests(engine_id="x", request_id=name, epoch=1, indices=[0], digests=bytes(16))
+            ends.plain.notify("f", unsealed(told))
+        ends.faulty.take_notifications()
+    assert ends.faulty._digested == {(f"granted{number}", 1) for number in (7, 8, 9)}
 
 
 def test_the_ends_of_self_tests_are_lost_on_request_and_no_other_message() -> None:

@@ -21,6 +21,7 @@ from kvconnector.protocol.receiver import ReceiveMachine
 from kvconnector.protocol.seals import peek
 from tests.fakes.handoff.kv_memories import manifest
 from tests.fakes.handoff.peer_infos import peer_info
+from tests.fakes.time.line_counts import count_lines
 
 (GROUP,) = manifest(2, 4, 4).groups
 GROUP_OF_TOO_MANY_LAYERS = msgspec.structs.replace(GROUP, num_places=1)
@@ -140,6 +141,23 @@ def test_why_no_block_can_be_copied_to_a_peer(change: dict[str, Any], problem: s
     own.check_pair(peer_info("p"))
     with pytest.raises(TransferError, match=problem):
         own.check_pair(msgspec.structs.replace(peer_info("p"), **change))
+
+
+def test_work_to_read_a_peer_info_does_not_grow_with_stages_times_layers() -> None:
+    """Regression: 126 kB of peer info took 8 s of the thread that steps the engine."""
+
+    def work(num_stages: int) -> int:
+        many = msgspec.structs.replace(GROUP, num_places=2000, layers=(0,) * 2000)
+        info = msgspec.structs.replace(
+            peer_info("p"),
+            manifest=KVManifest(groups=(many,) * 4, num_ranks=num_stages, num_stages=num_stages),
+            ranks=(RankMemory(),) * num_stages,
+        )
+        blob = info.encode()
+        return count_lines(lambda: PeerInfo.decode(blob))
+
+    per_stage = (work(101) - work(1)) / 100
+    assert per_stage < 10
 
 
 def test_a_record_of_another_version_ends_its_transfer() -> None:

@@ -85,5 +85,23 @@ def test_a_descriptor_that_is_always_readable_is_given_up(
     assert scene.waker.wait(LONG_S)
 
 
+def test_a_descriptor_that_was_given_up_is_watched_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: after one burst of messages, the thread polled for the life of the node."""
+    monkeypatch.setattr(DescriptorWaker, "MAX_WAKES_PER_S", 10)
+    scene.write()
+    for _ in range(1000):
+        if not scene.waker.listens:
+            break
+        assert scene.waker.wait(LONG_S)
+    assert not scene.waker.wait(0.0)
+    monkeypatch.setattr(DescriptorWaker, "IGNORE_S", 0.0, raising=False)
+    assert scene.waker.wait(LONG_S)
+    assert scene.waker.listens
+    os.read(scene.read_end, 1)
+    assert not scene.waker.wait(0.0)
+
+
 def test_without_a_descriptor_an_event_is_enough() -> None:
     assert isinstance(make_waker(None), threading.Event)

@@ -6,8 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
-from tools.supply_chain import lock_findings, read_lock
+from tools.supply_chain import UNLOCKED, lock_findings, read_lock, requirements_of
 
 ROOT = Path(__file__).parents[3]
 HASH = f"    --hash=sha256:{'0' * 64}"
@@ -24,6 +25,18 @@ def test_the_lock_of_this_project_holds_what_it_asks_for() -> None:
     pins = read_lock((ROOT / "requirements.lock").read_text(encoding="utf-8"))
     assert len(pins) > 50
     assert list(lock_findings(project, pins)) == []
+
+
+@pytest.mark.parametrize(("image", "extras"), [("router", []), ("node", ["node", "images", "s3"])])
+def test_the_lock_of_an_image_holds_the_extras_that_the_image_is_for(
+    image: str, extras: list[str]
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project["optional-dependencies"]["of-image"] = [f"{project['name']}[{','.join(extras)}]"]
+    pins = read_lock((ROOT / "deploy" / "docker" / f"{image}.lock").read_text(encoding="utf-8"))
+    for requirement in requirements_of(project, "of-image"):
+        name = canonicalize_name(requirement.name)
+        assert name in UNLOCKED or all(map(requirement.specifier.contains, pins[name])), name
 
 
 def test_a_pin_without_a_hash_is_refused() -> None:

@@ -143,16 +143,30 @@ capabilities:
 - name: tmp
   emptyDir:
     sizeLimit: 1Gi
+{{- $component := index . 1 -}}
+{{- with (index $root.Values $component).extraVolumes }}
+{{- range . }}
+{{- if has .name (list "config" "auth" "tls" "model" "tmp" "cache" "shm") }}
+{{- fail (printf "%s.extraVolumes: the chart has a volume %s of its own; choose another name" $component .name) }}
+{{- end }}
+{{- end }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
+{{/* [root, component] */}}
 {{- define "baton.volumeMounts" -}}
+{{- $root := index . 0 -}}
 - {name: config, mountPath: /etc/baton, readOnly: true}
 - {name: auth, mountPath: /etc/baton-auth, readOnly: true}
-{{- if ne .Values.tls.source "none" }}
+{{- if ne $root.Values.tls.source "none" }}
 - {name: tls, mountPath: /etc/baton-tls, readOnly: true}
 {{- end }}
 - {name: model, mountPath: /models, readOnly: true}
 - {name: tmp, mountPath: /tmp}
+{{- with (index $root.Values (index . 1)).extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* Where pods of a component go; [root, component, its values] */}}

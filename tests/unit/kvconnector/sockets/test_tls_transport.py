@@ -10,8 +10,11 @@ import torch
 
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.peer_info import RankMemory
+from kvconnector.protocol.messages import Grant, encode
+from kvconnector.protocol.seals import HEADER_BYTES
 from kvconnector.transports.base import PendingWrite
-from kvconnector.transports.sockets.frames import MAX_HEAD_BYTES, Kind, encode_frame
+from kvconnector.transports.sockets.connection import ROUND_FRAMES
+from kvconnector.transports.sockets.frames import Kind, encode_frame
 from kvconnector.transports.sockets.identity import MAX_FORGOTTEN, PinnedIdentity
 from kvconnector.transports.sockets.memory import StagedMemory
 from kvconnector.transports.sockets.transport import _Where
@@ -73,6 +76,7 @@ def test_memory_that_is_staged_is_written_and_kept_the_same(
     d.transport.connect(p.info)
     meet(p, d)
     d.transport.allow(p.id, GRANTED, [3, 5])
+    d.transport.scratch.lend(1, p.id)
     done(p, d, p.transport.write_scratch(d.id, 1))
     assert d.transport.scratch.digest_of(1) == p.transport.scratch.digest
     done(p, d, p.transport.write(d.id, [0], [5], (0, 1), GRANTED))
@@ -198,11 +202,45 @@ def test_the_descriptor_shows_messages_and_bytes_that_the_kernel_did_not_take(
     rounds_until((d,), lambda: d.heard == [b"news"], "the message")
     assert not is_readable(d)
     (connection,) = p.transport._outgoing[d.id].connections()
-    connection.post(encode_frame(Kind.MESSAGE, b"x" * MAX_HEAD_BYTES) * 16)
+    connection.post(encode_frame(Kind.MESSAGE, b"x" * 2**20) * 16)
     rounds_until((p,), lambda: connection.wants_write, "a full send buffer")
     assert not is_readable(p)
     rounds_until((d,), lambda: is_readable(p), "room in the send buffer")
     rounds_until(ends, lambda: len(d.heard) == 17, "all messages")
+
+
+def test_a_grant_of_as_many_blocks_as_a_message_may_have_arrives(ends: tuple[End, End]) -> None:
+    """Regression: a longer message counted as a broken connection."""
+    p, d = ends
+    meet(p, d)
+    name = "x" * 512
+    ids = [2**31 - 1] * 2**20
+    grant = encode(Grant(engine_id=name, request_id=name, epoch=2**32 - 1, block_ids=ids))
+    p.transport.notify(d.id, bytes(HEADER_BYTES) + grant)
+    rounds_until(ends, lambda: d.heard, "the grant")
+    assert len(d.heard[0]) == HEADER_BYTES + len(grant)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_turn_reads_a_limited_number_of_frames_and_the_next_turns_the_rest(
+    ends: tuple[End, End], closes: bool
+) -> None:
+    """Regression: 1 MiB of empty messages, 80,659 frames, took one turn of 0.5 s."""
+    p, d = ends
+    meet(p, d)
+    (connection,) = p.transport._outgoing[d.id].connections()
+    num_frames = 3 * ROUND_FRAMES + 5
+    connection.post(encode_frame(Kind.MESSAGE, b"x") * num_frames)
+    rounds_until((p,), lambda: not connection.queued_bytes, "an empty queue")
+    if closes:
+        connection.end_sending()
+    while len(d.heard) < num_frames:
+        assert is_readable(d)
+        before = len(d.heard)
+        d.round()
+        assert len(d.heard) - before <= ROUND_FRAMES
+    rounds_until((d,), lambda: closes or not is_readable(d), "rest")
+    assert d.heard == [b"x"] * num_frames
 
 
 def test_who_is_learnt_late_is_dialled_until_it_answers(ends: tuple[End, End]) -> None:
@@ -317,11 +355,13 @@ def test_peer_info_that_says_nothing_of_where_it_is_is_refused(
 def test_a_slot_for_self_tests_is_written_by_whom_it_was_lent_to(ends: tuple[End, End]) -> None:
     p, d = ends
     meet(p, d)
-    d.transport.scratch.lend(1, "another")
-    write = p.transport.write_scratch(d.id, 1)
-    with pytest.raises(TransferError):
-        done(p, d, write)
-    assert not d.transport.scratch.memory[2].any()
+    for borrower in ("", "another"):
+        if borrower:
+            d.transport.scratch.lend(1, borrower)
+        write = p.transport.write_scratch(d.id, 1)
+        with pytest.raises(TransferError):
+            done(p, d, write)
+        assert not d.transport.scratch.memory[2].any()
     d.transport.scratch.lend(1, p.id)
     done(p, d, p.transport.write_scratch(d.id, 1))
     assert d.transport.scratch.digest_of(1) == p.transport.scratch.digest

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
+import grpc
 import pytest
 
 from baton.access.identity import Principal
 from baton.api.errors import InvalidRequestError
 from baton.link.words import SessionHint
 from baton.serving.call_gate import Context
-from baton.v1 import inference_pb2
+from baton.serving.rpc import bearer
+from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from router.gate.admission_options import AdmissionOptions
 from router.intake.cache_hints import make_pins, session_hint, session_of_key
 from tests.fakes.router.http_scene import HttpScene, on_http
@@ -18,6 +21,8 @@ from tests.fakes.router.router_scene import Scene as RouterScene
 from tests.fakes.router.router_scene import asynchronous
 from tests.unit.router.api.admin.test_admin_service import served
 from tests.unit.router.api.grpc.test_service import Scene, _NoDeadline
+from tests.unit.router.api.test_surfaces import keys_of_clients
+from tests.unit.router.api.test_surfaces import served as served_to_clients
 
 ACME, OTHER = Principal(tenant="acme"), Principal(tenant="other")
 
@@ -77,6 +82,8 @@ async def test_http_sends_prefetches_and_drops_to_all_nodes(scene: HttpScene) ->
     refused = await scene.post("/v1/sessions/prefetch", session_id="s", ttl="soon")
     assert refused.status == 400
     assert "ttl: must be seconds, or a number with the unit" in await refused.text()
+    refused = await scene.post("/v1/sessions/prefetch", session_id="s", ttl=0)
+    assert '"ttl: must be above 0 and at most 604800"' in await refused.text()
 
 
 @asynchronous
@@ -87,3 +94,19 @@ async def test_operators_drop_the_sessions_of_any_tenant() -> None:
     hints = [hint for node in (scene.prefill, scene.decode) for hint in node.of(SessionHint)]
     assert found.num_nodes == len(hints) == 2
     assert set(hints) == {session_hint(ACME, "", "k")}
+
+
+def test_clients_drop_no_more_sessions_as_operators_do_than_otherwise(tmp_path: Path) -> None:
+    @asynchronous
+    async def run() -> None:
+        async with served_to_clients(keys_of_clients(tmp_path)) as (scene, channel):
+            scene.dispatcher.admission.options = AdmissionOptions(max_hints_per_minute=2)
+            stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+            request = admin_pb2.AdminDropPinsRequest(session_id="s")
+            for key in ("alice's", "alice's", "bob's"):
+                await stub.DropPins(request, metadata=bearer(key), timeout=5)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.DropPins(request, metadata=bearer("alice's"), timeout=5)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run()

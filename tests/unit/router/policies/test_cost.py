@@ -11,6 +11,7 @@ import pytest
 
 from baton.link.words import NodeBeat, StepTime
 from router.calls.decisions import DecisionLog
+from router.fleet.fleet import Fleet
 from router.fleet.load.node_load import NodeLoad
 from router.policies.base import Candidate, RouteQuery
 from router.policies.cost import Cost
@@ -253,6 +254,15 @@ def test_it_agrees_with_looking_at_every_place() -> None:
         [chosen] = [c for c in every if (c.prefill, c.decode) == names(placement)]
         spare_ms = 2.0 + 0.02 * chosen.terms["prefill_ms"]
         assert chosen.cost <= every[0].cost + spare_ms
+
+
+def test_decode_nodes_alone_may_be_others_than_those_that_prefill_nodes_reach() -> None:
+    book = FleetBook(1, 10)
+    reach = {"p0-0": {f"d{i}-0": 0.0 for i in range(5)}}
+    fleet = Fleet(book.prefills, book.decodes, reach, self_prefilling=book.decodes[5:])
+    for name in ("p0", "p0", "d4", "d5", "d6", "d7", "d8"):
+        open_prompt(book[name], 20_000)
+    assert names(Cost().pick(query_of(), fleet)) == ("", "d9")
 
 
 def test_an_explanation_has_the_chosen_place_first_and_adds_up() -> None:
