@@ -110,7 +110,7 @@ class Reservations:
             max_requests=options.max_receiving_requests,
             max_tokens=options.max_receiving_tokens,
         )
-        # By request and engine id: when a `Start` came before its command; the oldest is first
+        # Arrival times of early `Start` messages, by request and engine id, sorted by time
         self._early_starts: dict[tuple[Key, str], float] = {}
         self._ended: dict[Key, float] = {}  # when each reservation ended, for a late `Start`
         self._tick_at = 0.0

@@ -248,7 +248,7 @@ class IoLoop:
         """Return how many seconds to pause before the next round.
 
         Returns 0 if a GPU writes KV, or if all writes of this round are complete and more blocks
-        wait. After a round that posted nothing (the lease has expired, say), the loop pauses.
+        wait. After a round that posted nothing, for example without a lease, the loop pauses.
         """
         if self._is_on_device and any(key != NO_TRANSFER for _, key in self._writes):
             return 0.0

@@ -124,7 +124,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
                 f"ranks: the peer info lists {len(info.ranks)}, its manifest has "
                 f"{info.manifest.num_ranks}"
             )
-        # The exact size of each rank's part would take seconds for a hostile manifest
+        # For a hostile manifest, it would take seconds to compute each rank's exact size
         cache_bytes = info.num_blocks * info.manifest.max_unit_bytes
         for memory in info.ranks:
             ends = (

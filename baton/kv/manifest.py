@@ -222,7 +222,7 @@ class KVManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_unit_bytes(self) -> int:
-        """Upper bound of `unit_bytes` of all ranks; cheap for any number of ranks and layers."""
+        """Return an upper bound of all ranks' `unit_bytes`, without a loop over ranks or layers."""
         return _round_up(max(group.unit_bytes() for group in self.groups))
 
     def check(self) -> None:

@@ -67,8 +67,8 @@ class KVFileCounts:
         hits: requests that got blocks from files.
         misses: look-ups and reads that ended early, by cause.
         tokens_read, bytes_read: tokens and bytes of KV that were read from files.
-        tokens_unawaited: those of ``tokens_read`` for which no request waited: tokens of
-            prefetches, and tokens that came after their deadline.
+        tokens_unawaited: the part of ``tokens_read`` for which no request waited: tokens of
+            prefetches, and tokens that were read after the deadline.
         runs: runs of blocks that were queued for writing, by outcome.
         bytes_written: bytes of the written files.
         files_evicted: files that this node removed because ``--kv-files-size`` was reached.

@@ -36,7 +36,7 @@ class FileThread:
         return self._work.qsize()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue a piece of work, which should not raise."""
+        """Queue a piece of work; its errors are only logged."""
         self._work.put(work)
 
     def close(self, timeout_s: float) -> None:

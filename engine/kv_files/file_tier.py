@@ -361,8 +361,8 @@ class KVFileTier:
     def num_expected_blocks(self) -> int:
         """Return how many blocks the longest prefix in files needs, to prepare their memory.
 
-        The numbers in files' names are not checked, so a longer prefix than any request of this
-        engine counts as the longest request.
+        Nothing has checked the numbers in files' names, so the result is at most the number of
+        blocks of this engine's longest request.
         """
         index = self._store.index
         most = -(-self._max_model_len // self._manager.block_size)
@@ -433,7 +433,7 @@ class KVFileTier:
         """Turn reading off for a while if computing the blocks would have been faster."""
         num_blocks = len(read.chain) - read.first
         tokens = read.share * num_blocks * self._manager.block_size
-        # An ended read without blocks found damaged files, which does not show the disk's speed.
+        # A read that has ended without blocks found bad files, and does not show the disk's speed.
         is_stuck = not tokens and not read.has_ended
         is_slow = tokens and self._token_s and seconds > tokens * self._token_s
         if is_stuck or (is_slow and seconds > _LONG_READ_S):
@@ -494,7 +494,7 @@ class KVFileTier:
         num_stored = self._groups.num_stored(chain, self._find_runs(chain))
         if (len(chain) - num_stored) * size < MIN_TOKENS:
             return
-        # A longer run may contain blocks that are in files already, so hand over the whole chain.
+        # A new run may also contain blocks that are in files, so give the thread the whole chain.
         block_ids = self._manager.coordinator.longest_hit(chain)
         chain = chain[: len(block_ids) // num_groups]
         if not chain:
@@ -614,6 +614,6 @@ class KVFileTier:
     def _scan(self) -> None:
         try:
             self._store.scan()
-        except Exception as error:  # otherwise the thread would end, and nothing be written again
+        except Exception as error:  # not only OSError: a library may raise errors of its own
             self._writing.fail(f"the files cannot be listed: {error}")
         self._is_scanned.set()

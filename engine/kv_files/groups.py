@@ -5,8 +5,8 @@
                                a state          -- -- -- -- -- -- -- b7
 
 Each group has its own runs in its own folder. The run of a window or of a state ends where a
-request ended, so with such a group, files bring only prefixes that end at such a place. Refuses to
-know: files, threads.
+request ended. So a model with such a group can read only prefixes that end at such a place. Refuses
+to know: files, threads.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FileGroups:
         return len(longest_common_hit(self._retentions, chain, finds)[0])
 
     def num_stored(self, chain: Sequence[BlockHash], found: Sequence[Found]) -> int:
-        """Return how many leading blocks of a chain are in files of all groups, whatever is cached.
+        """Return how many leading blocks of a chain are in files of all groups; ignores the cache.
 
         A run whose hashes are unknown counts only if its last block belongs to the chain.
 

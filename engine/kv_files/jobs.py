@@ -1,4 +1,4 @@
-"""ReadJob and WriteJob: plain values by which the engine's thread gives the tier's threads work."""
+"""ReadJob and WriteJob: work that the engine's thread gives to the tier's threads. Plain values."""
 
 from __future__ import annotations
 

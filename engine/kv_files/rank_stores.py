@@ -320,7 +320,7 @@ class RankScans:
         self._num_ended = self._num_begun
 
     def wait_for_files(self, job: ReadJob) -> None:
-        """Wait until files with a job's blocks are listed, a whole scan has ended, or a stop."""
+        """Wait until a job's files are listed, a later scan has ended, or the job is stopped."""
         last = self._num_begun + 1  # the first scan that begins after this call
         while self._num_ended < last and not (job.is_stopped or self._has_listed(job)):
             time.sleep(_STOP_S)

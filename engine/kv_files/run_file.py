@@ -171,8 +171,8 @@ def header_bytes(prefix: bytes, num_blocks: int) -> int:
 
     Args:
         prefix: the first bytes of the file, `PREFIX_BYTES` of them if the file is long enough.
-        num_blocks: maximum number of the file's blocks. It limits the header's length: decoding a
-            long header, whose digest is checked only later, would delay all threads (the GIL).
+        num_blocks: maximum number of the file's blocks, which limits the header's length. To
+            decode a long header, before its digest is checked, would hold the GIL for long.
 
     Raises UnusableError for a file that does not begin like a run.
     """

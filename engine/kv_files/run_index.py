@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from baton.kv.block_hash import BlockHash
 from engine.kv_files.run_file import LAST_BYTES, RunName
 
-# Maximum number of runs with the same first block that a look-up considers, besides runs that fit
+# Maximum number of runs with the same first block that a look-up considers, without runs that fit
 # by name. Look-ups run on the engine's thread, and thousands of conversations may begin alike.
 MAX_ALIKE = 256
 FOLDER_CHARS = 2  # hexadecimal digits of the first hash that name a file's folder

@@ -45,7 +45,7 @@ _MAX_LISTED_BYTES = 2**40
 # When the limit is reached, files are removed until this share of the limit is free.
 _FREE_SHARE = 0.05
 # A file is forgotten after this many errors in a row, because each error turns reading off for all
-# prompts. A bad sector, for example, breaks one file. A later run may replace the file.
+# prompts, although a bad sector, for example, breaks only one file.
 _MOST_ERRORS = 2
 # Minimum tokens of a run: computing fewer tokens costs less than a file.
 MIN_TOKENS = 64
@@ -114,9 +114,9 @@ class RunStore:
         identity = listing.folder.partition("/")[0]
         known_runs = self.index.in_folder(listing.folder)
         gone = {run.path for run in known_runs if run.used_at < listing.began_at}
-        for file in sorted(
-            listing.files, key=lambda one: one.used_at
-        ):  # the index keeps this order
+        # The index keeps the order in which files are added, so the file that was used last must
+        # be added last.
+        for file in sorted(listing.files, key=lambda one: one.used_at):
             name = RunName.parse(file.name) if file.name.endswith(ENDING) else None
             if name is None:
                 continue
@@ -151,7 +151,7 @@ class RunStore:
             job.causes += ("absent",)
 
     def _learn(self, job: ReadJob, found: Sequence[tuple[int, Run]]) -> list[tuple[int, Run]]:
-        """Return the runs of which it is known how many blocks they share with the chain.
+        """Return those runs whose number of common blocks with the chain is known.
 
         Reads the headers of up to `_MOST_HEADERS` other runs, the most recently used first.
         """
@@ -347,7 +347,7 @@ class RunStore:
             for run in self.index.oldest_first(time.time()):
                 if self.index.num_bytes <= wanted:
                     break
-                # The first round keeps files that other nodes have used meanwhile, and notes this.
+                # The first round keeps files that other nodes used meanwhile, and notes that use.
                 used_at = self._storage.remove(
                     run.path, None if is_last else run.used_at + _SETTLED_S
                 )

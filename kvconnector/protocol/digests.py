@@ -284,7 +284,7 @@ class DigestVerifier:
         self._own_engine_id = own_engine_id
         self._channels = channels
         self.num_wrong_blocks = 0
-        # What the present input causes: messages to peers, and inputs for ``machine``
+        # Results of the present input: messages to peers, and inputs for ``machine``
         self._said: list[Action] = []
         self._passed: list[Input] = []
 
@@ -304,7 +304,7 @@ class DigestVerifier:
         return len(self._arrivals)
 
     def _filter(self, item: Input, now: float) -> None:
-        """Note what an input says about blocks; pass the input on, unless it must be held back."""
+        """Note an input's facts about blocks; pass the input on, or hold it back."""
         match item:
             case Watermark() | Commit():
                 self._hold_back(item, now)

@@ -236,8 +236,8 @@ class LinkMeter:
             return []
         peer = self._sender.peers[engine_id]
         known = peer.bandwidth_bytes_per_s
-        # A limit that is too low keeps the link from being full, so the higher of two near ones
-        # counts.
+        # A limit that is too low keeps the link from filling, so of two similar bandwidths, the
+        # higher one counts.
         if bandwidth > known or (LIMIT_FACTOR * bandwidth < known and not link.is_starved):
             peer.bandwidth_bytes_per_s = bandwidth
         if _are_near(bandwidth, link.reported):

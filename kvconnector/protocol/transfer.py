@@ -78,7 +78,7 @@ class Transfer:
     record: HandoffRecord | None = None
     last_push_at: float = 0.0
     num_blocks_pushed: int = 0
-    num_parts: int = 0  # blocks posted for the first time, once per range of layers
+    num_parts: int = 0  # first posts of a block's layers: one per block and range of layers
     num_bytes: int = 0
     num_descriptors: int = 0
     posting_s: float = 0.0
@@ -162,7 +162,7 @@ class Transfer:
         self.attempts.update(dict.fromkeys(((index, layers) for index in wanted), attempt))
         if attempt > MAX_ATTEMPTS or any(index not in self.block_ids for index in wanted):
             self.fail(f"digests of KV blocks were wrong after {attempt - 1} attempts")
-        elif len(self.attempts) > 2 * self.num_parts:  # posted ranges, and joined ranges
+        elif len(self.attempts) > 2 * self.num_parts:  # D also requests joined ranges
             self.fail("the decode node requested blocks again in too many ranges of layers")
         else:
             block_ids = tuple(self.block_ids[index] for index in wanted)

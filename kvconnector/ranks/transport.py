@@ -3,9 +3,9 @@
     write ──┬── the transport of this process's rank       each rank writes its own slices; a write
             └── the other ranks' transports, by messages   is complete when all ranks' parts are
 
-The leading processes of two nodes exchange protocol messages over their own transports. If a rank's
-process has ended, its writes are never reported as failed: a failed write must not be in flight any
-more, and this is unknown. Instead the whole node ends, and its peers notice the end.
+The leading processes of two nodes exchange protocol messages over their own transports. A reported
+failure means that a write is not in flight. If a rank's process has ended, this is unknown, so no
+failure is reported. Instead the whole node ends, and its peers notice the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvconnector.transports.write_parts import WriteParts
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
-_NOBODY_WAITS = 0  # number of all calls whose answers nobody awaits
+_NOBODY_WAITS = 0  # the call number of every call whose answer nobody awaits
 
 
 class OtherRank:

@@ -1,7 +1,7 @@
 """Round trips of TCP paths, as the kernel measures them.
 
-The kernel measures each acknowledged segment, so its shortest time is the path's: neither KV that
-waits for the link nor threads that wake up late make the time longer.
+The kernel measures each acknowledged segment. So the shortest time is the round trip of the path:
+neither KV that waits for the link nor threads that wake up late make this time longer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 
-# `tcpi_min_rtt` of Linux' struct tcp_info: microseconds, the shortest of some minutes
+# `tcpi_min_rtt` of Linux' struct tcp_info: the shortest time of some minutes, in microseconds
 _OFFSET, _MIN_RTT = 148, struct.Struct("=I")
 _UNKNOWN = 2**32 - 1
 

@@ -1,4 +1,4 @@
-"""HintQueue: prefetches of sessions that wait, because prefetches may take little of a node's time.
+"""HintQueue: lets sessions' prefetches wait, so that they take only a small part of a node's time.
 
     router -> put -> (one session of each owner in turn) -> handle        on the node's thread
 
@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-# Largest share of the thread's time for prefetches, and the most seconds of it that can be saved up
-# for later prefetches.
+# Maximum share of the thread's time that prefetches take, and maximum seconds of this share that
+# can be saved up for later prefetches.
 SHARE, MAX_SAVED_S = 0.05, 0.05
 MAX_WAITING = 4096  # maximum number of sessions that wait
 
@@ -23,7 +23,7 @@ MAX_WAITING = 4096  # maximum number of sessions that wait
 class HintQueue:
     """The sessions whose prefetches wait on one node. Used on the node's thread.
 
-    If too many sessions wait, the owner with most of them loses its oldest one.
+    If too many sessions wait, the owner with the most waiting sessions loses the oldest of these.
 
     Args:
         prefetch: gets owner, session and the seconds for which to keep the session's prefix.
@@ -46,7 +46,7 @@ class HintQueue:
         return self._num_waiting
 
     def put(self, owner: bytes, session: bytes, keep_s: float) -> None:
-        """Queue a prefetch, in place of an earlier one of the session that still waits."""
+        """Queue a prefetch; replace an earlier prefetch of the session that still waits."""
         of_owner = self._waiting.setdefault(owner, {})
         self._num_waiting += session not in of_owner
         of_owner[session] = keep_s
@@ -56,7 +56,7 @@ class HintQueue:
             logger.debug("dropped a prefetch: %d sessions wait", MAX_WAITING)
 
     def forget(self, owner: bytes, session: bytes) -> None:
-        """Drop the prefetch of a session, if it waits."""
+        """Drop the prefetch of a session; do nothing if none waits."""
         of_owner = self._waiting.get(owner, {})
         if of_owner.pop(session, None) is not None:
             self._num_waiting -= 1

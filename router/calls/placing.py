@@ -24,7 +24,7 @@ MAX_EXPECTING = 1024
 # A timer may fire this many seconds too early. The deadline then counts as reached. Otherwise, the
 # caller would try to place the call again and again until the deadline.
 _EARLY_S = 1e-6
-# A node stops sending a cached prefix after this many seconds; prompts wait for a shorter time.
+# A node stops sending a cached prefix after this many seconds, whatever `--fetch-timeout-s` is.
 SHARE_TIMEOUT_S = 30.0
 
 

@@ -555,7 +555,7 @@ class NodePool:
 
     @property
     def _is_held_up(self) -> bool:
-        """Return whether this process has stalled lately, and nodes may have hung up for this."""
+        """Return whether this process has stalled lately, so that nodes may have hung up."""
         return self._is_late or self.clock() < self._held_up_until
 
     def hang_up(self, node: Node, problem: str) -> None:

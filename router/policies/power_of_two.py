@@ -12,7 +12,7 @@ from router.policies.least_tokens import load_with
 
 
 class PowerOfTwo:
-    """Picks the less loaded of two random nodes, nearly as good as the least loaded of all nodes.
+    """Picks the less loaded of two random nodes: nearly as good as the least loaded of all nodes.
 
     Several routers that know the same loads do not all pick the same node.
 

@@ -2,7 +2,7 @@
 
 A node that looks slow gets no prompts, so nothing corrects the estimate of its speed, which may
 stem from one bad prompt or a busy machine. So a node that had no prompt for a long time gets one
-prompt that is cheap there: the probe. The older the node's last prompt, the more may a probe cost.
+cheap prompt as a probe. The longer ago the node's last prompt was, the more a probe may cost.
 
 A node that looks about as fast as the chosen node needs no probe: if it gets no prompts, the reason
 is not its estimate but other nodes' caches, and a probe would compute a cached prompt again.

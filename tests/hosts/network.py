@@ -118,7 +118,7 @@ class Network:
     ) -> None:
         self.families = tuple(families)
         self._far = frozenset(far)
-        self._routers: list[Host] = []  # of the near site, then of the far site
+        self._routers: list[Host] = []  # the near site's router, then the far site's
         self.events: list[Event] = []
         self.hosts: dict[str, Host] = {}
         self._names = list(names)

@@ -1,4 +1,4 @@
-"""Tests of hosts on one machine: separate as machines are, with cuts, rates and names."""
+"""Tests that hosts on one machine are separate, and that cuts, rates and names have effect."""
 
 from __future__ import annotations
 

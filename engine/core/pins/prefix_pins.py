@@ -72,14 +72,14 @@ class _Owner:
     num_hashes: int = 0
 
     def is_over(self, share: int) -> bool:
-        """Return whether the pins keep more blocks than a share, or are too many, or too long."""
+        """Return whether the pins are too many: by number, by blocks (a share) or by hashes."""
         if len(self.names) > share:
             return True
         takes_memory = len(self.pins) > MAX_PINS or self.num_hashes > HASHES_PER_BLOCK * share
         return takes_memory and len(self.pins) > 1
 
     def replace(self, pin: Pin) -> Pin | None:
-        """Store a pin as the most recently used; return the pin of the same prefix before it."""
+        """Store a pin as the most recently used; return the earlier pin of its prefix, or None."""
         old = self.take_out(pin)
         self.pins[pin.hashes[-1]] = pin
         self.sessions[pin.session] += 1
@@ -87,7 +87,7 @@ class _Owner:
         return old
 
     def take_out(self, pin: Pin) -> Pin | None:
-        """Remove and return the pin of a prefix, if there is one."""
+        """Remove and return the pin of the same prefix; None: there is none."""
         old = self.pins.pop(pin.hashes[-1], None)
         if old is not None:
             self.num_hashes -= len(old.hashes)

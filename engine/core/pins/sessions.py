@@ -89,7 +89,7 @@ class PrefetchBudget:
 
     def count_prefetch(self, owner: bytes, num_blocks: int, keep_s: float) -> None:
         """Count the blocks of a prefetch against its owner's share for ``keep_s`` seconds."""
-        # Other owners may never prefetch again. Two owners per call keep the table small cheaply.
+        # Some owners never prefetch again. Checking two per call bounds the table cheaply.
         for oldest in list(islice(self._taken, 2)):
             self._drop_expired(oldest)
         if num_blocks:

@@ -81,7 +81,7 @@ class FolderStorage:
     ) -> bool:
         target = self._folder / path
         for folder in (self._folder, target.parent.parent, target.parent):
-            self._files.make_folder(folder)  # one by one: only the last one would be private
+            self._files.make_folder(folder)  # one by one, so that each folder is private
         # Nodes in containers have equal process ids.
         new = target.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
         try:

@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 USED = ".used"
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-# Of a listing: objects per request, requests per call, seconds until the next listing, and maximum
-# number of objects, so that a bucket cannot fill the node's memory.
+# Listing: objects per request, requests per call, seconds until the next listing, and the maximum
+# number of objects, which keeps a large bucket from filling the node's memory.
 _PAGE, _PAGES_PER_CALL, LIST_EVERY_S, MOST_OBJECTS = 1000, 10, 15.0, 400_000
-# Number of first bytes of an object that are read when it is opened: they have most runs' headers.
+# Bytes at an object's start that are read when it is opened; most runs' headers are not longer.
 _HEAD_BYTES = 2**16
 # A chunk is read by this many requests at a time, because one request is slower than the network.
 _NUM_REQUESTS, _REQUEST_BYTES = 4, 2**22
@@ -52,7 +52,7 @@ _PIECE_BYTES = 2**18
 _PART_BYTES, _WRITE_TIMEOUT_S = 2**23, 30.0
 # A node writes the marker of an object at most once in this many seconds.
 NOTE_USE_S = 3600.0
-# Maximum number of markers that wait to be written, and that one call of `list_changes` writes.
+# Maximum number of markers that wait, and of markers that one call of `list_changes` writes.
 _MOST_USES, _USES_PER_CALL = 1024, 16
 # Markers without an object are removed after this many seconds, at most this many per call.
 _ORPHAN_S, _MOST_ORPHANS = 600.0, 100

@@ -213,13 +213,13 @@ class RoundTrips:
         self._list_sockets, self._clock = list_sockets, clock
         self._read_at = -math.inf
         self._by_address: dict[bytes, float] = {}
-        self._by_metadata: dict[bytes, float] = {}  # what was asked since the last reading
+        self._by_metadata: dict[bytes, float] = {}  # results of `find` since the last reading
 
     def find(self, metadata: bytes) -> float:
         """Return the shortest round trip to a peer, by the peer's metadata; 0.0: unknown.
 
-        All sockets are read again after `TRIPS_S`, or after `UNKNOWN_S` if they do not tell the
-        round trip.
+        All sockets are read again after `TRIPS_S`, or after `UNKNOWN_S` if no call since the last
+        reading has found the peer's round trip.
         """
         known = self._by_metadata.get(metadata, 0.0)
         if self._clock() - self._read_at >= (TRIPS_S if known else UNKNOWN_S):

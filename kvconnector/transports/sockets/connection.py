@@ -24,7 +24,7 @@ READ_BYTES = 2**19
 # Maximum number of bytes that one connection sends, and that it reads, per turn; then messages are
 # handled, and other connections have their turn.
 ROUND_BYTES = 2**20
-# Maximum number of frames that one connection reads per turn, because short frames take long
+# Maximum number of frames that one connection reads per turn: many short frames take long
 ROUND_FRAMES = 2**10
 
 

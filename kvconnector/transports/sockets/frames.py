@@ -82,8 +82,8 @@ class DoneHead(msgspec.Struct, frozen=True, array_like=True):
     """The head of DONE: how many writes and probes on this connection are over.
 
     Attributes:
-        is_taken: whether the listener kept the bytes of the last of them. It has kept the bytes of
-            all others since the previous DONE.
+        is_taken: whether the listener kept the bytes of the last write or probe. The listener has
+            kept the bytes of all others since the previous DONE.
     """
 
     count: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]

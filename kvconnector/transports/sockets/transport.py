@@ -133,7 +133,7 @@ class TlsTransport:
     def round_trip_s(self, engine_id: str) -> float:
         outgoing = self._outgoing.get(engine_id)
         trip_s = outgoing.round_trip_s if outgoing is not None else 0.0
-        return trip_s and trip_s + ROUND_S / 2  # bytes wait half a round on average
+        return trip_s and trip_s + ROUND_S / 2  # bytes wait for half a round on average
 
     def allow(self, engine_id: str, transfer: TransferKey, block_ids: Sequence[int]) -> None:
         self._grants.setdefault(engine_id, {}).setdefault(transfer, frozenset(block_ids))
@@ -242,7 +242,7 @@ class TlsTransport:
             if outgoing.dialling is not None:
                 wanted[outgoing.dialling.fileno()] = outgoing.dialling, selectors.EVENT_WRITE
         for connection in self._connections():
-            # A socket is almost always writable, so a connection that has more to do gets a turn
+            # Almost every socket is writable, so EVENT_WRITE gives a connection a turn at once
             wants_turn = connection.queued_bytes or connection.has_more
             write_event = selectors.EVENT_WRITE if wants_turn else 0
             wanted[connection.raw.fileno()] = connection, selectors.EVENT_READ | write_event

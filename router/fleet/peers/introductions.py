@@ -157,7 +157,7 @@ class Introductions:
         self._early = _EarlyReports()
         self._news: dict[str, _News] = {}  # by engine id of the reader
         self._sending: asyncio.Handle | None = None  # the next call of `_send_news`
-        # Times of the event loop: of this next call, and until which no message may be sent
+        # Times of the event loop: of this next call, and before which no message may be sent
         self._sending_at = math.inf
         self._rest_until = -math.inf
 

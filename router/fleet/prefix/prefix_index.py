@@ -95,7 +95,7 @@ class PrefixIndex:
         self._held: dict[ShortHash, int] = {}
         self._placed = PlacementMemory(max_placed_blocks, placement_lifetime_s, clock)
         self._holders: dict[str, _Holder] = {}  # nodes by engine id
-        self._left_out: dict[str, HashKind] = {}  # further nodes, because of `MAX_KINDS`
+        self._left_out: dict[str, HashKind] = {}  # nodes that are left out, see `MAX_KINDS`
         self._kinds: set[HashKind] = set()
         self._places: list[_Holder | None] = []  # nodes by bit; None: the bit is free
         # Removed nodes whose blocks must still be dropped, oldest first

@@ -15,8 +15,8 @@ class TroubledFiles(FileSystem):
     """Files of this machine with faults.
 
     Attributes:
-        write_error, read_error: error numbers that writes (also of times) and reads fail with; 0:
-            none.
+        write_error: number of the error of writes, also of times; 0: none.
+        read_error: number of the error of reads; 0: none.
         gate: while this event is unset, reads of blocks stand still.
         stands: set once a read stands still.
     """
@@ -67,7 +67,7 @@ class VanishingFiles(FileSystem):
 
 
 class ForbiddingFiles(FileSystem):
-    """Files of this machine, of which only root may list the folder `lost+found`."""
+    """Files of this machine; listing the folder `lost+found` fails, as for users except root."""
 
     def list_folders(self, path: Path) -> dict[str, float]:
         if path.name == "lost+found":

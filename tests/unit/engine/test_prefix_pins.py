@@ -123,7 +123,7 @@ def test_a_drop_ends_no_pin_of_another_session() -> None:
         PinTerms(b"tenant", session, (PrefixPin(10.0),)) for session in (b"one", b"other")
     )
     pins.begin(make_request("a", prompt=[1] * 8), one)
-    pins.begin(make_request("b", prompt=[1] * 12), other)  # begins as the first prompt
+    pins.begin(make_request("b", prompt=[1] * 12), other)  # begins like the first prompt
     assert len(pins._kept) == 6
     assert pins.drop_session(b"tenant", b"other") == 1
     assert len(pins._kept) == 4

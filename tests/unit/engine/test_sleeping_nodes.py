@@ -19,7 +19,7 @@ from tests.unit.engine.test_first_steps import NoEnd, NoNode
 
 @pytest.mark.medium
 def test_routers_learn_at_once_that_a_sleeping_node_caches_nothing() -> None:
-    """Look at the events of a node that sleeps, because routers choose holders by these."""
+    """Routers choose holders of prefixes by a node's events, so look at these events."""
     config = EngineConfig(device="cpu", num_blocks=32, num_threads=1)
     loaded = load_engine(str(DEMO_MODEL), config, node_name="d0", kv_connector="in_memory")
     pool, events = loaded.engine.block_pool, list[NodeEvent]()

@@ -1,4 +1,4 @@
-"""Unit tests of RunIndex: look-ups stay short although very many runs begin with one block."""
+"""Unit tests of RunIndex: look-ups stay short if very many runs begin with the same block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHAIN = chain_of(1, 8)
 
 
 def add_other(index: RunIndex) -> Run:
-    """Add a run that begins as `CHAIN`, and whose hashes are known."""
+    """Add a run that begins like `CHAIN`; its hashes are known."""
     hashes = (CHAIN[0], *(os.urandom(32) for _ in range(7)))
     run = Run(IDENTITY, RunName.of(hashes, 0, BLOCK_SIZE), 1, 0.0, hashes)
     index.add(run)

@@ -18,7 +18,7 @@ NUM_BLOCKS = 8
 class ForeignFiles(TroubledFiles):
     """Files of this machine; one of them belongs to another user.
 
-    A test of root cannot make a file that root may not open.
+    A test that runs as root cannot make a file that it may not open.
 
     Attributes:
         foreign: the other user's file.

@@ -38,7 +38,7 @@ class Node:
         self.transport = RanksTransport(self._local, {1: link})
 
     def serve(self) -> None:
-        """Let the other rank answer, and the leading process hear the answers."""
+        """Let the other rank answer, and let the leading process read the answers."""
         self._service.round()
         self.transport.take_notifications()
 

@@ -1,4 +1,4 @@
-"""Unit tests of the figures of a soak run: few samples end no run."""
+"""Unit tests of the figures of a soak run: few samples raise no error."""
 
 from __future__ import annotations
 

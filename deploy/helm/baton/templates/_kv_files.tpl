@@ -29,8 +29,8 @@ The value of an option of a role's nodes, or nothing; args win over env, and env
 {{- end -}}
 
 {{/*
-The volume of the chart that a folder lies in, as two words: where the limit is set, and the limit.
-Nothing if the folder lies elsewhere. [root, role, folder]
+The chart's volume in which a folder lies, as two words: name and value of the volume's limit.
+Nothing if the folder lies in no volume of the chart. [root, role, folder]
 */}}
 {{- define "baton.kvFilesVolume" -}}
 {{- $node := index (index . 0).Values (index . 1) -}}{{- $folder := clean (index . 2) -}}
