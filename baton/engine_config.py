@@ -37,7 +37,7 @@ DEFAULT_ENCODER_CACHE_TOKENS = 16_384
 GIB = 2**30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 DEFAULT_KV_FILES_BYTES = 10 * GIB
-MAX_PROMPT_WAIT_S = 60.0  # longest wait of a prompt for cached KV that an operator may allow
+MAX_PROMPT_WAIT_S = 30.0  # longest wait of a prompt for cached KV that an operator may allow
 MAX_BATCHED_TOKENS = 2**20  # highest limit of a step's tokens; larger steps take too long
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]+)?")
 

@@ -40,7 +40,7 @@ class FileSystem:
         return found
 
     def list_files(self, path: Path) -> list[FoundFile]:
-        """Return the files in a folder; the time of use is the time of change.
+        """Return the regular files in a folder; the time of use is the time of change.
 
         Leaves out files that another process removes meanwhile. The result is empty if the folder
         is missing.
@@ -49,7 +49,9 @@ class FileSystem:
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    stat = entry.stat()
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
+                    stat = entry.stat(follow_symlinks=False)
                     found.append(FoundFile(entry.name, stat.st_size, stat.st_mtime))
         return found
 

@@ -218,12 +218,16 @@ class RoundTrips:
     def find(self, metadata: bytes) -> float:
         """Return the shortest round trip to a peer, by the peer's metadata; 0.0: unknown.
 
-        All sockets are read again after `TRIPS_S`, or after `UNKNOWN_S` if no call since the last
-        reading has found the peer's round trip.
+        All sockets are read again after `TRIPS_S`, or after `UNKNOWN_S` if the last reading has not
+        found the peer's round trip.
         """
-        known = self._by_metadata.get(metadata, 0.0)
-        if self._clock() - self._read_at >= (TRIPS_S if known else UNKNOWN_S):
+        age_s = self._clock() - self._read_at
+        if age_s >= TRIPS_S or (age_s >= UNKNOWN_S and not self._look_up(metadata)):
             self._read()
+        return self._look_up(metadata)
+
+    def _look_up(self, metadata: bytes) -> float:
+        """Return the round trip to a peer as of the last reading; 0.0: unknown."""
         if metadata not in self._by_metadata:
             found = [trip_s for address, trip_s in self._by_address.items() if address in metadata]
             self._by_metadata[metadata] = min(found, default=0.0)

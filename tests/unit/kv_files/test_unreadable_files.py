@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kv_files.storage.file_system import FileSystem
 from tests.fakes.engine.kv_file_stores import IDENTITY, chain_of, open_store, read, write
 from tests.fakes.engine.kv_file_systems import READ_ERROR, TroubledFiles
 
@@ -82,3 +83,12 @@ def test_a_file_with_repeated_read_errors_is_forgotten(tmp_path: Path) -> None:
     files.read_error = 0
     write(store, blocks, chain)
     assert read(store, blocks, chain).num_done == NUM_BLOCKS, "a new file replaced the broken one"
+
+
+def test_only_regular_files_are_listed(tmp_path: Path) -> None:
+    """Otherwise, a folder with the name of a run would fail each write that needs room."""
+    (tmp_path / "run").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert [(one.name, one.num_bytes) for one in FileSystem().list_files(tmp_path)] == [("run", 4)]

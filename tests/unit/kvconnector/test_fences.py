@@ -250,9 +250,18 @@ def test_the_kernel_tells_the_round_trip_to_a_peer(worker: Worker) -> None:
     assert 0 < found < 1
     assert worker.round_trips.find(metadata_of("127.0.0.9")) == 0.0
     num_lists = worker.num_lists
+    other, far = worker.accept("127.0.0.4")
+    other.send(b"answer")
+    assert far.recv(6) == b"answer"
     worker.now += UNKNOWN_S
     assert worker.round_trips.find(metadata) == found
     assert worker.num_lists == num_lists, "known: the sockets are not read again"
+    assert worker.round_trips.find(metadata_of("127.0.0.4")) > 0
+    num_lists += 1
+    for address in ("127.0.0.2", "127.0.0.4") * 2:  # both were found by the last reading
+        worker.now += UNKNOWN_S
+        assert worker.round_trips.find(metadata_of(address)) > 0
+    assert worker.num_lists == num_lists
     assert worker.round_trips.find(metadata_of("127.0.0.9")) == 0.0
     worker.now += TRIPS_S
     worker.round_trips.find(metadata)
