@@ -89,8 +89,8 @@ def test_a_peer_info_in_anothers_name_is_refused_by_both_roles() -> None:
     for engine_id in "dp":
         cluster.step(engine_id)
     assert [(report.engine_id, report.connected, report.problem) for report in cluster.reports] == [
-        ("x", False, "the peer info of x names p"),
-        ("y", False, "the peer info of y names d"),
+        ("x", False, "the peer info of x has the id p"),
+        ("y", False, "the peer info of y has the id d"),
     ]
 
 
