@@ -86,7 +86,7 @@ def test_a_file_with_repeated_read_errors_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_only_regular_files_are_listed(tmp_path: Path) -> None:
-    """Otherwise, a folder with the name of a run would fail each write that needs room."""
+    """Regression: a folder with the name of a run failed each write that needed room."""
     (tmp_path / "run").write_bytes(b"1234")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "folder").mkdir()
