@@ -44,7 +44,7 @@ MAX_BACK_OFF_S = 1.0  # longest pause between two attempts to greet or reach a p
 # The KV in flight to a peer keeps the link busy for `ROUND_TRIPS` round trips plus this many
 # seconds. The number is small, because a message waits behind this KV.
 QUEUE_S = 0.002
-ROUND_TRIPS = 2  # two, because the measured bandwidth may be a third too low
+ROUND_TRIPS = 2  # two, because `round_trip_s` is the shortest one, and most take longer
 USUAL_ROUND_TRIP_S = 0.001  # until a round trip is measured, or where the transport measures none
 MAX_ROUND_TRIP_S = 0.1
 NUM_PIECES = 4  # number of pieces that bytes in flight are cut into, so that the link has no pauses
