@@ -52,7 +52,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
-from kvconnector.protocol.transfer import Transfer, cut_push
+from kvconnector.protocol.transfer import QueuedPush, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class SendMachine:
     def is_moving(self) -> bool:
         """Return whether bytes are in flight or wait to be posted."""
         granted = (t for t in self.transfers.values() if t.granted is not None)
-        return self._probes.is_writing or any(t.writes or t.pieces for t in granted)
+        return self._probes.is_writing or any(t.writes or t.pushes for t in granted)
 
     # ------------------------------------------------------------------ inputs
 
@@ -194,9 +194,8 @@ class SendMachine:
             return
         if push.record is not None:
             transfer.record, transfer.last_push_at = push.record, wish.at_s
-        block_bytes = self._num_bytes(transfer.engine_id, 1, push.layers)
-        write_bytes = self.peers.piece_bytes(transfer.engine_id, self._portions.write_bytes)
-        transfer.pieces += cut_push(push, max(1, write_bytes // max(1, block_bytes)))
+        if push.block_ids:
+            transfer.pushes.append(QueuedPush.of(push))
 
     def _leave(self, engine_id: str) -> None:
         """Fail a peer's transfers; each ends once none of its writes is in flight.
@@ -306,12 +305,24 @@ class SendMachine:
             and self.peers.may_write(engine_id)
         ):
             assert grant is not None
-            piece = transfer.pieces.popleft().from_index(grant.first_block)
+            piece = transfer.next_piece(self._num_next_blocks(transfer))
+            piece = piece.from_index(grant.first_block)
             if piece.indices:  # the decode node already has the blocks before ``first_block``
                 remote = [grant.block_ids[index - grant.first_block] for index in piece.indices]
                 key = transfer.request_id, transfer.epoch
                 return Write(engine_id, key, piece, remote, transfer.groups_of(piece))
         return None
+
+    def _num_next_blocks(self, transfer: Transfer) -> int:
+        """Return how many blocks of a transfer's next push one write may have, at least 1.
+
+        The number follows the latest bandwidth, so that a long push gets larger pieces as soon as
+        the link is known to be faster.
+        """
+        engine_id, most_bytes = transfer.engine_id, self._portions.write_bytes
+        block_bytes = self._num_bytes(engine_id, 1, transfer.pushes[0].whole.layers) or 1
+        wanted = round(self.peers.piece_bytes(engine_id, most_bytes) / block_bytes)
+        return max(1, min(wanted, most_bytes // block_bytes))
 
     def _on_posted(self, result: Posted) -> None:
         action = result.action

@@ -48,13 +48,61 @@ class Piece:
 
 
 @dataclass(slots=True)
+class QueuedPush:
+    """A push, or blocks to write again, of which a first part may have been posted.
+
+    Attributes:
+        whole: all blocks as one piece, in the order in which they are posted.
+        num_posted: number of leading blocks that were posted.
+    """
+
+    whole: Piece
+    num_posted: int = 0
+
+    @classmethod
+    def of(cls, push: BlockPush) -> QueuedPush:
+        """Queue a push, with its blocks in order of their ids.
+
+        Blocks that are adjacent on both nodes are then neighbours in a piece, and are written as
+        one range.
+        """
+        order = sorted(range(len(push.block_ids)), key=push.block_ids.__getitem__)
+        watermark = (push.num_tokens, push.first_block + len(push.block_ids))
+        return cls(
+            Piece(
+                indices=tuple(push.first_block + offset for offset in order),
+                block_ids=tuple(push.block_ids[offset] for offset in order),
+                layers=push.layers,
+                watermark=watermark if push.layers is None else None,
+                is_computed=push.is_computed,
+            )
+        )
+
+    @property
+    def is_posted(self) -> bool:
+        """Return whether all blocks were posted."""
+        return self.num_posted >= len(self.whole.block_ids)
+
+    def next_piece(self, max_blocks: int) -> Piece:
+        """Return the next blocks, at most ``max_blocks``, and count them as posted."""
+        whole, part = self.whole, slice(self.num_posted, self.num_posted + max_blocks)
+        self.num_posted += max_blocks
+        return replace(
+            whole,
+            indices=whole.indices[part],
+            block_ids=whole.block_ids[part],
+            watermark=whole.watermark if self.is_posted else None,
+        )
+
+
+@dataclass(slots=True)
 class Transfer:
     """One attempt to hand over one request's KV: a request with one epoch.
 
     Attributes:
         groups: KV group of each transferred block; empty if there is only one group.
         granted: the decode node's grant; None before it comes.
-        pieces: pieces that must still be posted, in order.
+        pushes: pushes with blocks that must still be posted, in order.
         writes: posted pieces that are not complete, in order.
         record: the hand-off record of the last push; None before the last push is queued.
         last_push_at: when the last push was queued.
@@ -73,7 +121,7 @@ class Transfer:
     totals: PushTotals = field(default_factory=PushTotals)
     groups: Sequence[int] = ()
     granted: Grant | None = None
-    pieces: deque[Piece] = field(default_factory=deque)
+    pushes: deque[QueuedPush] = field(default_factory=deque)
     writes: deque[Piece] = field(default_factory=deque)
     record: HandoffRecord | None = None
     last_push_at: float = 0.0
@@ -89,11 +137,19 @@ class Transfer:
 
     @property
     def can_post(self) -> bool:
-        """Return whether the next piece exists, is granted, and is computed."""
-        if self.granted is None or self.failure is not None or not self.pieces:
+        """Return whether there are blocks to post that are granted and computed."""
+        if self.granted is None or self.failure is not None or not self.pushes:
             return False
-        is_computed = self.pieces[0].is_computed
+        is_computed = self.pushes[0].whole.is_computed
         return is_computed is None or is_computed()
+
+    def next_piece(self, max_blocks: int) -> Piece:
+        """Return the next blocks to post, at most ``max_blocks``; call only if `can_post`."""
+        push = self.pushes[0]
+        piece = push.next_piece(max_blocks)
+        if push.is_posted:
+            self.pushes.popleft()
+        return piece
 
     def make_commit(self, engine_id: str, transport: str, now: float) -> Commit:
         """Make the Commit message of sender ``engine_id``, after all blocks have been written."""
@@ -166,13 +222,14 @@ class Transfer:
             self.fail("the decode node requested blocks again in too many ranges of layers")
         else:
             block_ids = tuple(self.block_ids[index] for index in wanted)
-            self.pieces.append(Piece(tuple(wanted), block_ids, layers, attempt=attempt))
+            again = Piece(tuple(wanted), block_ids, layers, attempt=attempt)
+            self.pushes.append(QueuedPush(again))
 
     def fail(self, reason: str) -> None:
         """Fail the transfer, so that nothing more is posted."""
         if self.failure is None:
             self.failure = reason
-            self.pieces.clear()
+            self.pushes.clear()
 
     @property
     def waits_for_answer(self) -> bool:
@@ -182,28 +239,4 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         """Return whether all blocks and the hand-off record have arrived."""
-        return bool(self.record and self.granted and not (self.pieces or self.writes))
-
-
-def cut_push(push: BlockPush, max_blocks: int) -> list[Piece]:
-    """Cut a push into pieces of at most ``max_blocks`` blocks, in order of block ids.
-
-    Blocks that are adjacent on both nodes are then neighbours in a piece, and are written as one
-    range.
-    """
-    order = sorted(range(len(push.block_ids)), key=push.block_ids.__getitem__)
-    pieces = []
-    watermark = (push.num_tokens, push.first_block + len(push.block_ids))
-    for start in range(0, len(order), max_blocks):
-        part = order[start : start + max_blocks]
-        is_last = start + max_blocks >= len(order)
-        pieces.append(
-            Piece(
-                indices=tuple(push.first_block + offset for offset in part),
-                block_ids=tuple(push.block_ids[offset] for offset in part),
-                layers=push.layers,
-                watermark=watermark if is_last and push.layers is None else None,
-                is_computed=push.is_computed,
-            )
-        )
-    return pieces
+        return bool(self.record and self.granted and not (self.pushes or self.writes))

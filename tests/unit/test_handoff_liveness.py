@@ -130,7 +130,7 @@ def test_a_process_that_stands_still_just_before_a_post_looks_at_its_lease(
     stops = [seconds]
 
     def stand_still(item: Input, now: float) -> list[Action]:
-        may_post = any(t.granted and t.pieces for t in machine.transfers.values())
+        may_post = any(t.granted and t.pushes for t in machine.transfers.values())
         if isinstance(item, PauseEnded) and may_post and stops:
             cluster.clock.advance(stops.pop())  # behind all other checks of this round
         return take(item, cluster.clock())

@@ -205,6 +205,23 @@ def test_a_busy_sender_does_not_lower_its_limit(is_busy: bool) -> None:
     assert peer.bandwidth_bytes_per_s == (before if is_busy else link.bandwidths[1])
 
 
+def test_a_push_gets_larger_pieces_once_its_link_is_known_to_be_faster() -> None:
+    """Regression: a push was cut into pieces when it was queued, by the bandwidth of that time."""
+    link = Link()
+    peer = link.sender.machine.peers["d"]
+    one_piece_s = ROUND_TRIPS * peer.round_trip_s + QUEUE_S
+    peer.bandwidth_bytes_per_s = 2**19 / one_piece_s  # less than a block of 1 MiB in flight
+    link.sender.start("r", 1, "d", num_tokens=16, num_blocks=NUM_BLOCKS)
+    blocks = tuple(range(NUM_BLOCKS))
+    link.receiver.grant(KVReservation(request_id="r", epoch=1, engine_id="p", block_ids=blocks))
+    link.sender.push(BlockPush(request_id="r", epoch=1, first_block=0, block_ids=blocks))
+    link.run(0.1)
+    assert [write.local_block_ids for write in link.network.writes] == [[0]]
+    peer.bandwidth_bytes_per_s = 2**21 * NUM_PIECES / one_piece_s  # pieces of two blocks
+    link.run(0.1)
+    assert [write.local_block_ids for write in link.network.writes] == [[0], [1, 2], [3]]
+
+
 def test_tiny_slow_writes_of_a_busy_process_are_no_measurement() -> None:
     link = _Link(tested=1e9, reported=1e9, counted_at=0.0)
     for second in range(100):
