@@ -40,6 +40,9 @@ PARTS: tuple[Part, ...] = ("links", "table", "variants")
 UNLIMITED = 0.0
 RATES = (1.0, 10.0, UNLIMITED)  # Gbit/s
 WARM_TOKENS, NUM_WARM = 4096, 3  # requests after each change of the rate
+# Least number of requests of one length that are sent by layers: the time of one request may be the
+# time of a pause of the machine
+LEAST_REQUESTS = 3
 SLOW_RATE = 0.1  # Gbit/s; slower than a prefill makes KV
 # Ways to send fewer bytes, or to check the bytes, over the slow link
 VARIANTS = {
@@ -180,7 +183,8 @@ def measure_table(
                 # The sender measures the new bandwidth.
                 measure(network, programs.router, rate, min(WARM_TOKENS, max(lengths)), NUM_WARM)
                 for length in lengths:
-                    number = max(1, round(requests * min(1.0, 2048 / length)))
+                    least = LEAST_REQUESTS if push == "layers" else 1
+                    number = max(least, round(requests * min(1.0, 2048 / length)))
                     found = measure(network, programs.router, rate, length, number)
                     name = f"{connector}, {push}, {speed_of(rate)}, {length} tokens"
                     rows[name] = figures(found, rate, push)
@@ -219,7 +223,8 @@ def run(
     """Measure each connector, push mode, rate and prompt length.
 
     Args:
-        requests: number of requests for each length up to 2,048 tokens; longer prompts get fewer.
+        requests: number of requests for each length up to 2,048 tokens; longer prompts get fewer,
+            but at least three if KV is sent by layers.
         rates: Gbit/s of the nodes' links; 0: unlimited.
         connectors: nixl, tls.
         pushes: layers, after-prefill.
