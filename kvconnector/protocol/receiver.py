@@ -34,6 +34,7 @@ from kvconnector.protocol.actions import (
     SlotRead,
     Turn,
 )
+from kvconnector.protocol.dead_peers import DeadPeers
 from kvconnector.protocol.messages import (
     Beat,
     Cancel,
@@ -48,7 +49,7 @@ from kvconnector.protocol.messages import (
     Start,
     Watermark,
 )
-from kvconnector.protocol.peers import DeadPeers, Peers
+from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.probe import ProbeSlots
 
 SenderMessage = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
