@@ -22,7 +22,8 @@ from baton.api.errors import NodeUnavailableError
 from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.words import BEAT_INTERVAL_S
 from baton.processes.process import num_descriptors_allowed, stop_event
-from baton.processes.shared_ticks import SOON, sleep_until_tick
+from baton.processes.shared_ticks import sleep_until_tick
+from baton.processes.ticks import SOON
 from baton.serving.access_log import AccessLog
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import RpcLimits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.link.beat_interval import BEAT_INTERVAL_S
-from baton.processes.shared_ticks import SOON, next_tick
+from baton.processes.ticks import SOON, next_tick
 
 # A node at rest sends one beat in this many intervals. Each wake of a resting process takes about
 # 0.2 ms, because its data is in no cache.
@@ -50,10 +50,10 @@ class BeatPace:
         """Shorten the present pause to one interval, because the node rests no longer."""
         if self._due is None or self._timer is None:
             return
-        loop, due_at = asyncio.get_running_loop(), self._began_at + BEAT_INTERVAL_S
+        loop = asyncio.get_running_loop()
+        due_at = min(self._began_at + BEAT_INTERVAL_S, self._timer.when())
         self._timer.cancel()
         if due_at > loop.time():
-            due_at = min(due_at, self._timer.when())
             self._timer = loop.call_at(due_at, self._end)
         else:
             self._end()

@@ -1,21 +1,10 @@
-"""Shared ticks: periodic tasks wake together, so that an idle process sleeps.
-
-Ticks are multiples of an interval on the monotonic clock, which all processes of a machine share.
-"""
+"""Shared ticks: periodic tasks of an event loop wake together, so that an idle process sleeps."""
 
 from __future__ import annotations
 
 import asyncio
 
-SOON = 0.1  # share of an interval: a timer that fires early does not fire twice for one tick
-
-
-def next_tick(now: float, interval_s: float, least: float = 0.5) -> float:
-    """Return the first multiple of ``interval_s`` that is at least ``least`` intervals after now.
-
-    Intervals that are multiples of each other share ticks.
-    """
-    return (int(now / interval_s + least) + 1) * interval_s
+from baton.processes.ticks import next_tick
 
 
 async def sleep_until_tick(interval_s: float, least: float = 0.5) -> float:

@@ -25,7 +25,7 @@ from typing import cast
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError
-from baton.processes.shared_ticks import next_tick
+from baton.processes.ticks import next_tick
 from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 
 logger = logging.getLogger(__name__)

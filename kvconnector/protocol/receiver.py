@@ -70,8 +70,7 @@ class ReceiveMachine:
         self._own = own
         self._turn = Turn()
         self.grants = Repeats()
-        granted = self.grants.has_peer
-        self.peers = make_peers(self._turn, own, greets=False, is_receiving=granted)
+        self.peers = make_peers(self._turn, own, greets=False, is_receiving=self.grants.has_peer)
         self._slots = ProbeSlots(self._turn, own, self.peers)
         self._dead_peers = DeadPeers()
         self._num_read_rounds = 0  # number of rounds in which messages were read from the transport

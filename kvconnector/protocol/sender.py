@@ -94,11 +94,10 @@ class SendMachine:
         self._is_verified = is_verified
         self._turn = Turn()
         self.peers = make_peers(
-            self._turn,
-            own,
+            *(self._turn, own),
             greets=True,
             is_busy=self._has_writes,
-            is_used=self._has_transfers,
+            is_used=lambda peer: any(t.engine_id == peer for t in self.transfers.values()),
             on_lost=self._fail_all,
         )
         self._probes = Probes(self._turn, own, self.peers, digest)
@@ -379,9 +378,6 @@ class SendMachine:
     def _has_writes(self, engine_id: str) -> bool:
         mine = (t for t in self.transfers.values() if t.engine_id == engine_id)
         return any(t.writes for t in mine) or self._probes.has_writes(engine_id)
-
-    def _has_transfers(self, engine_id: str) -> bool:
-        return any(t.engine_id == engine_id for t in self.transfers.values())
 
     # ------------------------------------------------------------------ ends
 

@@ -536,11 +536,11 @@ class NodePool:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = now = self.clock()
         for node in list(self._nodes.values()):
+            node.num_missed_beats += node.count_intervals(now, num_intervals)
             if now - node.answered_at >= MAX_PAUSE_S:
                 node.answered_at = now
                 node.send(RouterBeat())
             node.watch()
-            node.num_missed_beats += node.count_intervals(now, num_intervals)
             # The first missed beat is not counted, because the node's beat may be on its way. A
             # node at rest sends only every second beat, so the second one is not counted either.
             not_counted = INTERVALS_AT_REST if node.beat.rests else 1
