@@ -40,7 +40,7 @@ MAX_ALIGNED = 16  # beats to more peers are spread, so that one round does not l
 # sender counts them from sending a beat, a receiver from the beat's arrival, so the sender's lease
 # ends first.
 LEASE_S = 4 * BEAT_INTERVAL_S
-# Seconds of silence after which a peer becomes suspect if its last answer was to a beat at rest
+# Seconds of silence after which a peer without transfers becomes suspect
 REST_LEASE_S = LEASE_S + BEAT_INTERVAL_S
 # If a peer may be writing KV, a receiver suspects the peer only after this many seconds of silence:
 # messages wait behind KV, for long if the link's rate has just fallen. The sender notices a lost
@@ -79,7 +79,6 @@ class Peer:
             may wait behind KV meanwhile. Only answers renew the lease.
         speak_at: time at which this end sends the next Hello or Beat.
         spoke_at: time at which this end sent its last Beat.
-        rested_at: time of the last Beat that a pause of `REST_INTERVAL_S` followed.
         is_late: whether the last but one Beat was not answered before the last one was sent.
         back_off_s: seconds until the next attempt to reconnect; doubles with each attempt.
         is_broken: whether the transport's connection to the peer has failed and must be replaced.
@@ -101,7 +100,6 @@ class Peer:
     reached_at: float = -math.inf
     speak_at: float = -math.inf
     spoke_at: float = -math.inf
-    rested_at: float = -math.inf
     is_late: bool = False
     reconnect_at: float = -math.inf
     back_off_s: float = HELLO_INTERVAL_S
@@ -396,7 +394,6 @@ class Peers:
         """Return the seconds from a beat to the next beat."""
         if peer.is_late or self._is_used(peer.engine_id):
             return BEAT_INTERVAL_S
-        peer.rested_at = self._turn.now
         if len(self._peers) > MAX_ALIGNED:
             return REST_INTERVAL_S
         # Other threads of this process wake at the tick itself and would compete for the GIL
@@ -421,9 +418,7 @@ class Peers:
         """Return the seconds of silence after which a connected peer becomes suspect."""
         if self._is_receiving(peer.engine_id):
             return RECEIVING_LEASE_S
-        # A receiver does not know whether its sender rests
-        rests = not self.greets or peer.alive_at <= peer.rested_at
-        return REST_LEASE_S if rests else LEASE_S
+        return LEASE_S if self._is_used(peer.engine_id) else REST_LEASE_S
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """Set a peer to SUSPECT, and report PEER_FAILED once."""
