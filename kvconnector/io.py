@@ -83,7 +83,7 @@ POLLING = Pauses(in_flight=0.0001, expecting=0.0005, rest=REST_POLL_S)
 # The descriptor does not show every event, such as the end of a copy; these pauses bound how late
 # the thread notices such an event. Messages are shown, so the thread seldom looks while it only
 # expects messages: each look costs the computing thread of a prefill 0.1 to 0.2 ms.
-LISTENING = Pauses(in_flight=0.001, expecting=0.01, rest=0.25)
+LISTENING = Pauses(in_flight=0.001, expecting=0.01, rest=1.0)
 MAX_READ_FAILURES = 100  # consecutive failed reads after which the transport counts as broken
 _WARM_S = 2.0  # seconds of fast polling after a new peer was added
 
@@ -240,7 +240,7 @@ class IoLoop:
             pause_s = self._pause_s()
             if not pause_s:
                 time.sleep(0)  # lets other threads run
-            elif self._peers.greets and self._is_at_rest() and self._wait_for_wish is not None:
+            elif self._reads_late() and self._wait_for_wish is not None:
                 self._wait_for_wish(pause_s)
             else:
                 self._wake.wait(pause_s)
@@ -273,6 +273,11 @@ class IoLoop:
         """Return whether nothing but beats and their answers is to come."""
         is_open = self._core.is_moving or self._is_warm
         return not is_open and all(peer.state is PeerState.CONNECTED for peer in self._peers)
+
+    def _reads_late(self) -> bool:
+        """Return whether answers may wait until the next beat."""
+        peers = self._peers
+        return peers.greets and not peers.has_late_answers and self._is_at_rest()
 
     def round(self) -> None:
         """Give the state machine wishes, messages, ended writes and a tick; do its actions."""

@@ -182,6 +182,7 @@ class NodeThreads(NodeOnThread[Node]):
         self._loaded = loaded
         self._pushes = pushes
         self._first_steps = FirstSteps()
+        self._rested = False  # whether the last beat said that the node rests
         self._on_close = on_close
         self._vllm_model = vllm_model
         self._hang_at, self._num_busy, self._poison = hang_at, 0, poison
@@ -202,6 +203,11 @@ class NodeThreads(NodeOnThread[Node]):
         self._node, self._ends = make_node(self._loop.wake)
         self._end = self._ends.kv
         self._loop.start()
+
+    def beat(self) -> NodeBeat:
+        beat = super().beat()
+        self._rested = beat.rests
+        return beat
 
     def compute_first_steps(self) -> Future[None]:
         def compute() -> None:
@@ -276,9 +282,9 @@ class NodeThreads(NodeOnThread[Node]):
 
     def _tick_s(self) -> float:
         """Return how long the engine thread sleeps at most: short while requests have deadlines."""
-        if self._loaded.engine.requests:  # cheaper than a beat: parked requests wait for a wake
-            return TICK_S
-        return REST_TICK_S if self._node.beat().rests else TICK_S
+        # A new command wakes the thread in any case
+        rests = self._rested and not self._loaded.engine.requests
+        return REST_TICK_S if rests else TICK_S
 
     def _is_poisoned(self) -> bool:
         return any(

@@ -19,9 +19,11 @@ from baton.access.exposure import is_public
 from baton.access.identity import ANYBODY, ANYBODY_HERE, Role
 from baton.access.tls import ServerContext, TlsFiles, describe
 from baton.api.errors import NodeUnavailableError
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.words import BEAT_INTERVAL_S
 from baton.processes.process import num_descriptors_allowed, stop_event
 from baton.processes.shared_ticks import sleep_until_tick
+from baton.processes.ticks import SOON
 from baton.serving.access_log import AccessLog
 from baton.serving.call_gate import CallGate
 from baton.serving.connection_limits import RpcLimits
@@ -287,11 +289,14 @@ async def _watching(pool: NodePool, scaling: ScalingSignals) -> AsyncIterator[No
     """Count missed beats and update scaling signals, inside this context."""
 
     async def count() -> None:
+        num_intervals = 1
         while True:
-            await sleep_until_tick(BEAT_INTERVAL_S)
+            pause_s = await sleep_until_tick(num_intervals * BEAT_INTERVAL_S, least=SOON)
             try:
-                pool.count_missed_beats()
+                pool.count_missed_beats(num_intervals if pause_s > 1.5 * BEAT_INTERVAL_S else 1)
                 scaling.tick()
+                rests = all(node.rests_punctually for node in pool.members)
+                num_intervals = INTERVALS_AT_REST if rests else 1
             # Every error is caught: if this task ended, nobody would notice silent nodes.
             except Exception:
                 logger.exception("missed beats could not be counted")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.link.beat_interval import BEAT_INTERVAL_S
+from baton.processes.ticks import SOON, next_tick
 
 # A node at rest sends one beat in this many intervals. Each wake of a resting process takes about
 # 0.2 ms, because its data is in no cache.
@@ -21,7 +22,10 @@ class BeatPace:
         self._began_at = 0.0
 
     async def wait(self, *, rests: bool) -> int:
-        """Wait for one interval, or for `INTERVALS_AT_REST` intervals if the node rests.
+        """Wait for one interval, or for at most `INTERVALS_AT_REST` intervals if the node rests.
+
+        Beats at rest are sent at shared ticks, so that processes of one machine wake together: code
+        and data that one of them has just used are in the caches for the others.
 
         Returns:
             The number of intervals for which the next beat counts.
@@ -29,7 +33,10 @@ class BeatPace:
         loop = asyncio.get_running_loop()
         num_intervals = INTERVALS_AT_REST if rests else 1
         self._due, self._began_at = loop.create_future(), loop.time()
-        self._timer = loop.call_at(self._began_at + num_intervals * BEAT_INTERVAL_S, self._end)
+        due_at = self._began_at + BEAT_INTERVAL_S
+        if rests:
+            due_at = next_tick(self._began_at, num_intervals * BEAT_INTERVAL_S, SOON)
+        self._timer = loop.call_at(due_at, self._end)
         try:
             await self._due
         finally:
@@ -43,7 +50,8 @@ class BeatPace:
         """Shorten the present pause to one interval, because the node rests no longer."""
         if self._due is None or self._timer is None:
             return
-        loop, due_at = asyncio.get_running_loop(), self._began_at + BEAT_INTERVAL_S
+        loop = asyncio.get_running_loop()
+        due_at = min(self._began_at + BEAT_INTERVAL_S, self._timer.when())
         self._timer.cancel()
         if due_at > loop.time():
             self._timer = loop.call_at(due_at, self._end)

@@ -1,25 +1,22 @@
-"""Shared ticks: periodic tasks of one event loop wake together, so that an idle process sleeps."""
+"""Shared ticks: periodic tasks of an event loop wake together, so that an idle process sleeps."""
 
 from __future__ import annotations
 
 import asyncio
 
-
-def next_tick(now: float, interval_s: float) -> float:
-    """Return the first multiple of ``interval_s`` that is at least half an interval after ``now``.
-
-    Intervals that are multiples of each other share ticks.
-    """
-    return (int(now / interval_s + 0.5) + 1) * interval_s
+from baton.processes.ticks import next_tick
 
 
-async def sleep_until_tick(interval_s: float) -> None:
-    """Sleep until the next shared tick, for half an interval to one and a half.
+async def sleep_until_tick(interval_s: float, least: float = 0.5) -> float:
+    """Sleep until the first shared tick that is at least ``least`` intervals away.
 
-    An interval of 0 only lets other tasks run.
+    An interval of 0 only lets other tasks run. Returns the seconds until the tick; the sleep itself
+    is longer if the process stood still.
     """
     if not interval_s:
         await asyncio.sleep(0)
-        return
+        return 0.0
     now = asyncio.get_running_loop().time()
-    await asyncio.sleep(next_tick(now, interval_s) - now)
+    pause_s = next_tick(now, interval_s, least) - now
+    await asyncio.sleep(pause_s)
+    return pause_s

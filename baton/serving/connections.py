@@ -25,7 +25,7 @@ from typing import cast
 
 from baton.access.exposure import split_address
 from baton.api.errors import ConfigError
-from baton.processes.shared_ticks import sleep_until_tick
+from baton.processes.ticks import next_tick
 from baton.serving.connection_limits import ConnectionCounts, ConnectionLimits
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,8 @@ class Listener:
         self._ssl: ssl.SSLContext | None = None
         self._told_of: dict[str, float] = {}  # address -> time of the last log line about it
         self._sockets: list[socket.socket] = []
-        self._sweeping: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._sweep: asyncio.TimerHandle | None = None  # None: no connection has a time limit
         self._of_protocol: dict[asyncio.BaseProtocol, Connection] = {}
         # Waiting connections, the longest waiting first: all of them, and per address.
         self._fresh: dict[Connection, None] = {}
@@ -186,7 +187,6 @@ class Listener:
             raise ConfigError(f"{option}: cannot listen on {listen} ({why})") from error
         for sock in self._sockets:
             loop.add_reader(sock, self._accept, sock)
-        self._sweeping = asyncio.create_task(self._sweep_on())
         return f"{host}:{self._sockets[0].getsockname()[1]}"
 
     def stop_accepting(self) -> None:
@@ -200,8 +200,9 @@ class Listener:
     def close(self) -> None:
         """Accept no new connections, and cut off all open ones."""
         self.stop_accepting()
-        if self._sweeping is not None:
-            self._sweeping.cancel()
+        self._is_closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
         for connection in list(self._of_protocol.values()):
             connection.abort()
 
@@ -246,6 +247,7 @@ class Listener:
         """Note how many unsent bytes a connection has, because they exceed the limit."""
         now = asyncio.get_running_loop().time()
         self._unsent[connection] = (connection.num_unsent_bytes, now)
+        self._sweep_later()
 
     def note_sent(self, connection: Connection) -> None:
         """Note that few enough bytes are unsent, because the peer has read the others."""
@@ -356,6 +358,7 @@ class Listener:
         connection.waits_since = asyncio.get_running_loop().time()
         among[connection] = None
         self._waiting_of.setdefault(connection.address, {})[connection] = None
+        self._sweep_later()
 
     def _stop_waiting(self, connection: Connection) -> None:
         self._fresh.pop(connection, None)
@@ -365,15 +368,27 @@ class Listener:
         if not of_address:
             self._waiting_of.pop(connection.address, None)
 
-    async def _sweep_on(self) -> None:
-        limits = self.limits
+    def _sweep_later(self) -> None:
+        """Look at the connections at the next tick, if any of them has a time limit."""
+        if (
+            self._sweep is not None
+            or self._is_closed
+            or not (self._fresh or self._idle or self._unsent)
+        ):
+            return
+        limits, loop = self.limits, asyncio.get_running_loop()
         shortest_s = min(limits.header_timeout_s, limits.idle_timeout_s, limits.stall_timeout_s)
-        while True:
-            await sleep_until_tick(min(_SWEEP_INTERVAL_S, shortest_s / 4))
-            now = asyncio.get_running_loop().time()
-            self._end_waiting(self._fresh, now - limits.header_timeout_s)
-            self._end_waiting(self._idle, now - limits.idle_timeout_s)
-            self._end_stalled(now)
+        interval_s = min(_SWEEP_INTERVAL_S, shortest_s / 4)
+        self._sweep = loop.call_at(next_tick(loop.time(), interval_s), self._end_late)
+
+    def _end_late(self) -> None:
+        """Cut off connections whose time is over."""
+        self._sweep = None
+        limits, now = self.limits, asyncio.get_running_loop().time()
+        self._end_waiting(self._fresh, now - limits.header_timeout_s)
+        self._end_waiting(self._idle, now - limits.idle_timeout_s)
+        self._end_stalled(now)
+        self._sweep_later()
 
     def _end_waiting(self, waiting: dict[Connection, None], since: float) -> None:
         """Cut off connections that have waited since this time or longer."""

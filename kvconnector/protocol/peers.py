@@ -1,6 +1,6 @@
 """Peers: the table of one end's peers, with the state of each peer.
 
-    GREETING -> CONNECTED <-> SUSPECT        silent for 4 beats, or unreachable; may return
+    GREETING -> CONNECTED <-> SUSPECT        silent for 1 to 1.25 s, or unreachable; may return
         `----------`-------------`-> LEAVING -> gone
 
 A peer becomes CONNECTED only after a probe has passed (`probe.py`). A sender sends Hello before the
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.processes.ticks import SOON, next_tick
 from kvconnector.base import TransferEvent, TransferEventKind
 from kvconnector.peer_info import PeerInfo
 from kvconnector.protocol.actions import Connect, ConnectEnded, Disconnect, Send, SendEnded, Turn
@@ -30,10 +31,17 @@ from kvconnector.transports.paths import CMA_PATH, judge_path
 logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.25
+# A sender beats half as often to a peer without transfers that answered its last beat in time. Each
+# wake of a resting process takes about 0.3 ms, because its data is in no cache.
+REST_INTERVAL_S = 2 * BEAT_INTERVAL_S
+AFTER_TICK_S = 0.02  # beats at rest are sent this much after a shared tick
+MAX_ALIGNED = 16  # beats to more peers are spread, so that one round does not last long
 # Seconds of silence after which a peer becomes suspect, and seconds for which a lease is valid. A
 # sender counts them from sending a beat, a receiver from the beat's arrival, so the sender's lease
 # ends first.
 LEASE_S = 4 * BEAT_INTERVAL_S
+# Seconds of silence after which a peer without transfers becomes suspect
+REST_LEASE_S = LEASE_S + BEAT_INTERVAL_S
 # If a peer may be writing KV, a receiver suspects the peer only after this many seconds of silence:
 # messages wait behind KV, for long if the link's rate has just fallen. The sender notices a lost
 # receiver sooner.
@@ -49,8 +57,6 @@ USUAL_ROUND_TRIP_S = 0.001  # until a round trip is measured, or where the trans
 MAX_ROUND_TRIP_S = 0.1
 NUM_PIECES = 4  # number of pieces that bytes in flight are cut into, so that the link has no pauses
 MIN_POSTED_BYTES = 2**16  # lower bound of `limit_bytes` for a slow link
-# After this many read rounds and seconds, no more bytes of a dead peer can arrive (`DeadPeers`).
-DRAIN_READS, DRAIN_S = 10, 0.5
 
 
 class PeerState(Enum):
@@ -72,6 +78,8 @@ class Peer:
         reached_at: when a write to the peer last ended, which shows that the peer reads. Messages
             may wait behind KV meanwhile. Only answers renew the lease.
         speak_at: time at which this end sends the next Hello or Beat.
+        spoke_at: time at which this end sent its last Beat.
+        is_late: whether the last but one Beat was not answered before the last one was sent.
         back_off_s: seconds until the next attempt to reconnect; doubles with each attempt.
         is_broken: whether the transport's connection to the peer has failed and must be replaced.
         num_reconnects: how often the connection was replaced.
@@ -91,6 +99,8 @@ class Peer:
     alive_at: float = -math.inf
     reached_at: float = -math.inf
     speak_at: float = -math.inf
+    spoke_at: float = -math.inf
+    is_late: bool = False
     reconnect_at: float = -math.inf
     back_off_s: float = HELLO_INTERVAL_S
     is_broken: bool = False
@@ -124,6 +134,7 @@ class Peers:
         is_busy: returns whether writes to a peer are in flight; until they end, the peer's
             connection is kept.
         is_receiving: returns whether a peer may be writing to this node.
+        is_used: returns whether a transfer to a peer is open; the peer then gets more beats.
         on_lost: called with the reason when a peer becomes suspect.
 
     Attributes:
@@ -138,6 +149,7 @@ class Peers:
         greets: bool,
         is_busy: Callable[[str], bool] = lambda engine_id: False,
         is_receiving: Callable[[str], bool] = lambda engine_id: False,
+        is_used: Callable[[str], bool] = lambda engine_id: False,
         on_lost: Callable[[str, str], None] = lambda engine_id, reason: None,
     ) -> None:
         self._turn = turn
@@ -145,6 +157,7 @@ class Peers:
         self.greets = greets
         self._is_busy = is_busy
         self._is_receiving = is_receiving
+        self._is_used = is_used
         self._on_lost = on_lost
         self._peers: dict[str, Peer] = {}
         self._probe_numbers = itertools.count(1)
@@ -334,7 +347,8 @@ class Peers:
 
     def rest_s(self) -> float:
         """Return the seconds until a beat is due, or a connected peer has been silent too long."""
-        leases = [p.alive_at + LEASE_S for p in self if p.state is PeerState.CONNECTED]
+        connected = [peer for peer in self if peer.state is PeerState.CONNECTED]
+        leases = [peer.alive_at + self._most_silent_s(peer) for peer in connected]
         beats = [peer.speak_at for peer in self] if self.greets else []
         return max(0.0, min(leases + beats, default=math.inf) - self._turn.now)
 
@@ -351,12 +365,18 @@ class Peers:
         now = self._turn.now
         return any(p.state is PeerState.GREETING and now < p.report_at for p in self)
 
+    @property
+    def has_late_answers(self) -> bool:
+        """Return whether this end waits for the answer to a beat, because it is late."""
+        return any(peer.is_late for peer in self)
+
     def _speak(self, peer: Peer) -> None:
         now = self._turn.now
         if now < peer.speak_at or peer.state is PeerState.LEAVING or peer.is_probing:
             return
         if peer.state is PeerState.CONNECTED:
-            peer.speak_at = now + BEAT_INTERVAL_S
+            peer.is_late, peer.spoke_at = peer.alive_at < peer.spoke_at, now
+            peer.speak_at = now + self._pause_s(peer)
             self.send(peer.engine_id, Beat(engine_id=self._own.engine_id, sent_at_s=now))
             return
         if peer.state is PeerState.SUSPECT:
@@ -370,6 +390,16 @@ class Peers:
         hello = Hello(engine_id=self._own.engine_id, sent_at_s=now, test=peer.probe)
         self.send(peer.engine_id, hello)
 
+    def _pause_s(self, peer: Peer) -> float:
+        """Return the seconds from a beat to the next beat."""
+        if peer.is_late or self._is_used(peer.engine_id):
+            return BEAT_INTERVAL_S
+        if len(self._peers) > MAX_ALIGNED:
+            return REST_INTERVAL_S
+        # Other threads of this process wake at the tick itself and would compete for the GIL
+        now = self._turn.now - AFTER_TICK_S
+        return next_tick(now, REST_INTERVAL_S, SOON) - now
+
     def is_fresh(self, engine_id: str) -> bool:
         """Return whether the lease of a peer in the table is valid."""
         return self._is_fresh(self._peers[engine_id])
@@ -381,9 +411,14 @@ class Peers:
         if peer.state is not PeerState.CONNECTED or self._is_fresh(peer):
             return
         silent_s = self._turn.now - max(peer.alive_at, peer.reached_at)
-        is_receiving = self._is_receiving(peer.engine_id)
-        if silent_s >= (RECEIVING_LEASE_S if is_receiving else LEASE_S):
+        if silent_s >= self._most_silent_s(peer):
             self._lose(peer, f"no beat from {peer.engine_id} for {silent_s:.1f} s")
+
+    def _most_silent_s(self, peer: Peer) -> float:
+        """Return the seconds of silence after which a connected peer becomes suspect."""
+        if self._is_receiving(peer.engine_id):
+            return RECEIVING_LEASE_S
+        return LEASE_S if self._is_used(peer.engine_id) else REST_LEASE_S
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """Set a peer to SUSPECT, and report PEER_FAILED once."""
@@ -460,41 +495,3 @@ class Peers:
         self._turn.add_action(
             TransferEvent(kind=TransferEventKind.PEER_FAILED, engine_id=engine_id, reason=reason)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _DeadPeer:
-    since: float
-    num_read_rounds: int
-
-
-class DeadPeers:
-    """One receiver's dead peers whose last bytes may still be in this node's sockets.
-
-    On TCP, a thread of this node reads bytes from a socket and writes them to this node's memory. A
-    dead process posts nothing more, but bytes in its send buffer and in this node's receive buffer
-    are still read and written, even after the peer is removed (docs/log.md).
-
-    The transport does not tell when a socket is empty. Each successful read continues until the
-    socket is empty. Between reads, the kernel delivers further bytes at once, or when a timer of
-    about 200 ms fires. So several reads over more than 200 ms find all bytes. Time alone would
-    prove nothing, because a stopped thread reads nothing.
-    """
-
-    def __init__(self) -> None:
-        self._dead_peers: dict[str, _DeadPeer] = {}
-
-    def add_dead_peer(self, engine_id: str, now: float, num_read_rounds: int) -> None:
-        """Add a peer whose death was noticed at ``now``, after ``num_read_rounds`` read rounds."""
-        self._dead_peers.setdefault(engine_id, _DeadPeer(now, num_read_rounds))
-
-    def take_drained(self, now: float, num_read_rounds: int) -> list[str]:
-        """Remove and return the peers whose last bytes have certainly been read."""
-        done = [
-            engine_id
-            for engine_id, dead in self._dead_peers.items()
-            if num_read_rounds - dead.num_read_rounds >= DRAIN_READS and now - dead.since >= DRAIN_S
-        ]
-        for engine_id in done:
-            del self._dead_peers[engine_id]
-        return done

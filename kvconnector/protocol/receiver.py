@@ -34,6 +34,7 @@ from kvconnector.protocol.actions import (
     SlotRead,
     Turn,
 )
+from kvconnector.protocol.dead_peers import DeadPeers
 from kvconnector.protocol.messages import (
     Beat,
     Cancel,
@@ -48,7 +49,7 @@ from kvconnector.protocol.messages import (
     Start,
     Watermark,
 )
-from kvconnector.protocol.peers import DeadPeers, Peers
+from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.probe import ProbeSlots
 
 SenderMessage = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
@@ -69,8 +70,7 @@ class ReceiveMachine:
         self._own = own
         self._turn = Turn()
         self.grants = Repeats()
-        granted = self.grants.has_peer
-        self.peers = make_peers(self._turn, own, greets=False, is_receiving=granted)
+        self.peers = make_peers(self._turn, own, greets=False, is_receiving=self.grants.has_peer)
         self._slots = ProbeSlots(self._turn, own, self.peers)
         self._dead_peers = DeadPeers()
         self._num_read_rounds = 0  # number of rounds in which messages were read from the transport

@@ -94,10 +94,10 @@ class SendMachine:
         self._is_verified = is_verified
         self._turn = Turn()
         self.peers = make_peers(
-            self._turn,
-            own,
+            *(self._turn, own),
             greets=True,
             is_busy=self._has_writes,
+            is_used=lambda peer: any(t.engine_id == peer for t in self.transfers.values()),
             on_lost=self._fail_all,
         )
         self._probes = Probes(self._turn, own, self.peers, digest)

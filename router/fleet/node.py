@@ -20,6 +20,8 @@ from baton.api.outputs import FinishReason
 from baton.api.pooling import PoolingParams
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
+from baton.link.beat_interval import BEAT_INTERVAL_S
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.words import (
     NodeBeat,
     NodeRegistration,
@@ -226,6 +228,22 @@ class Node:
     @property
     def beat(self) -> NodeBeat:
         return self.load.beat
+
+    @property
+    def rests_punctually(self) -> bool:
+        """Return whether the node's last beat said that it rests, and its next one is not late."""
+        return self.beat.rests and self.num_missed_beats <= INTERVALS_AT_REST
+
+    def count_intervals(self, now: float, num_intervals: int) -> int:
+        """Return how many of the last beat intervals have ended since the node's last beat.
+
+        A beat of a node at rest is answered at once, so ``answered_at`` tells when it came.
+
+        Args:
+            num_intervals: number of intervals since the last count.
+        """
+        is_recent = now - self.answered_at < BEAT_INTERVAL_S
+        return 1 if is_recent or not self.beat.rests else num_intervals
 
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; call once per beat interval."""

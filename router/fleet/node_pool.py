@@ -526,21 +526,21 @@ class NodePool:
                 return lost
         raise no_such_node(name, self.lost_nodes)
 
-    def count_missed_beats(self) -> None:
+    def count_missed_beats(self, num_intervals: int = 1) -> None:
         """Count the missed beats of each node; remove silent nodes, and send late ones a beat.
 
-        Call this once per beat interval. Calls are counted instead of seconds, so that a stall of
-        this router does not make nodes look silent.
+        Call this every ``num_intervals`` beat intervals. These are counted instead of seconds, so
+        that a stall of this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = now = self.clock()
         for node in list(self._nodes.values()):
+            node.num_missed_beats += node.count_intervals(now, num_intervals)
             if now - node.answered_at >= MAX_PAUSE_S:
                 node.answered_at = now
                 node.send(RouterBeat())
             node.watch()
-            node.num_missed_beats += 1
             # The first missed beat is not counted, because the node's beat may be on its way. A
             # node at rest sends only every second beat, so the second one is not counted either.
             not_counted = INTERVALS_AT_REST if node.beat.rests else 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from baton.api.errors import OverloadedError
-from baton.processes.shared_ticks import next_tick
+from baton.processes.ticks import next_tick
 
 logger = logging.getLogger(__name__)
 

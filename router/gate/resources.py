@@ -17,6 +17,7 @@ _UNLIMITED = 2**60  # version-1 cgroups write a number near 2**63 if there is no
 # Seconds between two measurements of descriptors and memory; the event loop's lag is measured more
 # often.
 _OTHERS_INTERVAL_S = 0.45
+_OTHERS_AT_REST_S = 1.95  # while no connection has a request
 # While fewer connections than this share have requests, and no timer is late, the lag is measured
 # rarely.
 _CALM_SHARE = 0.25
@@ -87,7 +88,8 @@ async def watch_resources(
         await lag.look(may_be_slow=in_use < _CALM_SHARE and overload.level is Level.NORMAL)
         in_use = connections_in_use()
         overload.note({"loop_lag": lag.lag_s, "connections": in_use})
-        if (now := time.monotonic()) - looked_at < _OTHERS_INTERVAL_S:
+        interval_s = _OTHERS_INTERVAL_S if in_use else _OTHERS_AT_REST_S
+        if (now := time.monotonic()) - looked_at < interval_s:
             continue
         looked_at = now
         overload.note({"descriptors": _share_of_descriptors(may_open)})

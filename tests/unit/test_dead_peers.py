@@ -13,7 +13,7 @@ import pytest
 from baton.api.sampling_params import SamplingParams
 from kvconnector.peer_info import PeerInfo, RankMemory, host_identity
 from kvconnector.peer_process import PeerProcess, start_time
-from kvconnector.protocol.peers import DRAIN_READS, DRAIN_S, DeadPeers
+from kvconnector.protocol.dead_peers import DRAIN_READS, DRAIN_S, DeadPeers
 from tests.fakes.handoff.kv_memories import manifest
 from tests.fakes.time.waiting import wait_until
 from tests.property.test_handoff import assert_clean, make_cluster, prompt_of

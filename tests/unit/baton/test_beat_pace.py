@@ -9,7 +9,8 @@ from typing import TypeVar
 import pytest
 
 from baton.link.beat_pace import INTERVALS_AT_REST, BeatPace
-from baton.processes.shared_ticks import next_tick, sleep_until_tick
+from baton.processes.shared_ticks import sleep_until_tick
+from baton.processes.ticks import next_tick
 from tests.fakes.time.virtual_clock import VirtualClock
 from tests.fakes.time.virtual_loop import VirtualLoop
 

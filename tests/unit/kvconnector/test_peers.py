@@ -16,6 +16,8 @@ from kvconnector.protocol.peers import (
     LEASE_S,
     MAX_ROUND_TRIP_S,
     RECEIVING_LEASE_S,
+    REST_INTERVAL_S,
+    REST_LEASE_S,
     USUAL_ROUND_TRIP_S,
     Peers,
     PeerState,
@@ -32,6 +34,7 @@ class Scene:
     Attributes:
         is_broken: messages fail from then on, until it is connected anew.
         is_busy: something is in flight.
+        is_used: a transfer to the peer is open.
     """
 
     turn: Turn = field(default_factory=Turn)
@@ -39,6 +42,7 @@ class Scene:
     said: list[Message] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     is_busy: bool = False
+    is_used: bool = True
     is_broken: bool = False
     num_connects: int = 0
 
@@ -48,6 +52,7 @@ class Scene:
             peer_info("p"),
             greets=True,
             is_busy=lambda engine_id: self.is_busy,
+            is_used=lambda engine_id: self.is_used,
             on_lost=lambda engine_id, reason: self.lost.append(reason),
         )
         self.peers.meet(peer_info("d"))
@@ -156,8 +161,13 @@ def test_a_beat_follows_a_start() -> None:
     assert [type(message) for message in scene.tick()] == [Start, Beat]
 
 
-def test_beats_keep_a_link_that_nobody_uses_and_there_are_four_a_second() -> None:
-    scene = Scene()
+@pytest.mark.parametrize(
+    ("is_used", "interval_s"), [(True, BEAT_INTERVAL_S), (False, REST_INTERVAL_S)]
+)
+def test_beats_keep_a_link_and_a_link_that_nobody_uses_has_half_as_many(
+    is_used: bool, interval_s: float
+) -> None:
+    scene = Scene(is_used=is_used)
     scene.connect()
     said = []
     for _ in range(1000):
@@ -165,8 +175,68 @@ def test_beats_keep_a_link_that_nobody_uses_and_there_are_four_a_second() -> Non
         beats = scene.tick()
         scene.answer(beats)
         said += beats
-    assert len(said) == pytest.approx(10 / BEAT_INTERVAL_S, abs=2)
+    assert len(said) == pytest.approx(10 / interval_s, abs=2)
     assert scene.kinds() == [CONNECTED]
+
+
+def test_beats_of_unused_links_of_one_machine_are_sent_together() -> None:
+    sent_at = []
+    for start_s in (0.1, 0.17, 0.44):
+        scene = Scene(is_used=False)
+        scene.advance(start_s)
+        scene.connect()
+        for _ in range(300):
+            scene.advance(0.01)
+            scene.answer(beats := scene.tick())
+            sent_at += [round(scene.turn.now, 2) for _ in beats if scene.turn.now > 1]
+    assert len(set(sent_at)) < len(sent_at) / 2
+
+
+@pytest.mark.parametrize("pause_s", [0.7, 1.2])
+@pytest.mark.parametrize("starts_s", [0.01, 0.2, 0.3, 0.45])
+def test_a_peer_of_an_unused_link_may_stand_still_for_three_quarters_of_a_second(
+    starts_s: float, pause_s: float
+) -> None:
+    """A sender reads answers only when it sends the next beat, until an answer is late."""
+    scene = Scene(is_used=False)
+    scene.connect()
+    unread: list[Message] = []
+    at_peer: list[Message] = []
+    stops_at = scene.turn.now + 5 + starts_s
+    for _ in range(1000):
+        scene.advance(0.01)
+        if scene.peers.has_late_answers or scene.turn.now >= scene.peers["d"].speak_at:
+            scene.answer(unread)
+            unread = []
+        at_peer += scene.tick()
+        if not stops_at <= scene.turn.now < stops_at + pause_s:
+            unread += [one for one in at_peer if isinstance(one, Beat)]
+            at_peer = []
+        if FAILED in scene.kinds():
+            break
+    assert (FAILED in scene.kinds()) == (pause_s > 1)
+    if pause_s > 1:
+        assert scene.turn.now - stops_at <= REST_LEASE_S + 0.02
+
+
+def test_a_late_answer_and_a_new_transfer_end_the_rest_of_a_link() -> None:
+    scene = Scene(is_used=False)
+    scene.connect()
+    scene.answer(scene.tick())
+    beats: list[Message] = []
+    for is_late in (False, True):
+        scene.advance(REST_INTERVAL_S + 0.03)
+        beats += scene.tick()
+        assert scene.peers.has_late_answers is is_late
+    scene.answer(beats)
+    scene.advance(BEAT_INTERVAL_S + 0.01)
+    scene.answer(scene.tick())
+    assert not scene.peers.has_late_answers
+    scene.is_used = True
+    scene.peers.send("d", Start(engine_id="p", request_id="r", epoch=0, num_tokens=1))
+    scene.answer([one for one in scene.tick() if isinstance(one, Beat)])
+    scene.advance(BEAT_INTERVAL_S)
+    assert [type(message) for message in scene.tick()] == [Beat]
 
 
 def test_three_lost_beats_change_nothing_and_the_fourth_makes_a_peer_suspect_once() -> None:
@@ -248,7 +318,7 @@ def test_a_receiver_waits_longer_for_a_peer_that_may_be_writing() -> None:
         peers.take_connected(ConnectEnded(connect, "scripted"))
         peers.note_alive(name, 0.0)
         peers.pass_probe(name, "scripted", 1e9)
-    for turn.now, suspects in ((LEASE_S, ["q"]), (RECEIVING_LEASE_S, ["q", "p"])):
+    for turn.now, suspects in ((REST_LEASE_S, ["q"]), (RECEIVING_LEASE_S, ["q", "p"])):
         turn.now -= 0.01
         peers.tick()
         assert [p.engine_id for p in peers if p.state is PeerState.SUSPECT] == suspects[:-1]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from baton.link.words import NodeBeat, RouterBeat
+from router import program
+from router.gate.scaling import ScalingSignals
 from tests.fakes.router.nodes import join_pair, make_pool
 from tests.fakes.time.virtual_clock import VirtualClock
+from tests.fakes.time.virtual_loop import VirtualLoop
 
 
 def test_any_message_of_a_node_is_a_sign_of_life() -> None:
@@ -48,3 +53,46 @@ def test_the_router_sends_beats_to_a_node_whose_beats_are_late() -> None:
         decode.say()
         pool.count_missed_beats()
     assert len(decode.of(RouterBeat)) == 6  # every 0.75 s
+
+
+@pytest.mark.parametrize("at_s", [0.01, 0.2, 0.3, 0.49])
+def test_a_router_counts_beats_rarely_while_all_nodes_rest_and_loses_silent_nodes_in_time(
+    at_s: float,
+) -> None:
+    clock = VirtualClock()
+    loop = VirtualLoop(clock)
+    pool = make_pool(clock=clock)
+    join_pair(pool)
+    counted_at: list[float] = []
+    count = pool.count_missed_beats
+
+    def note_count(num_intervals: int = 1) -> None:
+        counted_at.append(clock())
+        count(num_intervals)
+
+    async def run() -> float:
+        async with program._watching(pool, ScalingSignals(pool, clock=clock)):
+            await asyncio.sleep(at_s)
+            for _ in range(10):
+                for node in list(pool.members):
+                    pool.on_event(node, NodeBeat())
+                await asyncio.sleep(0.5)
+            assert pool.num_nodes == 2
+            before_s = clock() - 0.5
+            for _ in range(1000):
+                await asyncio.sleep(0.01)
+                if not pool.num_nodes:
+                    break
+            return clock() - before_s
+
+    pool.count_missed_beats = note_count  # type: ignore[method-assign]  # notes each call
+    try:
+        task = loop.create_task(run())
+        loop.run_until_idle()
+        while not task.done():
+            clock.advance(loop.idle_s)
+            loop.run_until_idle()
+    finally:
+        loop.close()
+    assert 1.49 <= task.result() <= 1.77
+    assert sum(1001 < one <= 1005 for one in counted_at) == 8
