@@ -5,6 +5,7 @@ Logs and dumps of a program are on its host's small disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -142,9 +143,10 @@ class HostPrograms:
             os.kill(pid, number)
 
     def kill(self, name: str) -> None:
-        """Kill a program."""
+        """Kill a program; do nothing if it has ended by itself."""
         process = self.processes.pop(name)
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def log(self, name: str) -> str:

@@ -159,7 +159,7 @@ class NixlTransport:
                 del self._peers[peer.engine_id]
                 raise
         path = self._path(self._peers[peer.engine_id])
-        if path == "nixl/ucx tcp" and peer.host == host_identity():
+        if path == "nixl/ucx tcp" and peer.host == self.peer_info.host:
             logger.warning("%s is on this host, but its bytes travel over %s", peer.engine_id, path)
         return path
 
@@ -217,7 +217,7 @@ class NixlTransport:
     def forbid(self, engine_id: str, transfer: TransferKey) -> bool:
         # With several ranks, silence proves nothing: only the leading rank checks the lease and
         # gets messages, and the other ranks' processes post their writes later.
-        peer, own_host = self._peers.get(engine_id), host_identity()
+        peer, own_host = self._peers.get(engine_id), self.peer_info.host
         if peer is None or peer.info.manifest.num_ranks > 1 or self._manifest.num_ranks > 1:
             return False
         if own_host in ("", peer.info.host) or not peer.info.host:
