@@ -43,7 +43,6 @@ from kvconnector.protocol.actions import (
     WriteEnded,
 )
 from kvconnector.protocol.messages import (
-    REPEAT_S,
     Commit,
     Digests,
     Quiet,
@@ -51,6 +50,7 @@ from kvconnector.protocol.messages import (
     Verified,
     Watermark,
 )
+from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import MAX_ATTEMPTS
 

@@ -15,7 +15,8 @@ from kvconnector.block_digests import BlockDigests
 from kvconnector.blocks import LayerRange, Slices, layer_groups
 from kvconnector.protocol.actions import Action, Input, Send
 from kvconnector.protocol.digests import MAX_RANGES_PER_BLOCK, DigestVerifier, Written
-from kvconnector.protocol.messages import REPEAT_S, Commit, Digests, Quiet, Resend
+from kvconnector.protocol.messages import Commit, Digests, Quiet, Resend
+from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
 from kvconnector.protocol.transfer import MAX_ATTEMPTS
 from tests.fakes.handoff.kv_memories import memory_of
