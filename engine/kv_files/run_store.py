@@ -25,7 +25,13 @@ from engine.kv_files.run_file import (
     header_bytes,
 )
 from engine.kv_files.run_index import Piece, Run, RunIndex, plan_pieces
-from engine.kv_files.storage.storage import Listing, Storage, StoredFile, UnreadableFileError
+from engine.kv_files.storage.storage import (
+    Listing,
+    Storage,
+    StoredFile,
+    UnreachableError,
+    UnreadableFileError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +196,8 @@ class RunStore:
             job.causes += ("error",)
             self._forget_unreadable(run, error)
             return False
+        except UnreachableError:
+            raise
         except OSError:
             run.num_errors += 1
             if run.num_errors >= _MOST_ERRORS:

@@ -25,7 +25,9 @@ from engine.kv_files.storage.storage import (
     FoundFile,
     Listing,
     StorageTerms,
+    UnreachableError,
     UnreadableFileError,
+    raise_if_unreachable,
 )
 
 # Names of folders with KV, see `RunStore.identity` and `RankStores.identity`. Others are left out:
@@ -40,6 +42,14 @@ _SETTLED_S = 1.0
 _SCAN_ALL_S = 30.0
 # Errors of one file: a file of another user, a symbolic link, or a folder with the name of a run.
 _ERRORS_OF_FILE = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR})
+# Errors of the machine's network or of a file server
+_ERRORS_OF_SERVER = frozenset(
+    {
+        *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN),
+        *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN),
+        *(errno.EPIPE, errno.ETIMEDOUT),
+    }
+)
 
 
 class FolderStorage:
@@ -74,7 +84,7 @@ class FolderStorage:
             ) from error
 
     def open(self, path: str) -> FolderFile:
-        return FolderFile(self._folder / path, self._files)
+        return FolderFile(self._folder, path, self._files)
 
     def write(
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
@@ -149,13 +159,13 @@ class FolderStorage:
 class FolderFile:
     """An open file of a folder; a `StoredFile`."""
 
-    def __init__(self, path: Path, files: FileSystem) -> None:
-        self._path, self._files = path, files
-        with _mark_unreadable():
-            self._descriptor = files.open(path)
+    def __init__(self, folder: Path, path: str, files: FileSystem) -> None:
+        self._folder, self._path, self._files = folder, folder / path, files
+        with self._name_errors():
+            self._descriptor = files.open(self._path)
 
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
-        with _mark_unreadable():
+        with self._name_errors():
             return self._files.read_into(self._descriptor, offset, parts)
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
@@ -167,13 +177,22 @@ class FolderFile:
     def close(self) -> None:
         self._files.close(self._descriptor)
 
+    @contextlib.contextmanager
+    def _name_errors(self) -> Iterator[None]:
+        """Replace errors of this file alone, and errors of all files, by the storage's errors.
 
-@contextlib.contextmanager
-def _mark_unreadable() -> Iterator[None]:
-    """Replace errors that concern one file alone by UnreadableFileError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _ERRORS_OF_FILE:
+        A file server that is down may cause the error of a bad sector, but then does not list the
+        folder either.
+        """
+        try:
+            yield
+        except FileNotFoundError:
             raise
-        raise UnreadableFileError(error.errno, error.strerror, error.filename) from error
+        except OSError as error:
+            if error.errno in _ERRORS_OF_FILE:
+                raise UnreadableFileError(error.errno, error.strerror, error.filename) from error
+            if error.errno in _ERRORS_OF_SERVER:
+                raise UnreachableError(error.errno, error.strerror, error.filename) from error
+            with raise_if_unreachable(error):
+                self._files.list_folders(self._folder)
+            raise

@@ -210,7 +210,7 @@ class Outgoing:
         """Raise an error if a message does not fit behind the queued bytes.
 
         Args:
-            problem: what is wrong with the peer if even a short message does not fit.
+            problem: the peer's fault, for the error if even a short message does not fit.
         """
         # The limit is for messages, so it does not apply while a write's blocks are queued.
         missing = 0 if self._writes else num_queued + num_bytes - MAX_QUEUED_BYTES
