@@ -248,6 +248,7 @@ def test_long_runs_may_be_unused_for_longer_before_they_leave(tmp_path: Path) ->
     write(store, blocks, chain_of(2, 4))
     for run in store.index.oldest_first(0.0):
         run.used_at -= 100.0
+        os.utime(tmp_path / run.path, (run.used_at, run.used_at))
     write(store, blocks, chain_of(3, 60))  # about 20 kB
     assert store.counts.files_evicted == 1
     found = {RunName.parse(name) for name in names(tmp_path)}
