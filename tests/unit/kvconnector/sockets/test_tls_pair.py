@@ -145,7 +145,9 @@ def test_several_of_the_largest_grants_at_once_arrive_over_one_connection(
         link.wait("d", Kind.STARTED, name)
     # The last ids are the longest ones
     ids = range(num_grants * num_blocks)
-    connection = link.receiver.loop._transport._outgoing[link.p].connections()[0]
+    transport = link.receiver.loop._transport
+    assert isinstance(transport, TlsTransport)
+    connection = transport._outgoing[link.p].connections()[0]
     for number, name in enumerate(names):
         part = ids[number * num_blocks : (number + 1) * num_blocks]
         link.receiver.grant(
@@ -153,7 +155,7 @@ def test_several_of_the_largest_grants_at_once_arrive_over_one_connection(
         )
     transfers = link.sender.machine.transfers
     wait_until(lambda: all(transfers[name, 0].granted is not None for name in names), "all grants")
-    assert link.receiver.loop._transport._outgoing[link.p].connections() == [connection]
+    assert transport._outgoing[link.p].connections() == [connection]
     assert not link.events("p", Kind.PEER_FAILED) + link.events("d", Kind.PEER_FAILED)
     assert "cannot reach" not in caplog.text
     link.sender.close()

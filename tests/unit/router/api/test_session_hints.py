@@ -99,7 +99,11 @@ async def test_a_hint_goes_to_the_nodes_that_may_know_its_session() -> None:
     streams = [scene.dispatcher.run(call) for call in calls]
     tasks = [asyncio.create_task(anext(stream)) for stream in streams]
     await scene.pause()
-    used = {hand.node.name for hand in hands if hand.of(PrefillCommand) or hand.of(DecodeCommand)}
+    used = {
+        hand.node.name
+        for hand in hands
+        if any(isinstance(one, PrefillCommand | DecodeCommand) for one in hand.commands)
+    }
     assert len(used) == 4, "two requests on two pairs"
     assert send_hint(scene.pool, hint) == 4
     assert told(scene) == used
