@@ -55,7 +55,7 @@ from kvconnector.protocol.actions import (
 from kvconnector.protocol.inbox import Inbox
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.seals import Channels, Refusal
-from kvconnector.transports.base import KVTransport, PendingWrite
+from kvconnector.transports.base import KVTransport, PendingWrite, QueueFullError
 from kvconnector.waker import make_waker
 
 logger = logging.getLogger(__name__)
@@ -367,7 +367,7 @@ class IoLoop:
         try:
             self._transport.notify(action.engine_id, payload)
         except TransferError as error:
-            return SendEnded(action, str(error))
+            return SendEnded(action, str(error), is_queue_full=isinstance(error, QueueFullError))
         return SendEnded(action) if action.wants_result else None
 
     def _connect(self, action: Connect) -> Result:

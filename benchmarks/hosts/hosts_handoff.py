@@ -13,21 +13,18 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import grpc
-
 from baton import Client, Receipt
 from baton.v1 import admin_pb2
 from benchmarks.handoff.handoff_modes import PARAMS, make_checkpoint, push_figures
 from benchmarks.hosts.full_link import SLOW, measure_full_links, measure_slow_neighbour
 from benchmarks.hosts.link_model import BITS, Prefills, exposed_s, least_rate, push_queue
-from benchmarks.runner.programs import admin_of
+from benchmarks.runner.programs import admin_of, count_pairs, wait_until_ready
 from benchmarks.runner.run import Document, Run
 from tests.hosts.network import Network, why_no_hosts
 from tests.hosts.programs import HostPrograms
@@ -69,24 +66,10 @@ def running(
             listen = ["--kv-listen", network.at(name, 0)] if connector == "tls" else []
             own = ["--push", push] if name == "p0" else []
             programs.start_node(name, *words, *listen, *own, model=folder)
-        give_up_at = time.monotonic() + READY_TIMEOUT_S
-        while not _is_paired(programs.router):
-            if programs.ended() or time.monotonic() > give_up_at:
-                raise TimeoutError("\n".join(programs.log(n)[-2000:] for n in programs.processes))
-            time.sleep(0.2)
+        wait_until_ready(programs, lambda: count_pairs(programs.router) == 1, READY_TIMEOUT_S)
         yield programs
     for name in ("p0", "d0"):
         network.limit(name, None)  # so that the next pair connects at the full rate
-
-
-def _is_paired(router: str) -> bool:
-    try:
-        with admin_of(router) as admin:
-            nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
-    except grpc.RpcError:
-        return False
-    num_connected: int = sum(peer.connected for node in nodes for peer in node.peers)
-    return num_connected == 2
 
 
 def measure(

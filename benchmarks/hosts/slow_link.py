@@ -19,13 +19,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-import grpc
 import psutil
 
 from baton import AsyncClient, Receipt, SamplingParams
 from baton.api.errors import NodeUnavailableError
 from baton.v1 import admin_pb2
-from benchmarks.runner.programs import admin_of
+from benchmarks.runner.programs import admin_of, count_pairs, wait_until_ready
 from benchmarks.runner.run import Run
 from tests.hosts.network import Network, why_no_hosts
 from tests.hosts.programs import HostPrograms
@@ -68,21 +67,7 @@ class Row:
 
 def wait_for_pairs(programs: HostPrograms, num_pairs: int) -> None:
     """Wait until exactly this many pairs are connected; raise TimeoutError with the logs."""
-    give_up_at = time.monotonic() + READY_TIMEOUT_S
-    while _count_pairs(programs.router) != num_pairs:
-        if programs.ended() or time.monotonic() > give_up_at:
-            raise TimeoutError("\n".join(programs.log(n)[-2000:] for n in programs.processes))
-        time.sleep(0.1)
-
-
-def _count_pairs(router: str) -> int:
-    try:
-        with admin_of(router) as admin:
-            nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=5).nodes
-    except grpc.RpcError:
-        return 0
-    num_connected: int = sum(peer.connected for node in nodes for peer in node.peers)
-    return num_connected // 2
+    wait_until_ready(programs, lambda: count_pairs(programs.router) == num_pairs, READY_TIMEOUT_S)
 
 
 def bandwidths(router: str) -> dict[str, float]:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 
@@ -32,6 +32,40 @@ def admin_of(address: str, tls: TlsOptions = NO_TLS) -> Iterator[Any]:
     """Yield the stub of a router's admin service."""
     with open_sync_channel(address, read_tls(tls)) as channel:
         yield admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]  # generated
+
+
+class LoggedPrograms(Protocol):
+    """Programs whose ends and logs a wait looks at."""
+
+    @property
+    def processes(self) -> Mapping[str, object]: ...
+
+    def ended(self) -> Sequence[str]:
+        """Return the names of the programs that have ended."""
+
+    def log(self, name: str) -> str: ...
+
+
+def count_pairs(router: str) -> int:
+    """Return the number of connected pairs of nodes; 0 while the router does not answer."""
+    try:
+        with admin_of(router) as admin:
+            nodes = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
+    except grpc.RpcError:
+        return 0
+    num_connected: int = sum(peer.connected for node in nodes for peer in node.peers)
+    return num_connected // 2
+
+
+def wait_until_ready(
+    programs: LoggedPrograms, is_ready: Callable[[], bool], timeout_s: float
+) -> None:
+    """Wait until a condition holds; raise TimeoutError with the logs if a program has ended."""
+    give_up_at = time.monotonic() + timeout_s
+    while not is_ready():
+        if programs.ended() or time.monotonic() > give_up_at:
+            raise TimeoutError("\n".join(programs.log(n)[-2000:] for n in programs.processes))
+        time.sleep(0.1)
 
 
 class Programs:
@@ -83,6 +117,10 @@ class Programs:
         process.kill()
         process.wait()
 
+    def ended(self) -> list[str]:
+        """Return the names of the programs that have ended."""
+        return [name for name, process in self.processes.items() if process.poll() is not None]
+
     def log(self, name: str) -> str:
         """Return all that a program has printed so far, over all its starts."""
         return self._log(name).read_text(errors="replace")
@@ -117,23 +155,11 @@ class SimFleet(Programs):
 
     def wait_ready(self, share: float = 1.0) -> None:
         """Wait until this share of all node pairs is connected; raise TimeoutError if late."""
-        give_up_at = time.monotonic() + READY_TIMEOUT_S
-        while self._num_connected() < share * self._num_pairs:
-            has_ended = any(process.poll() is not None for process in self.processes.values())
-            if has_ended or time.monotonic() > give_up_at:
-                raise TimeoutError("\n".join(self.log(name)[-2000:] for name in self.processes))
-            time.sleep(0.2)
+        wanted = share * self._num_pairs
+        wait_until_ready(self, lambda: count_pairs(self.address) >= wanted, READY_TIMEOUT_S)
 
     def nodes(self) -> Sequence[Any]:
         """Return the router's descriptions of its nodes, from its admin service."""
         with admin_of(self.address) as admin:
             found: Sequence[Any] = admin.ListNodes(admin_pb2.ListNodesRequest(), timeout=10).nodes
         return found
-
-    def _num_connected(self) -> int:
-        try:
-            nodes = self.nodes()
-        except grpc.RpcError:
-            return 0
-        connected: int = sum(peer.connected for node in nodes for peer in node.peers)
-        return connected // 2

@@ -12,20 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from baton.api.errors import ConfigError
 from baton.kv.block_hash import BlockHash
+from baton.processes import rank_links
 from engine.core.metrics import KVFileCounts
 from engine.kv_files.jobs import BlockMemory, ReadJob, WriteJob
 from engine.kv_files.open_store import StoreTerms, open_store
@@ -34,7 +32,6 @@ from engine.kv_files.run_store import RunStore
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
 _SCAN_S = 1.0
 _STOP_S = 0.05  # seconds between two looks whether the other ranks' reads should stop
 _ENTRY = f"{__name__}:serve_rank"
@@ -247,30 +244,19 @@ def open_rank_stores(
 
     Raises ConfigError if a rank does not connect in time.
     """
-    # Only this user can enter the folder, so only this user can connect to the socket.
-    with tempfile.TemporaryDirectory(prefix="baton-files-") as folder:
-        address = str(Path(folder) / "socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-            server.bind(address)
-            server.listen()
-            server.settimeout(START_TIMEOUT_S)
-            num_others = len(attach(_ENTRY, _encode(OpenStore(terms, address))))
-            links: dict[bytes, list[Connection]] = {b"read": [], b"write": []}
-            for _ in range(2 * num_others):
-                link = _accept(server)
-                links[link.recv_bytes()].append(link)
-            return RankStores(own, rank, links[b"read"], links[b"write"])
-
-
-def _accept(server: socket.socket) -> Connection:
-    try:
-        accepted, _ = server.accept()
-    except TimeoutError:
-        raise ConfigError(
-            f"kv_files: a rank's process did not open its files within {START_TIMEOUT_S:g} s"
-        ) from None
-    accepted.setblocking(True)
-    return Connection(accepted.detach())
+    links: dict[bytes, list[Connection]] = {b"read": [], b"write": []}
+    with rank_links.listen() as listener:
+        num_others = len(attach(_ENTRY, _encode(OpenStore(terms, listener.address))))
+        for _ in range(2 * num_others):
+            try:
+                purpose, link = listener.accept()
+            except TimeoutError:
+                raise ConfigError(
+                    "kv_files: a rank's process did not open its files within "
+                    f"{rank_links.START_TIMEOUT_S:g} s"
+                ) from None
+            links[purpose].append(link)
+    return RankStores(own, rank, links[b"read"], links[b"write"])
 
 
 # ---------------------------------------------------------------- in the other ranks' processes
@@ -343,7 +329,7 @@ def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
     """
     given = _OPEN.decode(argument)
     store = open_store(given.terms, memory.open_bytes())
-    reader, writer = _connect(given.address, b"read"), _connect(given.address, b"write")
+    reader, writer = (rank_links.connect(given.address, purpose) for purpose in (b"read", b"write"))
     scans = RankScans(store)
     read = functools.partial(_read, scans)
     serve = threading.Thread(
@@ -351,14 +337,6 @@ def serve_rank(beside: Connection, memory: RankMemory, argument: bytes) -> None:
     )
     serve.start()
     _serve(writer, store, memory.rank, _write, scans.scan)
-
-
-def _connect(address: str, purpose: bytes) -> Connection:
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    end.connect(address)
-    link = Connection(end.detach())
-    link.send_bytes(purpose)
-    return link
 
 
 def _serve(

@@ -35,7 +35,7 @@ class Run:
         identity: name of the folder of its KV's identity.
         used_at: when the file was written or read last, in seconds since 1970.
         hashes: hashes of all blocks; empty: the header was not read yet.
-        num_errors: number of reads in a row that ended with an error of the storage.
+        num_errors: number of reads in a row that ended with an error of this file.
         folder: the file's folder below the tier's folder.
         path: the file's path below the tier's folder.
     """

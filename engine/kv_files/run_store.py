@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 
 from baton.api.errors import ConfigError
@@ -25,7 +25,13 @@ from engine.kv_files.run_file import (
     header_bytes,
 )
 from engine.kv_files.run_index import Piece, Run, RunIndex, plan_pieces
-from engine.kv_files.storage.storage import Listing, Storage, StoredFile, UnreadableFileError
+from engine.kv_files.storage.storage import (
+    Listing,
+    Storage,
+    StoredFile,
+    UnreachableError,
+    UnreadableFileError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,25 +117,25 @@ class RunStore:
 
     def _note_folder(self, listing: Listing) -> None:
         """Update the index with the files that a folder has now."""
-        identity = listing.folder.partition("/")[0]
         known_runs = self.index.in_folder(listing.folder)
         gone = {run.path for run in known_runs if run.used_at < listing.began_at}
-        # The index keeps the order in which files are added, so the file that was used last must
-        # be added last.
-        for file in sorted(listing.files, key=lambda one: one.used_at):
-            name = RunName.parse(file.name) if file.name.endswith(ENDING) else None
-            if name is None:
-                continue
-            num_bytes = min(file.num_bytes, _MAX_LISTED_BYTES)
-            run = Run(identity, name, num_bytes, file.used_at)
-            if run.path != f"{listing.folder}/{file.name}":
-                continue  # no listing of another folder would show that the file is gone
-            known = self.index.get(run.path)
+        uses = [
+            (max(run.used_at, known.used_at) if known is not None else run.used_at, run, known)
+            for run in _listed_runs(listing)
+            for known in (self.index.get(run.path),)
+        ]
+        # The index keeps the order in which files are added or used, so the file that was used last
+        # must come last. The files after the first one that is added or moved must follow it.
+        is_moved = False
+        for used_at, run, known in sorted(uses, key=lambda one: one[0]):
             gone.discard(run.path)
             if known is None:
                 self.index.add(run)
+            elif is_moved or used_at > known.used_at:
+                self.index.note_use(known, max(used_at, known.used_at))
             else:
-                known.used_at = max(known.used_at, file.used_at)
+                continue
+            is_moved = True
         for path in gone:
             self.index.remove(path)
 
@@ -190,6 +196,8 @@ class RunStore:
             job.causes += ("error",)
             self._forget_unreadable(run, error)
             return False
+        except UnreachableError:
+            raise
         except OSError:
             run.num_errors += 1
             if run.num_errors >= _MOST_ERRORS:
@@ -352,7 +360,7 @@ class RunStore:
                     run.path, None if is_last else run.used_at + _SETTLED_S
                 )
                 if used_at is not None:
-                    run.used_at = used_at
+                    self.index.note_use(run, used_at)
                     continue
                 self.index.remove(run.path)
                 self.counts.files_evicted += 1
@@ -362,6 +370,19 @@ class RunStore:
         """Remove a file from the index and from the storage."""
         self.index.remove(run.path)
         self._storage.remove(run.path)
+
+
+def _listed_runs(listing: Listing) -> Iterator[Run]:
+    """Yield the runs among the files of a folder."""
+    identity = listing.folder.partition("/")[0]
+    for file in listing.files:
+        name = RunName.parse(file.name) if file.name.endswith(ENDING) else None
+        if name is None:
+            continue
+        run = Run(identity, name, min(file.num_bytes, _MAX_LISTED_BYTES), file.used_at)
+        # Leave out a run of another folder: no listing of that folder would show that it is gone.
+        if run.path == f"{listing.folder}/{file.name}":
+            yield run
 
 
 def _read_bytes(file: StoredFile, num_bytes: int) -> bytes:

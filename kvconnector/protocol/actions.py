@@ -96,10 +96,15 @@ class ConnectEnded:
 
 @dataclass(frozen=True, slots=True)
 class SendEnded:
-    """Input: a `Send` has succeeded or failed. If ``problem`` is not empty, nothing was sent."""
+    """Input: a `Send` has succeeded or failed. If ``problem`` is not empty, nothing was sent.
+
+    Attributes:
+        is_queue_full: whether the problem is only that too many bytes wait for the peer.
+    """
 
     action: Send
     problem: str = ""
+    is_queue_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)

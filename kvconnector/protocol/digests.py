@@ -27,6 +27,7 @@ import msgspec
 from baton.api.errors import TransferError
 from baton.kv.block_key import DIGEST_BYTES, BlockKey
 from baton.kv.manifest import KVManifest
+from baton.limits import NUM_LAYER_GROUPS
 from kvconnector.base import NO_TRANSFER, KVReservation, TransferKey
 from kvconnector.blocks import LayerRange, Slices
 from kvconnector.protocol.actions import (
@@ -42,7 +43,6 @@ from kvconnector.protocol.actions import (
     WriteEnded,
 )
 from kvconnector.protocol.messages import (
-    REPEAT_S,
     Commit,
     Digests,
     Quiet,
@@ -50,12 +50,18 @@ from kvconnector.protocol.messages import (
     Verified,
     Watermark,
 )
+from kvconnector.protocol.repeats import REPEAT_S
 from kvconnector.protocol.seals import Channels
+from kvconnector.protocol.transfer import MAX_ATTEMPTS
 
 logger = logging.getLogger(__name__)
 
 # A message with 8-byte indices then stays below 8 KiB, one fragment of the transport
 MAX_DIGESTS_PER_MESSAGE = 320
+# Maximum number of ranges of layers per block that a decode node keeps as wrong or missing. A
+# correct sender writes a block in at most NUM_LAYER_GROUPS ranges, and the decode node may also
+# request joined ranges.
+MAX_RANGES_PER_BLOCK = 2 * NUM_LAYER_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +246,7 @@ class Arrival:
         commit: the commit that is held back, because not all blocks are verified.
         asked_at: when the commit arrived, or when missing blocks were last requested again.
         groups: KV group of each block; empty: there is only one group.
+        has_warned: whether a warning was logged because the sender exceeded `max_ranges`.
     """
 
     engine_id: str
@@ -251,6 +258,46 @@ class Arrival:
     commit: Commit | None = None
     asked_at: float = -math.inf
     groups: Sequence[int] = ()
+    has_warned: bool = False
+
+    @property
+    def max_ranges(self) -> int:
+        """Return the maximum size of ``attempts``, which bounds ``missing``, too."""
+        return MAX_RANGES_PER_BLOCK * len(self.block_ids)
+
+    def open_places(self, message: Digests, layers: LayerRange) -> list[int]:
+        """Return the places in a message of the digests that this node still needs to compare."""
+        bits = _bits(layers)
+        return [
+            place
+            for place, index in enumerate(message.indices)
+            if index < len(self.block_ids)
+            and (self.layers[index] & bits != bits or (index, layers) in self.missing)
+            and self.attempts.get((index, layers), 0) == message.attempt
+        ]
+
+    def leave_out_new_ranges(self, places: list[int], message: Digests, layers: LayerRange) -> None:
+        """Remove from ``places`` the blocks' ranges for which ``attempts`` has no room.
+
+        Logs one warning per transfer.
+        """
+        num_left = self.max_ranges - len(self.attempts)
+        if num_left >= len(places):
+            return
+        kept = []
+        for place in places:
+            is_new = (message.indices[place], layers) not in self.attempts
+            if not is_new or num_left > 0:
+                kept.append(place)
+                num_left -= is_new
+        if len(kept) < len(places) and not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                "request %s: prefill node %s sent digests of more than %d wrong ranges of layers "
+                "per block; dropped the others",
+                *(message.request_id, self.engine_id, MAX_RANGES_PER_BLOCK),
+            )
+        places[:] = kept
 
 
 class DigestVerifier:
@@ -435,18 +482,14 @@ class DigestVerifier:
         if (
             arrival is None
             or not fits
+            or message.attempt > MAX_ATTEMPTS  # a correct sender has failed the transfer before
             or len(message.digests) != DIGEST_BYTES * len(message.indices)
             or len(set(message.indices)) != len(message.indices)
         ):
             return None
-        bits = (1 << layers[1]) - (1 << layers[0])
-        open_places = [
-            place
-            for place, index in enumerate(message.indices)
-            if index < len(arrival.block_ids)
-            and (arrival.layers[index] & bits != bits or (index, layers) in arrival.missing)
-            and arrival.attempts.get((index, layers), 0) == message.attempt
-        ]
+        bits = _bits(layers)
+        open_places = arrival.open_places(message, layers)
+        arrival.leave_out_new_ranges(open_places, message, layers)
         indices = [message.indices[place] for place in open_places]
         written = Written(
             message.request_id,
@@ -494,12 +537,14 @@ class DigestVerifier:
         number.
         """
         known = list(arrival.layers)  # verified layers, and layers that were requested before
-        for index, (first, end) in arrival.missing:
-            known[index] |= (1 << end) - (1 << first)
+        for index, layer_range in arrival.missing:
+            known[index] |= _bits(layer_range)
+        num_left = arrival.max_ranges - len(arrival.attempts)
         for index, layers in enumerate(known):
-            if layers != self._all_layers:
-                runs = _zero_runs(layers, self._digests.num_layers)
+            if layers != self._all_layers and num_left > 0:
+                runs = _zero_runs(layers, self._digests.num_layers)[:num_left]
                 arrival.missing.update((index, run) for run in runs)
+                num_left -= len(runs)
         wanted: defaultdict[tuple[LayerRange, int], list[int]] = defaultdict(list)
         for index, layer_range in sorted(arrival.missing):
             attempt = arrival.attempts.get((index, layer_range), 0) + 1
@@ -525,6 +570,11 @@ class DigestVerifier:
 
 def _digest(digests: bytes, place: int) -> bytes:
     return digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+
+
+def _bits(layers: LayerRange) -> int:
+    """Return a bit mask of the layers of a range."""
+    return (1 << layers[1]) - (1 << layers[0])
 
 
 def _zero_runs(bits: int, num_bits: int) -> list[LayerRange]:

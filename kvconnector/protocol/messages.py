@@ -12,24 +12,21 @@ With digests, D checks the content before a transfer ends:
 P -> D   Digests   the blocks must have these     D -> P   Resend    these differ: write them again
                                                   D -> P   Verified  all blocks are right
 
-If a message were lost for good, its request would wait until the request's deadline. So `Repeats`
-sends important messages again until they are answered or no longer needed; these messages are
-idempotent.
+If a message were lost for good, its request would wait until the request's deadline. So important
+messages are sent again until they are answered or no longer needed (`repeats.py`); these messages
+are idempotent.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from baton.api.errors import TransferError
-from kvconnector.base import HandoffRecord, TransferKey
+from kvconnector.base import HandoffRecord
 
 MAX_TEXT_CHARS = 4096
-REPEAT_S = 1.0
 
 # Types whose values are checked when a message is decoded, because peers are not trusted.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -217,62 +214,3 @@ def decode(payload: bytes) -> Message:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransferError(f"not a message of this protocol: {error}") from error
-
-
-@dataclass(slots=True)
-class Repeat:
-    """A message that is sent again and again until it is answered."""
-
-    engine_id: str
-    message: Message
-    next_at: float
-
-
-class Repeats:
-    """All messages that one end repeats; at most one per transfer."""
-
-    def __init__(self) -> None:
-        self._repeats: dict[TransferKey, Repeat] = {}
-        self._next_at = math.inf  # no message must be repeated before this time
-
-    def __len__(self) -> int:
-        return len(self._repeats)
-
-    def add_message(self, key: TransferKey, engine_id: str, message: Message, now: float) -> None:
-        """Repeat ``message`` every ``REPEAT_S`` seconds from now on."""
-        self._repeats[key] = Repeat(engine_id, message, now + REPEAT_S)
-        self._next_at = min(self._next_at, now + REPEAT_S)
-
-    def put_off(self, key: TransferKey, engine_id: str, now: float) -> None:
-        """Postpone the next repeat, because the peer has just sent a message about the transfer."""
-        repeat = self._repeats.get(key)
-        if repeat is not None and repeat.engine_id == engine_id:
-            repeat.next_at = now + REPEAT_S
-
-    def remove(self, key: TransferKey, engine_id: str) -> None:
-        """Stop repeating a transfer's message.
-
-        Do nothing if no message of this transfer is repeated.
-        """
-        repeat = self._repeats.get(key)
-        if repeat is not None and repeat.engine_id == engine_id:
-            del self._repeats[key]
-
-    def has_peer(self, engine_id: str) -> bool:
-        """Return whether a message to this peer is repeated."""
-        return any(repeat.engine_id == engine_id for repeat in self._repeats.values())
-
-    def remove_peer(self, engine_id: str) -> None:
-        """Stop repeating all messages to a lost peer."""
-        for key in [k for k, repeat in self._repeats.items() if repeat.engine_id == engine_id]:
-            del self._repeats[key]
-
-    def take_due(self, now: float) -> list[tuple[TransferKey, Repeat]]:
-        """Return the messages to repeat now. Takes O(1) while no message is due."""
-        if now < self._next_at:
-            return []
-        due = [(key, repeat) for key, repeat in self._repeats.items() if now >= repeat.next_at]
-        for _, repeat in due:
-            repeat.next_at = now + REPEAT_S
-        self._next_at = min((r.next_at for r in self._repeats.values()), default=math.inf)
-        return due

@@ -44,13 +44,13 @@ from kvconnector.protocol.messages import (
     Hello,
     HelloAck,
     Quiet,
-    Repeats,
     SelfTest,
     Start,
     Watermark,
 )
 from kvconnector.protocol.peers import Peers
 from kvconnector.protocol.probe import ProbeSlots
+from kvconnector.protocol.repeats import Repeats
 
 SenderMessage = Hello | Beat | SelfTest | Start | Watermark | Commit | Quiet | Digests
 
@@ -124,7 +124,10 @@ class ReceiveMachine:
                 self._slots.forget(engine_id)
                 self.peers.remove(engine_id)
             case SendEnded(action=send):
-                if item.problem:
+                if item.is_queue_full and isinstance(send.message, Grant):
+                    key = (send.message.request_id, send.message.epoch)
+                    self.grants.retry(key, send.engine_id, self._turn.now)
+                elif item.problem:
                     self.peers.send_again(item)
                 else:  # a Beat
                     self.peers.confirm(send.engine_id)

@@ -43,7 +43,6 @@ from kvconnector.protocol.messages import (
     HelloAck,
     Message,
     Quiet,
-    Repeats,
     Resend,
     SelfTestResult,
     Start,
@@ -52,6 +51,7 @@ from kvconnector.protocol.messages import (
 )
 from kvconnector.protocol.peers import Peers, PeerState
 from kvconnector.protocol.probe import Probes
+from kvconnector.protocol.repeats import Repeats
 from kvconnector.protocol.transfer import QueuedPush, Transfer
 
 logger = logging.getLogger(__name__)

@@ -6,18 +6,14 @@ memory, each rank connects to a socket of the leading process, so all ranks must
 
 from __future__ import annotations
 
-import socket
-import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 
 from baton.api.errors import TransferError
+from baton.processes import rank_links
 from kvconnector.ranks.messages import Open
-
-START_TIMEOUT_S = 60.0
 
 
 def link_ranks(
@@ -33,36 +29,21 @@ def link_ranks(
 
     Raises TransferError if a rank does not connect in time.
     """
-    # Only this user can enter the folder, so only this user can connect to the socket.
-    with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
-        address = str(Path(folder) / "socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-            server.bind(address)
-            server.listen()
-            server.settimeout(START_TIMEOUT_S)
-            first = attach(msgspec.msgpack.encode(Open(connector, engine_id, address)))
-            links: dict[int, Connection] = {}
-            while len(links) < len(first):
-                links.update([_accept(server)])
-            return dict(sorted(links.items()))
-
-
-def _accept(server: socket.socket) -> tuple[int, Connection]:
-    try:
-        accepted, _ = server.accept()
-    except TimeoutError:
-        raise TransferError(
-            f"a rank's process opened no transport for cached prefixes in {START_TIMEOUT_S:g} s"
-        ) from None
-    accepted.setblocking(True)
-    link = Connection(accepted.detach())
-    return int(link.recv_bytes()), link
+    links: dict[int, Connection] = {}
+    with rank_links.listen() as listener:
+        first = attach(msgspec.msgpack.encode(Open(connector, engine_id, listener.address)))
+        while len(links) < len(first):
+            try:
+                rank, link = listener.accept()
+            except TimeoutError:
+                raise TransferError(
+                    "a rank's process opened no transport for cached prefixes in "
+                    f"{rank_links.START_TIMEOUT_S:g} s"
+                ) from None
+            links[int(rank)] = link
+    return dict(sorted(links.items()))
 
 
 def connect_rank(address: str, rank: int) -> Connection:
     """Connect this rank to the leading process; see `link_ranks`."""
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    end.connect(address)
-    link = Connection(end.detach())
-    link.send_bytes(b"%d" % rank)
-    return link
+    return rank_links.connect(address, b"%d" % rank)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from baton.api.errors import TransferError
 from kvconnector.base import NO_TRANSFER, TransferKey
 from kvconnector.blocks import LayerRange
 from kvconnector.layout import KVMemory
@@ -45,6 +46,13 @@ UNACKNOWLEDGED_S = 3
 # Seconds of silence after which a peer certainly posts no more writes for its present transfers. A
 # lease (`protocol/peers.py`) is shorter, and ends first at the sender.
 SILENT_S = 2.0
+
+
+class QueueFullError(TransferError):
+    """Raised for a long message while many bytes wait for the peer; the connection is kept.
+
+    The message was not sent. The caller may send it again once fewer bytes wait.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +154,10 @@ class KVTransport(Protocol):
         """
 
     def notify(self, engine_id: str, payload: bytes) -> None:
-        """Send a short message; it may overtake writes, or arrive later. Raises TransferError."""
+        """Send a message; it may overtake writes, or arrive later.
+
+        Raises QueueFullError, or another TransferError if the connection has failed.
+        """
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Return received messages with their senders. Also does the transport's pending work.

@@ -106,7 +106,11 @@ class Placer:
         placement = (pick(chosen) if chosen is not None else None) or pick(fleet)
         if placement is not None:
             self.decisions.note(call.scoped_id, query, placement, is_first=is_first)
-            for node in filter(None, (placement.prefill, placement.decode)):
+            nodes = [node for node in (placement.prefill, placement.decode) if node is not None]
+            if call.terms.pins is not None and call.terms.pins.session:
+                engine_ids = [node.engine_id for node in nodes]
+                pool.session_places.note_placement(call.terms.pins.session, engine_ids, hashes)
+            for node in nodes:
                 pool.prefix_index.note_placement(node.engine_id, hashes)
                 if adapter:
                     pool.adapters.note_placement(node, adapter)

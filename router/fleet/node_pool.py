@@ -58,6 +58,7 @@ from router.fleet.peers.introductions import Introductions
 from router.fleet.peers.pairing import Reach, are_peers, num_pairs_lost, receives_from, why_no_pair
 from router.fleet.prefix.prefix_index import PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
+from router.fleet.prefix.session_places import SessionPlaces
 from router.fleet.prefix_sources import PrefixSource, PrefixSources
 from router.fleet.rollout import Rollout
 from router.fleet.served_identity import ServedIdentity
@@ -100,6 +101,7 @@ class NodePool:
     Attributes:
         router_id: distinguishes this router's requests from other routers'.
         prefix_index: which nodes have which parts of prompts in their prefix caches.
+        session_places: which nodes may know which sessions.
         lost_nodes: the nodes that left unexpectedly.
         gate: decides which nodes may join now.
         identity: decides which identity of the nodes' models is served.
@@ -157,6 +159,7 @@ class NodePool:
         self._missing_since: float | None = None
         self._changed = asyncio.Event()
         self.prefix_index = PrefixIndex(clock=clock)
+        self.session_places = SessionPlaces(self.prefix_index)
         self.adapters = AdapterPlaces(clock)
         self.encode_places = EncodePlaces(clock)
         self.prefix_sources = PrefixSources(clock)

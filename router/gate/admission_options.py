@@ -33,8 +33,8 @@ class AdmissionOptions:
         6000,
         least=0,
         help="Most hints about sessions (prefetches and drops) per minute of one API key, or of "
-        "all clients without keys; 0: no limit. The router sends each hint to all nodes of the "
-        "model.",
+        "all clients without keys; 0: no limit. The router sends a hint to the nodes that may "
+        "know the session; if it knows none, to all nodes of the model.",
     )
     max_ttft_s: float = option(
         0.0,

@@ -16,6 +16,7 @@ from baton.api.errors import InvalidRequestError
 from baton.kv.pins import MAX_TTL_S, PinTerms, PrefixPin
 from baton.link.words import NodeRole, SessionHint
 from router.fleet.node import Node
+from router.fleet.node_pool import NodePool
 
 # OpenAI keeps prompts in memory for 5 to 10 minutes after their last use.
 IN_MEMORY_S = 600.0
@@ -74,19 +75,27 @@ def session_hint(
     return SessionHint(owner_name(principal), session_name(principal, session_id), keep_s)
 
 
-def send_hint(nodes: Iterable[Node], hint: SessionHint) -> int:
-    """Send a hint to the serving nodes; return how many these are.
+def send_hint(pool: NodePool, hint: SessionHint) -> int:
+    """Send a hint to the serving nodes that may know its session; return how many these are.
 
-    Draining nodes get no hint, because a node that sleeps after its drain would store all commands.
+    If no serving node is known to have got a request of the session, all get the hint: another
+    router, or this router before a restart, may have sent the session's requests. Draining nodes
+    get no hint, because a node that sleeps after its drain would store all commands.
     """
-    serving = [
+    known = (pool.node(engine_id) for engine_id in pool.session_places.nodes_of(hint.session))
+    serving = _serving(node for node in known if node is not None) or _serving(pool.members)
+    for node in serving:
+        node.send(hint)
+    return len(serving)
+
+
+def _serving(nodes: Iterable[Node]) -> list[Node]:
+    """Return the prefill and decode nodes that do not drain."""
+    return [
         node
         for node in nodes
         if not node.is_draining and node.registration.role is not NodeRole.ENCODE
     ]
-    for node in serving:
-        node.send(hint)
-    return len(serving)
 
 
 def owner_name(principal: Principal) -> bytes:

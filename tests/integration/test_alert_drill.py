@@ -50,6 +50,7 @@ FIRES_S = CLEARS_S = 120.0
 # In place of those of the rules: windows hold some scrapes, and nothing is waited for long.
 SHORTER = (
     (r"\[\d+m\]", "[20s]"),
+    (r"\[45s\]", "[12s]"),
     (r"offset 10m", "offset 30s"),
     (r"for: \d+[ms]", "for: 3s"),
     (r"interval: \d+s", "interval: 3s"),

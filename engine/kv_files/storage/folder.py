@@ -4,13 +4,16 @@
     FOLDER/IDENTITY/FIRST TWO DIGITS/NAME.kv    one run of blocks (`run_file.py`)
 
 A file gets its name only when it is complete, and never changes afterwards, so nodes need no lock.
-A file's time of change is the time of its last use.
+A file's time of change is the time of its last use. While nodes run, they write a key again that
+was removed, and use a key that has replaced theirs (ADR 0146). So all nodes have the same key, and
+no node removes another node's good files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import re
 import secrets
 import time
@@ -20,13 +23,23 @@ from pathlib import Path
 from baton.api.errors import ConfigError
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.folder_watch import FolderWatch
-from engine.kv_files.storage.secret import UNFINISHED, open_folder_secret, read_secret_file
+from engine.kv_files.storage.secret import (
+    SECRET,
+    UNFINISHED,
+    open_folder_secret,
+    read_secret,
+    read_secret_file,
+)
 from engine.kv_files.storage.storage import (
     FoundFile,
     Listing,
     StorageTerms,
+    UnreachableError,
     UnreadableFileError,
+    raise_if_unreachable,
 )
+
+logger = logging.getLogger(__name__)
 
 # Names of folders with KV, see `RunStore.identity` and `RankStores.identity`. Others are left out:
 # for example, only root may list the folder `lost+found` of a mounted file system.
@@ -40,6 +53,14 @@ _SETTLED_S = 1.0
 _SCAN_ALL_S = 30.0
 # Errors of one file: a file of another user, a symbolic link, or a folder with the name of a run.
 _ERRORS_OF_FILE = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR})
+# Errors of the machine's network or of a file server
+_ERRORS_OF_SERVER = frozenset(
+    {
+        *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN),
+        *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN),
+        *(errno.EPIPE, errno.ETIMEDOUT),
+    }
+)
 
 
 class FolderStorage:
@@ -61,6 +82,8 @@ class FolderStorage:
         self._folder, self._files = Path(terms.location).expanduser(), files or FileSystem()
         self._read_at: dict[str, float] = {}  # folders, and the times of change that were seen
         self._watch, self._scan_all_at = FolderWatch(), 0.0
+        self._has_own_secret = not terms.secret_file
+        self._is_secret_new = False  # whether files that were refused with the old key may be good
         try:
             self._files.make_folder(self._folder)
             self.secret = (
@@ -74,7 +97,7 @@ class FolderStorage:
             ) from error
 
     def open(self, path: str) -> FolderFile:
-        return FolderFile(self._folder / path, self._files)
+        return FolderFile(self._folder, path, self._files)
 
     def write(
         self, path: str, parts: Sequence[bytes | memoryview], is_valid: Callable[[], bool]
@@ -82,6 +105,8 @@ class FolderStorage:
         target = self._folder / path
         for folder in (self._folder, target.parent.parent, target.parent):
             self._files.make_folder(folder)  # one by one, so that each folder is private
+        if self._follow_secret():
+            return False  # the digests were made with the old key
         # Nodes in containers have equal process ids.
         new = target.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
         try:
@@ -99,8 +124,32 @@ class FolderStorage:
             used_at = self._files.used_at(target)
             if used_at is not None and used_at > unless_used_after:
                 return used_at
+        if self._has_own_secret:
+            # A file that looks damaged may have been written with a new key. A missing key is not
+            # written here, because on a full disk removing must still work.
+            with contextlib.suppress(FileNotFoundError):
+                if self._take_secret(read_secret(self._folder / SECRET, self._files)):
+                    return None
         self._files.remove(target)
         return None
+
+    def _follow_secret(self) -> bool:
+        """Return whether the folder's key was replaced; write the key if it was removed."""
+        if not self._has_own_secret:
+            return False
+        return self._take_secret(open_folder_secret(self._folder, self._files, self.secret))
+
+    def _take_secret(self, found: bytes) -> bool:
+        """Use a key that was found in the folder from now on; return whether it is a new one."""
+        if found == self.secret:
+            return False
+        self.secret, self._is_secret_new, self._scan_all_at = found, True, 0.0
+        logger.warning(
+            "kv_files: %s was replaced; this node uses the new key from now on, and cannot read "
+            "the files from before",
+            self._folder / SECRET,
+        )
+        return True
 
     def close(self) -> None:
         self._watch.close()
@@ -119,6 +168,10 @@ class FolderStorage:
 
     def _list_all(self) -> Iterator[Listing]:
         """List all folders that were changed, and watch all folders from now on."""
+        with contextlib.suppress(OSError):  # the folder is gone, or its disk is full
+            self._follow_secret()
+        if self._is_secret_new:
+            self._is_secret_new, self._read_at = False, dict.fromkeys(self._read_at, -1.0)
         seen = set()
         self._watch.watch_folder(self._folder, "")
         for identity in filter(_IDENTITY.fullmatch, self._files.list_folders(self._folder)):
@@ -149,13 +202,13 @@ class FolderStorage:
 class FolderFile:
     """An open file of a folder; a `StoredFile`."""
 
-    def __init__(self, path: Path, files: FileSystem) -> None:
-        self._path, self._files = path, files
-        with _mark_unreadable():
-            self._descriptor = files.open(path)
+    def __init__(self, folder: Path, path: str, files: FileSystem) -> None:
+        self._folder, self._path, self._files = folder, folder / path, files
+        with self._name_errors():
+            self._descriptor = files.open(self._path)
 
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
-        with _mark_unreadable():
+        with self._name_errors():
             return self._files.read_into(self._descriptor, offset, parts)
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
@@ -167,13 +220,22 @@ class FolderFile:
     def close(self) -> None:
         self._files.close(self._descriptor)
 
+    @contextlib.contextmanager
+    def _name_errors(self) -> Iterator[None]:
+        """Replace errors of this file alone, and errors of all files, by the storage's errors.
 
-@contextlib.contextmanager
-def _mark_unreadable() -> Iterator[None]:
-    """Replace errors that concern one file alone by UnreadableFileError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _ERRORS_OF_FILE:
+        A file server that is down may cause the error of a bad sector, but then does not list the
+        folder either.
+        """
+        try:
+            yield
+        except FileNotFoundError:
             raise
-        raise UnreadableFileError(error.errno, error.strerror, error.filename) from error
+        except OSError as error:
+            if error.errno in _ERRORS_OF_FILE:
+                raise UnreadableFileError(error.errno, error.strerror, error.filename) from error
+            if error.errno in _ERRORS_OF_SERVER:
+                raise UnreachableError(error.errno, error.strerror, error.filename) from error
+            with raise_if_unreachable(error):
+                self._files.list_folders(self._folder)
+            raise

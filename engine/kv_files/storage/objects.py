@@ -25,7 +25,13 @@ from typing import Any
 from baton.api.errors import ConfigError
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.secret import read_secret_file
-from engine.kv_files.storage.storage import FoundFile, Listing, StorageTerms
+from engine.kv_files.storage.storage import (
+    FoundFile,
+    Listing,
+    StorageTerms,
+    UnreachableError,
+    raise_if_unreachable,
+)
 
 try:
     import obstore
@@ -95,12 +101,29 @@ class ObjectStorage:
     def _check_access(self) -> None:
         """Raise ConfigError if the bucket is missing or access is denied."""
         try:
-            with self.short_errors("list"):
-                next(iter(obstore.list(self._reads, chunk_size=1)), None)
+            self._list_one()
         except (FileNotFoundError, PermissionError) as error:
             raise ConfigError(f"kv_files: {self.location}: {error.strerror}") from error
         except OSError as error:
             logger.warning("%s: %s; the node tries again", self.location, error.strerror)
+
+    def _list_one(self) -> None:
+        """Request a list of one object; raise OSError if the server does not answer it."""
+        with self.short_errors("list"):
+            next(iter(obstore.list(self._reads, chunk_size=1)), None)
+
+    @contextlib.contextmanager
+    def read_errors(self) -> Iterator[None]:
+        """Replace errors of a read; raise UnreachableError if the server does not list either."""
+        try:
+            with self.short_errors("read"):
+                yield
+        except (FileNotFoundError, UnreachableError):
+            raise
+        except OSError as error:
+            with raise_if_unreachable(error):
+                self._list_one()
+            raise
 
     @contextlib.contextmanager
     def short_errors(self, action: str) -> Iterator[None]:
@@ -335,7 +358,7 @@ class ObjectFile:
         self._storage, self._path = storage, path
         self._e_tag: str | None = None
         self._num_bytes = 0
-        with storage.short_errors("read"):
+        with storage.read_errors():
             self._head = self._read_head()
 
     def _read_head(self) -> memoryview:
@@ -355,7 +378,7 @@ class ObjectFile:
             return 0
         if end <= len(self._head):
             return _copy([self._head[offset:end]], parts)
-        with self._storage.short_errors("read"):
+        with self._storage.read_errors():
             return _copy(self._storage.get_parts(self._path, offset, end, self._e_tag), parts)
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
@@ -430,7 +453,11 @@ def _plain_error(error: Exception, action: str, location: str) -> OSError:
         return FileNotFoundError(errno.ENOENT, "no such bucket or object", location)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status in ("401", "403"):
         return PermissionError(errno.EACCES, f"access denied ({action})", location)
-    problem = f"status {status}" if status else "no answer in time, or no connection"
     if "invalid path" in first:  # the library then lists nothing
         problem = "the name of an object has an empty part, as in a//b, or . or .. as a part"
+    elif not status:
+        problem = "no answer in time, or no connection"
+        return UnreachableError(errno.EIO, f"{action}: {problem}", location)
+    else:
+        problem = f"status {status}"
     return OSError(errno.EIO, f"{action}: {problem}", location)

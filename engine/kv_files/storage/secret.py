@@ -53,20 +53,24 @@ def read_secret_file(path: str, files: FileSystem) -> bytes:
         raise ConfigError(f"kv_files_secret: {expanded}: {error.strerror}") from error
 
 
-def open_folder_secret(folder: Path, files: FileSystem) -> bytes:
-    """Return a folder's own key; make it if there is none. Raises ConfigError, OSError."""
+def open_folder_secret(folder: Path, files: FileSystem, known: bytes = b"") -> bytes:
+    """Return a folder's own key; write it if there is none. Raises ConfigError, OSError.
+
+    Args:
+        known: the key to write; empty: write a new key.
+    """
     path = folder / SECRET
     try:
         return read_secret(path, files)  # reading still works if the disk is full
     except FileNotFoundError:
-        _make_secret(path, files)
+        _write_secret(path, files, known or os.urandom(KEY_BYTES))
     return read_secret(path, files)
 
 
-def _make_secret(path: Path, files: FileSystem) -> None:
+def _write_secret(path: Path, files: FileSystem, key: bytes) -> None:
     new = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
     try:
-        files.write_new(new, [os.urandom(KEY_BYTES)])
+        files.write_new(new, [key])
         files.link(new, path)
     except FileExistsError:
         pass  # another node was faster

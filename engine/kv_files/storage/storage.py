@@ -6,6 +6,7 @@ raise OSError. Implementations refuse to know: runs, blocks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,26 @@ from typing import NamedTuple, Protocol
 
 class UnreadableFileError(OSError):
     """A file cannot be read, for a reason that other files of the storage do not share."""
+
+
+class UnreachableError(OSError):
+    """A file could not be read, for a reason that concerns all files, such as a server's failure.
+
+    The error does not show that the file is gone or broken.
+    """
+
+
+@contextlib.contextmanager
+def raise_if_unreachable(problem: OSError) -> Iterator[None]:
+    """Raise UnreachableError with the text of ``problem`` if the code in the context fails, too.
+
+    Args:
+        problem: the error of a read. The code in the context is a request that needs no file.
+    """
+    try:
+        yield
+    except OSError:
+        raise UnreachableError(problem.errno, problem.strerror, problem.filename) from problem
 
 
 class FoundFile(NamedTuple):
@@ -58,8 +79,8 @@ class StoredFile(Protocol):
     def read_into(self, offset: int, parts: Sequence[memoryview]) -> int:
         """Fill memory with the file's bytes from an offset on; return how many bytes were read.
 
-        Raises FileNotFoundError if the file was removed or replaced meanwhile, and
-        UnreadableFileError if only this file cannot be read.
+        Raises FileNotFoundError if the file was removed or replaced meanwhile, UnreadableFileError
+        if only this file cannot be read, and UnreachableError if no file can be read now.
         """
 
     def read_soon(self, offset: int, num_bytes: int) -> None:
@@ -98,7 +119,8 @@ class Storage(Protocol):
     def open(self, path: str) -> StoredFile:
         """Open a file for reading.
 
-        Raises FileNotFoundError or UnreadableFileError, here or at the first read.
+        Raises FileNotFoundError, UnreadableFileError or UnreachableError, here or at the first
+        read.
         """
 
     def write(

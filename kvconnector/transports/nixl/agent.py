@@ -23,7 +23,12 @@ import numpy.typing as npt
 from baton.api.errors import ConfigError, TransferError
 from kvconnector.layout import KVLayout
 from kvconnector.transports.base import UNACKNOWLEDGED_S
-from kvconnector.transports.nixl.fences import ConnectionFences, RoundTrips, watched_sockets
+from kvconnector.transports.nixl.fences import (
+    ConnectionFences,
+    RoundTrips,
+    WorkerSockets,
+    watched_sockets,
+)
 
 # Maximum number of released peers that NIXL keeps. A kept peer whose process has ended costs some
 # kilobytes of memory. Dropping a living peer leaves a TCP connection open on both sides.
@@ -132,8 +137,8 @@ class NixlAgent:
             known = set(_epoll_instances())
             self._agent = api.nixl_agent(name, config)
             self.descriptor = _find_descriptor(known)
-            self._fences = ConnectionFences(self._sockets)
-            self._round_trips = RoundTrips(self._sockets)
+            sockets = WorkerSockets(self._sockets)
+            self._fences, self._round_trips = ConnectionFences(sockets), RoundTrips(sockets)
             # A layout's blocks are one contiguous range, so they are registered as one region.
             regions = np.array(
                 [[at.base_address, at.num_blocks * at.block_bytes, at.device_id] for at in layouts],

@@ -76,21 +76,24 @@ class _Connection(NamedTuple):
     far_end: tuple[Any, ...] | None = None
 
 
-class ConnectionFences:
-    """Watches the TCP connections of one UCX worker.
+@dataclass(frozen=True, slots=True)
+class WorkerSockets:
+    """The sockets of one UCX worker.
 
-    Args:
-        list_sockets: returns the descriptors of the worker's sockets by inode.
+    Attributes:
+        list_all: returns the descriptors of the worker's sockets by inode; may raise OSError.
         clock: returns monotonic seconds.
     """
 
-    def __init__(
-        self,
-        list_sockets: Callable[[], Mapping[int, int]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._list_sockets = list_sockets
-        self._clock = clock
+    list_all: Callable[[], Mapping[int, int]]
+    clock: Callable[[], float] = time.monotonic
+
+
+class ConnectionFences:
+    """Watches the TCP connections of one UCX worker."""
+
+    def __init__(self, sockets: WorkerSockets) -> None:
+        self._list_sockets, self._clock = sockets.list_all, sockets.clock
         self._heard_at: dict[str, float] = {}
         self._fences: dict[str, _Fence] = {}
         # By address: the metadata in which the last look found the address. This saves time,
@@ -198,19 +201,10 @@ def _connection_of(number: int) -> _Connection | None:
 
 
 class RoundTrips:
-    """The shortest round trips of one UCX worker's TCP paths, by remote address.
+    """The shortest round trips of one UCX worker's TCP paths, by remote address."""
 
-    Args:
-        list_sockets: returns the descriptors of the worker's sockets by inode; may raise OSError.
-        clock: returns monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        list_sockets: Callable[[], Mapping[int, int]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._list_sockets, self._clock = list_sockets, clock
+    def __init__(self, sockets: WorkerSockets) -> None:
+        self._list_sockets, self._clock = sockets.list_all, sockets.clock
         self._read_at = -math.inf
         self._by_address: dict[bytes, float] = {}
         self._by_metadata: dict[bytes, float] = {}  # results of `find` since the last reading

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.api.errors import TransferError
+from kvconnector.transports.base import QueueFullError
 from kvconnector.transports.round_trips import shortest_round_trip_s
 from kvconnector.transports.sockets.connection import Connection
 from kvconnector.transports.sockets.frames import (
@@ -41,6 +42,9 @@ MAX_BACK_OFF_S = 1.0
 REPORT_S = 1.0  # seconds of failed dialling after which `send` raises the reason
 # Maximum number of bytes of queued messages; the sender itself limits the queued blocks
 MAX_QUEUED_BYTES = 8 * 2**20
+# Messages of at most so many bytes may use as many further bytes of the queue. So long messages,
+# such as Grants of very long prompts, do not cost the connection its beats.
+SHORT_BYTES, MAX_SHORT_BYTES = 2**16, 2**20
 # Bytes after which new keys are needed: below the limit of 2^24 full records per TLS 1.3 key (RFC
 # 8446, 5.5).
 RENEW_BYTES = 2**37
@@ -118,14 +122,16 @@ class Outgoing:
     # ------------------------------------------------------------------ for the owner
 
     def send(self, payload: bytes) -> None:
-        """Send a message, or keep it until WELCOME; raise TransferError if this is impossible."""
+        """Send a message, or keep it until WELCOME.
+
+        Raises QueueFullError for a long message, and TransferError if the connection has failed.
+        """
         self._check()
         if len(payload) > MAX_HEAD_BYTES:
             raise TransferError(f"a message has {len(payload)} bytes, more than {MAX_HEAD_BYTES}")
         frame = encode_frame(Kind.MESSAGE, payload)
         if self._connection is not None and self._is_welcome:
-            if self._connection.queued_bytes + len(frame) > self._max_queued_bytes:
-                raise TransferError(f"{self._peer_id} reads nothing")
+            self._check_room(self._connection.queued_bytes, len(frame), "reads nothing")
             self._renew()
         if self._connection is not None and self._is_welcome:
             self._connection.post(frame)
@@ -133,8 +139,8 @@ class Outgoing:
             return
         if self._last_failure and self._clock() - self._failing_since >= REPORT_S:
             raise TransferError(f"{self._peer_id} at {self._name}: {self._last_failure}")
-        if sum(map(len, self._waiting)) + len(frame) > self._max_queued_bytes:
-            raise TransferError(f"{self._peer_id} at {self._name} does not answer")
+        num_waiting = sum(map(len, self._waiting))
+        self._check_room(num_waiting, len(frame), f"at {self._name} does not answer")
         self._waiting.append(frame)
         self.progress()
 
@@ -200,10 +206,18 @@ class Outgoing:
     def _name(self) -> str:
         return f"{self._at[0]}:{self._at[1]}"
 
-    @property
-    def _max_queued_bytes(self) -> int:
+    def _check_room(self, num_queued: int, num_bytes: int, problem: str) -> None:
+        """Raise an error if a message does not fit behind the queued bytes.
+
+        Args:
+            problem: the peer's fault, for the error if even a short message does not fit.
+        """
         # The limit is for messages, so it does not apply while a write's blocks are queued.
-        return MAX_QUEUED_BYTES if not self._writes else 2**62
+        missing = 0 if self._writes else num_queued + num_bytes - MAX_QUEUED_BYTES
+        if missing > 0 and num_bytes > SHORT_BYTES:
+            raise QueueFullError(f"{num_queued} bytes wait for {self._peer_id}")
+        if missing > MAX_SHORT_BYTES:
+            raise TransferError(f"{self._peer_id} {problem}")
 
     def _check(self) -> None:
         if self.problem:

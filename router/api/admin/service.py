@@ -461,7 +461,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if not context.principal.may(Role.OPERATE):
             self._bases[0].intake.admission.charge_hint(context.principal)
         bases = [self._names.find_base(request.model)] if request.model else self._bases
-        num_nodes = sum(send_hint(base.pool.nodes, hint) for base in bases)
+        num_nodes = sum(send_hint(base.pool, hint) for base in bases)
         _note(context, f"drop the pins of a session of {tenant or 'its own tenant'}")
         return admin_pb2.AdminDropPinsResponse(num_nodes=num_nodes)
 

@@ -164,7 +164,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         served, principal = self._find_name(request, context), context.principal
         hint = session_hint(principal, request.session_id, request.prompt_cache_key, keep_s)
         served.intake.admission.charge_hint(principal)
-        send_hint(served.base.pool.nodes, hint)
+        send_hint(served.base.pool, hint)
 
     async def ListModels(  # gRPC prescribes this name
         self, request: inference_pb2.ListModelsRequest, context: Context

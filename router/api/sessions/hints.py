@@ -55,4 +55,4 @@ def _hint(request: web.Request, body: DropRequest, keep_s: float) -> HintedSessi
     principal, served = request[PRINCIPAL], request[SERVED]
     hint = session_hint(principal, body.session_id or "", body.prompt_cache_key or "", keep_s)
     served.intake.admission.charge_hint(principal)
-    return HintedSession(send_hint(served.base.pool.nodes, hint))
+    return HintedSession(send_hint(served.base.pool, hint))

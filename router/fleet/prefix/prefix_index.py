@@ -214,6 +214,10 @@ class PrefixIndex:
             if self._holders[engine_id].kind == kind
         }
 
+    def ends_of(self, prompt: PromptHashes) -> tuple[ShortHash, ...]:
+        """Return the hash of a prompt's last full block, for each kind of hashes of the nodes."""
+        return tuple(hashes[-1] for kind in self._kinds if (hashes := prompt.of(kind)))
+
     def _walk(
         self, get: Callable[[ShortHash, int], int], hashes: Sequence[ShortHash], candidates: int
     ) -> dict[str, int]:

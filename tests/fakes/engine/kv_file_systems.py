@@ -17,15 +17,21 @@ class TroubledFiles(FileSystem):
     Attributes:
         write_error: number of the error of writes, also of times; 0: none.
         read_error: number of the error of reads; 0: none.
+        list_error: number of the error of listing folders; 0: none.
         gate: while this event is unset, reads of blocks stand still.
         stands: set once a read stands still.
     """
 
     def __init__(self) -> None:
-        self.write_error = self.read_error = 0
+        self.write_error = self.read_error = self.list_error = 0
         self.gate = threading.Event()
         self.gate.set()
         self.stands = threading.Event()
+
+    def list_folders(self, path: Path) -> dict[str, float]:
+        if self.list_error:
+            raise OSError(self.list_error, os.strerror(self.list_error))
+        return super().list_folders(path)
 
     def write_new(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
         if self.write_error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import sys
@@ -23,7 +24,7 @@ from baton.engine_config import EngineConfig
 from engine.kv_files.run_store import RunStore
 from engine.kv_files.storage import objects
 from engine.kv_files.storage.objects import ObjectStorage
-from engine.kv_files.storage.storage import StorageTerms
+from engine.kv_files.storage.storage import StorageTerms, UnreachableError
 from tests.fakes.checkpoints.demo_model import DEMO_MODEL
 from tests.fakes.engine.kv_file_stores import BLOCK_SIZE, IDENTITY, Blocks, chain_of, read, write
 from tests.fakes.outside.s3_server import BUCKET, SECRET_KEY, S3Server, secret_file
@@ -260,6 +261,29 @@ def test_each_rank_has_objects_of_its_own(server: S3Server, place: Place) -> Non
 
 
 # ---------------------------------------------------------------- faulty servers
+
+
+@pytest.mark.parametrize("fault", ["denied", "status 503", "slow"])
+def test_a_faulty_server_costs_no_object(fault: str, server: S3Server, place: Place) -> None:
+    """Regression: after two errors, objects were forgotten until the next listing."""
+    chain = chain_of(1, NUM_BLOCKS)
+    store, blocks = Place(dataclasses.replace(place.terms, timeout_s=0.3)).open()
+    write(store, blocks, chain)
+    server.status = 503 if fault == "status 503" else 0
+    if fault == "denied":
+        server.deny(is_on=True)
+    if fault == "slow":
+        server.gate.clear()
+    try:
+        for _ in range(3):
+            with pytest.raises(UnreachableError):
+                read(store, blocks, chain)
+    finally:
+        server.status = 0
+        server.gate.set()
+        if fault == "denied":
+            server.deny(is_on=False)
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("fault", ["dead", "denied", "status 503", "slow", "bucket missing"])

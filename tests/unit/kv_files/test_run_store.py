@@ -16,9 +16,9 @@ from baton.api.errors import ConfigError
 from baton.kv.cache_use import CacheUse
 from baton.link import wire
 from baton.link.words import NodeBeat
-from engine.kv_files import run_store
+from engine.kv_files import run_index, run_store
 from engine.kv_files.jobs import WriteJob
-from engine.kv_files.run_file import RunName, UnusableError, header_bytes
+from engine.kv_files.run_file import LAST_BYTES, RunName, UnusableError, header_bytes
 from engine.kv_files.storage.file_system import FileSystem
 from engine.kv_files.storage.secret import SECRET
 from engine.kv_files.storage.storage import FoundFile, Listing
@@ -248,6 +248,7 @@ def test_long_runs_may_be_unused_for_longer_before_they_leave(tmp_path: Path) ->
     write(store, blocks, chain_of(2, 4))
     for run in store.index.oldest_first(0.0):
         run.used_at -= 100.0
+        os.utime(tmp_path / run.path, (run.used_at, run.used_at))
     write(store, blocks, chain_of(3, 60))  # about 20 kB
     assert store.counts.files_evicted == 1
     found = {RunName.parse(name) for name in names(tmp_path)}
@@ -269,6 +270,40 @@ def test_a_file_that_another_node_reads_stays_longer(tmp_path: Path) -> None:
     firsts = {name.first for name in map(RunName.parse, names(tmp_path)) if name}
     assert firsts == {chain_of(1, 1)[0], chain_of(3, 1)[0]}
     assert store.counts.files_evicted == 1
+
+
+@pytest.mark.parametrize("how", ["listing", "making room"])
+def test_a_use_by_another_node_moves_a_run_in_a_bounded_look_up(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only the times changed, so later runs hid the one that is in use."""
+    monkeypatch.setattr(run_index, "MAX_ALIKE", 2)
+    common = chain_of(0, 1)
+    chains = [[*common, *chain_of(seed, 19)] for seed in range(1, 5)]  # about 9 kB each
+    for number, chain in enumerate(
+        chains
+    ):  # a new node does not know that the first block is in a file
+        writer, blocks = open_store(tmp_path)
+        write(writer, blocks, chain)
+        (run,) = (run for _, run in writer.index.runs_of(IDENTITY, chain) if run.hashes)
+        used_at = time.time() - 400.0 + 100.0 * number
+        os.utime(tmp_path / run.path, (used_at, used_at))
+    store, blocks = open_store(tmp_path, limit_bytes=40_000)
+
+    def considered() -> set[int]:
+        found = {run.name.last for _, run in store.index.runs_of(IDENTITY, common)}
+        return {number for number, chain in enumerate(chains) if chain[-1][:LAST_BYTES] in found}
+
+    assert considered() == {2, 3}
+    assert read(*open_store(tmp_path), chains[0]).num_done == 20
+    if how == "listing":
+        folder = f"{IDENTITY}/{common[0].hex()[:2]}"
+        store._note_folder(Listing(folder, FileSystem().list_files(tmp_path / folder)))
+        assert considered() == {0, 3}, "the other runs keep their order"
+    else:
+        write(store, blocks, chain_of(9, 20))
+        assert store.counts.files_evicted == 1
+        assert considered() == {0, 3}
 
 
 def test_two_nodes_share_a_folder(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.kv_files.storage.file_system import FileSystem
+from engine.kv_files.storage.storage import UnreachableError
 from tests.fakes.engine.kv_file_stores import IDENTITY, chain_of, open_store, read, write
 from tests.fakes.engine.kv_file_systems import READ_ERROR, TroubledFiles
 
@@ -83,6 +84,25 @@ def test_a_file_with_repeated_read_errors_is_forgotten(tmp_path: Path) -> None:
     files.read_error = 0
     write(store, blocks, chain)
     assert read(store, blocks, chain).num_done == NUM_BLOCKS, "a new file replaced the broken one"
+
+
+@pytest.mark.parametrize(
+    ("read_error", "list_error"),
+    [(errno.ETIMEDOUT, 0), (errno.EHOSTDOWN, 0), (errno.EIO, errno.EIO)],
+)
+def test_a_file_server_that_is_down_costs_no_file(
+    read_error: int, list_error: int, tmp_path: Path
+) -> None:
+    """Regression: after two errors, files were forgotten until the next listing."""
+    files, chain = TroubledFiles(), chain_of(1, NUM_BLOCKS)
+    store, blocks = open_store(tmp_path, files=files)
+    write(store, blocks, chain)
+    files.read_error, files.list_error = read_error, list_error
+    for _ in range(4):
+        with pytest.raises(UnreachableError, match=os.strerror(read_error)):
+            read(store, blocks, chain)
+    files.read_error = files.list_error = 0
+    assert read(store, blocks, chain).num_done == NUM_BLOCKS
 
 
 def test_only_regular_files_are_listed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from kvconnector.transports.nixl.fences import (
     UNKNOWN_S,
     ConnectionFences,
     RoundTrips,
+    WorkerSockets,
     watched_sockets,
 )
 
@@ -39,8 +40,8 @@ class Worker:
         self._epoll = stack.enter_context(select.epoll())
         self.now = 100.0
         self.num_lists = 0
-        self.fences = ConnectionFences(self.list_sockets, lambda: self.now)
-        self.round_trips = RoundTrips(self.list_sockets, lambda: self.now)
+        sockets = WorkerSockets(self.list_sockets, lambda: self.now)
+        self.fences, self.round_trips = ConnectionFences(sockets), RoundTrips(sockets)
 
     def list_sockets(self) -> dict[int, int]:
         self.num_lists += 1
@@ -171,7 +172,7 @@ def test_a_peer_that_was_never_heard_is_silent_from_the_first_question(worker: W
 
 
 def test_names_of_strangers_are_not_remembered_and_names_of_peers_up_to_a_limit() -> None:
-    fences = ConnectionFences(dict, lambda: 0.0)
+    fences = ConnectionFences(WorkerSockets(dict, lambda: 0.0))
     fences.note_read(["stranger"], {"p"})
     names = {str(number) for number in range(2 * MAX_NAMES)}
     fences.note_read(names, names)

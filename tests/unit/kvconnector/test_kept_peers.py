@@ -14,7 +14,12 @@ from baton.api.errors import TransferError
 from baton.testing.transports import BLOCK_SHAPE
 from kvconnector.transports.base import SILENT_S, PendingWrite
 from kvconnector.transports.nixl import agent
-from kvconnector.transports.nixl.fences import CLOSE_AFTER_S, FINAL_READS, ConnectionFences
+from kvconnector.transports.nixl.fences import (
+    CLOSE_AFTER_S,
+    FINAL_READS,
+    ConnectionFences,
+    WorkerSockets,
+)
 from kvconnector.transports.nixl.transport import NixlTransport
 from tests.fakes.handoff.kv_link import numbers
 from tests.fakes.handoff.kv_memories import memory_of
@@ -51,7 +56,7 @@ def test_a_silent_peer_does_not_cost_an_agent_its_connection_with_itself(
     """Regression: the connection counted as the peer's, so blocks were free after 8 s, not 3 s."""
     _, d = pair
     clock, own = VirtualClock(0.0), d._agent
-    own._fences = ConnectionFences(own._sockets, clock)
+    own._fences = ConnectionFences(WorkerSockets(own._sockets, clock))
     d.take_notifications()
     before = set(own._sockets())
     assert before, "UCX connects each worker with itself"

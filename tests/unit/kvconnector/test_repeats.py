@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvconnector.protocol.messages import REPEAT_S, Repeats, Start
+from kvconnector.protocol.messages import Start
+from kvconnector.protocol.repeats import REPEAT_S, RETRY_S, Repeats
 
 
 def start(request_id: str) -> Start:
@@ -36,6 +37,19 @@ def test_a_sign_of_the_transfer_puts_the_question_off() -> None:
     repeats.put_off(("nobody", 1), "d", 0.0)
     assert due(repeats, REPEAT_S * 1.8) == []
     assert due(repeats, REPEAT_S * 1.9) == ["a"]
+
+
+def test_a_message_that_was_not_sent_is_tried_again_before_the_repeats_of_others() -> None:
+    """The others would else fill the queue again, and the message would never be sent."""
+    repeats = Repeats()
+    repeats.add_message(("a", 1), "d", start("a"), 0.0)
+    repeats.add_message(("b", 1), "d", start("b"), 0.0)
+    repeats.retry(("b", 1), "someone else", 0.0)
+    assert due(repeats, RETRY_S) == []
+    repeats.retry(("b", 1), "d", 0.0)
+    assert due(repeats, RETRY_S) == ["b"]
+    assert due(repeats, REPEAT_S) == ["a"]
+    assert due(repeats, REPEAT_S + RETRY_S) == ["b"]
 
 
 def test_a_peer_that_is_gone_is_asked_nothing_more() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.testing.transports import BLOCK_SHAPE, UNTOUCHED
+from kvconnector.base import KVReservation
 from kvconnector.ends import Receiver, Sender
 from kvconnector.transports.sockets.transport import TlsTransport
 from tests.fakes.handoff.kv_link import NUM_D_BLOCKS, NUM_P_BLOCKS, Kind, Link
@@ -110,3 +111,52 @@ def ended(link: Link, request_id: str) -> bool:
     link.poll()
     kinds = (Kind.FAILED, Kind.COMMITTED)
     return any(link.events("p", kind, request_id) for kind in kinds)
+
+
+def make_pair(num_blocks: int) -> Link:
+    """Return a pair whose nodes have many small blocks."""
+    number = next(link_numbers)
+    deaths: list[Exception] = []
+    source, target = torch.zeros(8, 1, 1, 1, 1, 1), torch.zeros(num_blocks, 1, 1, 1, 1, 1)
+    link = Link(
+        Sender(TlsTransport(f"p{number}-many", memory_of(source)), lambda: None, deaths.append),
+        Receiver(TlsTransport(f"d{number}-many", memory_of(target)), lambda: None, deaths.append),
+        source,
+        target,
+    )
+    link.sender.loop.start()
+    link.receiver.loop.start()
+    link.receiver.expect(True)
+    link.receiver.connect(link.sender.peer_info)
+    link.sender.connect(link.receiver.peer_info)
+    link.wait("p", Kind.PEER_CONNECTED)
+    return link
+
+
+def test_several_of_the_largest_grants_at_once_arrive_over_one_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Regression: the second one broke the connection, and the first one was lost with it."""
+    num_grants, num_blocks = 3, 2**20
+    link = make_pair(num_grants * num_blocks)
+    names = [f"g{number}" for number in range(num_grants)]
+    for name in names:
+        link.sender.start(name, 0, link.d, num_tokens=num_blocks, num_blocks=num_blocks)
+        link.wait("d", Kind.STARTED, name)
+    # The last ids are the longest ones
+    ids = range(num_grants * num_blocks)
+    transport = link.receiver.loop._transport
+    assert isinstance(transport, TlsTransport)
+    connection = transport._outgoing[link.p].connections()[0]
+    for number, name in enumerate(names):
+        part = ids[number * num_blocks : (number + 1) * num_blocks]
+        link.receiver.grant(
+            KVReservation(request_id=name, epoch=0, engine_id=link.p, block_ids=tuple(part))
+        )
+    transfers = link.sender.machine.transfers
+    wait_until(lambda: all(transfers[name, 0].granted is not None for name in names), "all grants")
+    assert transport._outgoing[link.p].connections() == [connection]
+    assert not link.events("p", Kind.PEER_FAILED) + link.events("d", Kind.PEER_FAILED)
+    assert "cannot reach" not in caplog.text
+    link.sender.close()
+    link.receiver.close()

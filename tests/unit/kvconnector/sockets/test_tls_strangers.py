@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.api.errors import TransferError
+from kvconnector.transports.base import QueueFullError
 from kvconnector.transports.sockets import incoming, outgoing
 from kvconnector.transports.sockets.connection import Connection
 from kvconnector.transports.sockets.frames import Kind, WriteHead, encode_frame
@@ -164,14 +165,19 @@ def test_a_peer_that_reads_nothing_is_given_up_and_costs_no_more_memory(
     p, d = ends
     meet(p, d)
 
-    def talk() -> None:
-        for _ in range(100):
-            p.transport.notify(d.id, bytes(2**20 - 100))
+    def talk(num_bytes: int) -> None:
+        for _ in range(4000):
+            p.transport.notify(d.id, bytes(num_bytes))
 
-    with pytest.raises(TransferError, match="reads nothing"):
-        talk()
     (connection,) = p.transport._outgoing[d.id].connections()
+    with pytest.raises(QueueFullError, match=f"bytes wait for {d.id}"):
+        talk(2**20 - 100)
     assert connection.queued_bytes <= outgoing.MAX_QUEUED_BYTES
+    p.transport.notify(d.id, b"a short message")
+    with pytest.raises(TransferError, match="reads nothing"):
+        talk(1000)
+    most = outgoing.MAX_QUEUED_BYTES + outgoing.MAX_SHORT_BYTES
+    assert connection.queued_bytes <= most
 
 
 def test_when_a_peer_dies_all_that_was_posted_fails(ends: tuple[End, End]) -> None:

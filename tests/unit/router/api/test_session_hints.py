@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from pathlib import Path
 from typing import cast
 
@@ -10,12 +12,14 @@ import pytest
 
 from baton.access.identity import Principal
 from baton.api.errors import InvalidRequestError
-from baton.link.words import SessionHint
+from baton.link.words import DecodeCommand, KVCacheEvents, PrefillCommand, SessionHint
 from baton.serving.call_gate import Context
 from baton.serving.rpc import bearer
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from router.calls.call import Call
+from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from router.gate.admission_options import AdmissionOptions
-from router.intake.cache_hints import make_pins, session_hint, session_of_key
+from router.intake.cache_hints import make_pins, send_hint, session_hint, session_of_key
 from tests.fakes.router.http_scene import HttpScene, on_http
 from tests.fakes.router.router_scene import Scene as RouterScene
 from tests.fakes.router.router_scene import asynchronous
@@ -61,6 +65,67 @@ async def test_grpc_sends_prefetches_and_drops_to_all_nodes() -> None:
         hints = node.of(SessionHint)
         assert [hint.keep_s for hint in hints] == [5.0, 0.0]
         assert len({hint.session for hint in hints}) == 1
+
+
+def session_call(scene: RouterScene, request_id: str, prompt: list[int]) -> Call:
+    call = scene.make(request_id)
+    terms = dataclasses.replace(call.terms, pins=make_pins(ACME, "s", ()))
+    return dataclasses.replace(call, prompt_token_ids=prompt, terms=terms)
+
+
+def told(scene: RouterScene) -> set[str]:
+    """Return the names of the nodes that got a hint since the last call."""
+    hands = [*scene.prefills, *scene.decodes]
+    found = {hand.node.name for hand in hands if hand.of(SessionHint)}
+    for hand in hands:
+        hand.commands.clear()
+    return found
+
+
+@asynchronous
+async def test_a_hint_goes_to_the_nodes_that_may_know_its_session() -> None:
+    """Regression: each hint went to every node of the model."""
+    scene = RouterScene(num_prefill=4, num_decode=4)
+    hands = [*scene.prefills, *scene.decodes]
+    everyone = {hand.node.name for hand in hands}
+    for hand in hands:
+        scene.pool.prefix_index.add_node(hand.engine_id, HashKind(16, "xxh3_128"))
+    hint = session_hint(ACME, "s", "", 5.0)
+    assert send_hint(scene.pool, hint) == 8, "this router has not seen the session"
+    assert told(scene) == everyone
+
+    prompt = list(range(5 * 16))
+    calls = [session_call(scene, f"a{turn}", prompt) for turn in range(2)]
+    streams = [scene.dispatcher.run(call) for call in calls]
+    tasks = [asyncio.create_task(anext(stream)) for stream in streams]
+    await scene.pause()
+    used = {
+        hand.node.name
+        for hand in hands
+        if any(isinstance(one, PrefillCommand | DecodeCommand) for one in hand.commands)
+    }
+    assert len(used) == 4, "two requests on two pairs"
+    assert send_hint(scene.pool, hint) == 4
+    assert told(scene) == used
+    assert send_hint(scene.pool, session_hint(OTHER, "s", "")) == 8
+    told(scene)
+
+    # Another router has sent the session's next request to another node
+    other = next(hand for hand in scene.prefills if hand.node.name not in used)
+    for hand in hands:
+        scene.pool.on_event(hand.node, KVCacheEvents(1, True, ()))
+    (end,) = scene.pool.prefix_index.ends_of(PromptHashes(prompt))
+    scene.pool.on_event(other.node, KVCacheEvents(2, False, (end,)))
+    assert send_hint(scene.pool, hint) == 5
+    assert told(scene) == used | {other.node.name}
+
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for hand in hands:
+        if hand.node.name in used or hand is other:
+            hand.leave()
+    assert send_hint(scene.pool, hint) == 3, "none of the nodes that knew the session is left"
 
 
 @on_http()
