@@ -312,9 +312,11 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
     bytes_per_s = terms.fleet.bandwidth(prefill.node, decode.node) or DEFAULT_BYTES_PER_S
     s_per_token = terms.kv_bytes_per_token / bytes_per_s
     # KV is sent while the prefill node computes, so only the time beyond counts. The KV of prompts
-    # that were queued before this one is sent first.
+    # that were queued before this one is sent first. This prompt's KV is made once these prompts
+    # are computed, and D receives the KV once D has room.
     sent_s = (prefill.node.num_open_tokens + decode.num_missing) * s_per_token
-    arrived_s = max(sent_s, decode.room_s + decode.num_missing * s_per_token)
+    begins_s = max(prefill.wait_s, decode.room_s)
+    arrived_s = max(sent_s, begins_s + decode.num_missing * s_per_token)
     tail_s = terms.tail_s(decode.num_missing, prefill.node.chunk_tokens, bytes_per_s)
     exposed_s = LINK_LATENCY_S + max(tail_s, arrived_s - prefill.total_s)
     terms_s = {

@@ -268,7 +268,7 @@ class NodeLoad:
         """
         forecast, num_units, is_beside = None, 0, self.num_batch > 0
         if num_uncomputed:
-            num_units = round(self.prompt_units(num_uncomputed, num_cached))
+            num_units = round(prompt_units(self.attention_share, num_uncomputed, num_cached))
             self.shared.note_prompt(num_uncomputed, num_units)
             self.prefill_asked_at = now = self._clock()
             if not self.num_uncomputed_requests:

@@ -63,7 +63,8 @@ def attention_share(registration: NodeRegistration) -> float:
 def _seconds_per_pair(step_times: Sequence[StepTime], context_times: Sequence[StepTime]) -> float:
     """Return the seconds of attention from one token to one earlier token; 0: not measured.
 
-    Compares a step behind a context with the step of equally many tokens without a context.
+    Compares a step behind a context with the step of equally many tokens without a context. The
+    result is negative if the step behind a context was faster.
     """
     alone_s = {one.num_tokens: one.seconds for one in step_times}
     found = [
@@ -71,7 +72,7 @@ def _seconds_per_pair(step_times: Sequence[StepTime], context_times: Sequence[St
         for one in context_times
         if one.num_tokens in alone_s and one.num_context_tokens
     ]
-    return max(found[-1], 0.0) if found else 0.0
+    return found[-1] if found else 0.0
 
 
 def profile_points(registration: NodeRegistration, share: float) -> tuple[Point, ...]:
