@@ -70,10 +70,11 @@ def measure_context_times(
     """Measure the largest step again behind a context; return (tokens, context tokens, seconds).
 
     The difference between both times is the time of attention to the context. First, the context
-    has as many tokens as the step. Attention takes time in proportion to the context, so this time
-    tells how many context tokens are affordable, at most 4,096. Returns nothing if a prompt has no
-    room for both parts. Overwrites the last block of the KV memory and row 0; the engine must have
-    no request.
+    has as many tokens as the step, or as many as have room. Attention takes time in proportion to
+    the context, so this time tells how many context tokens are affordable, at most 4,096. Returns
+    nothing if there is room for less than half as many context tokens as tokens.
+
+    Overwrites the last block of the KV memory and row 0; the engine must have no request.
 
     Args:
         step_times: what `measure_step_times` returned.
@@ -82,16 +83,17 @@ def measure_context_times(
     assert not engine.requests, "steps are measured before there are requests"
     num_tokens, alone_s = step_times[-1]
     most_context = min(max(_LONG_CONTEXT, num_tokens), engine.max_model_len - 1 - num_tokens)
-    if len(step_times) < 2 or most_context < num_tokens:
+    if len(step_times) < 2 or most_context < num_tokens / 2:
         return ()
 
     def measure(num_context_tokens: int) -> float:
         return _measure(engine, num_tokens, num_context_tokens, pushes=pushes, compiles=compiles)
 
-    num_context_tokens, seconds = num_tokens, measure(num_tokens)
+    num_context_tokens = min(num_tokens, most_context)
+    seconds = measure(num_context_tokens)
     added_s = max(seconds - alone_s, _LEAST_S)
-    affordable = (_MOST_CONTEXT_SECONDS - alone_s) / added_s * num_tokens
-    if min(affordable, most_context) > num_tokens:
+    affordable = (_MOST_CONTEXT_SECONDS - alone_s) / added_s * num_context_tokens
+    if min(affordable, most_context) > num_context_tokens:
         num_context_tokens = int(min(affordable, most_context))
         seconds = measure(num_context_tokens)
     engine.executor.rest()

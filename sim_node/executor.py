@@ -227,7 +227,7 @@ class SimExecutor:
         """Return (tokens, context tokens, seconds) of a step, like `measure_context_times`."""
         num_tokens = self._most_tokens
         num_context = min(max(4096, num_tokens), self.max_model_len - 1 - num_tokens)
-        if num_context < num_tokens:
+        if num_context < num_tokens / 2:
             return ()
         num_pairs = num_tokens * num_context + num_tokens * (num_tokens + 1) // 2
         return ((num_tokens, num_context, self._seconds(num_tokens, num_pairs)),)

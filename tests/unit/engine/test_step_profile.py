@@ -75,9 +75,9 @@ def test_the_context_is_as_long_as_a_second_allows(
 
 @pytest.mark.parametrize(
     ("max_model_len", "num_tokens", "expected"),
-    [(256, 128, 0), (257, 128, 1), (20_000, 8192, 1), (2, 1, 0)],
+    [(192, 128, 0), (193, 128, 1), (8192, 4096, 1), (20_000, 8192, 1), (2, 1, 0)],
 )
-def test_a_context_needs_room_for_as_many_tokens_as_the_step(
+def test_a_context_needs_room_for_half_as_many_tokens_as_the_step(
     max_model_len: int, num_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_demo()
