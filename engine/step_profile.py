@@ -8,6 +8,7 @@ small part of its time. Refuses to know: what the times are used for, tensors.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from baton.api.sampling_params import SamplingParams
 from engine.core.step_plan import NewBlocks, NewRow, StepHooks, StepPlan
@@ -25,6 +26,9 @@ _GREEDY = SamplingParams(temperature=0)
 _NO_HOOKS = StepHooks()
 _MANY_REQUESTS = 32
 _SHORT_CONTEXT, _LONG_CONTEXT = 64, 4096
+# A step of prompt tokens behind a context gets a shorter context if it would take longer than this.
+_MOST_CONTEXT_SECONDS = 1.0
+_LEAST_S = 1e-6
 
 
 def measure_step_times(
@@ -54,6 +58,46 @@ def measure_step_times(
         times[most] = _measure(engine, most, pushes=pushes, compiles=compiles)
     engine.executor.rest()
     return tuple(times.items())
+
+
+def measure_context_times(
+    engine: Engine,
+    step_times: Sequence[tuple[int, float]],
+    *,
+    pushes: bool,
+    compiles: bool = True,
+) -> tuple[tuple[int, int, float], ...]:
+    """Measure the largest step again behind a context; return (tokens, context tokens, seconds).
+
+    The difference between both times is the time of attention to the context. First, the context
+    has as many tokens as the step, or as many as have room. Attention takes time in proportion to
+    the context, so this time tells how many context tokens are affordable, at most 4,096. Returns
+    nothing if there is room for less than half as many context tokens as tokens.
+
+    Overwrites the last block of the KV memory and row 0; the engine must have no request.
+
+    Args:
+        step_times: what `measure_step_times` returned.
+        pushes, compiles: as in `measure_step_times`.
+    """
+    assert not engine.requests, "steps are measured before there are requests"
+    num_tokens, alone_s = step_times[-1]
+    most_context = min(max(_LONG_CONTEXT, num_tokens), engine.max_model_len - 1 - num_tokens)
+    if len(step_times) < 2 or most_context < num_tokens / 2:
+        return ()
+
+    def measure(num_context_tokens: int) -> float:
+        return _measure(engine, num_tokens, num_context_tokens, pushes=pushes, compiles=compiles)
+
+    num_context_tokens = min(num_tokens, most_context)
+    seconds = measure(num_context_tokens)
+    added_s = max(seconds - alone_s, _LEAST_S)
+    affordable = (_MOST_CONTEXT_SECONDS - alone_s) / added_s * num_context_tokens
+    if min(affordable, most_context) > num_context_tokens:
+        num_context_tokens = int(min(affordable, most_context))
+        seconds = measure(num_context_tokens)
+    engine.executor.rest()
+    return ((num_tokens, num_context_tokens, seconds),)
 
 
 def measure_decode_times(
@@ -88,9 +132,11 @@ def measure_decode_times(
     return tuple(times)
 
 
-def _measure(engine: Engine, num_tokens: int, *, pushes: bool, compiles: bool) -> float:
+def _measure(
+    engine: Engine, num_tokens: int, num_context_tokens: int = 0, *, pushes: bool, compiles: bool
+) -> float:
     hooks = StepHooks(after_layer=_ignore if pushes else None)
-    return _time(engine, _plan(engine, num_tokens), hooks, compiles=compiles)
+    return _time(engine, _plan(engine, num_tokens, num_context_tokens), hooks, compiles=compiles)
 
 
 def _time(engine: Engine, plan: StepPlan, hooks: StepHooks = _NO_HOOKS, *, compiles: bool) -> float:
@@ -127,12 +173,17 @@ def _all_in_last_block(engine: Engine, row: int, num_tokens: int) -> NewBlocks:
     return NewBlocks(row, [engine.num_blocks - 1] * num_blocks)
 
 
-def _plan(engine: Engine, num_tokens: int) -> StepPlan:
-    """Plan a whole prompt in one step; its KV is written to the last block."""
+def _plan(engine: Engine, num_tokens: int, num_context_tokens: int) -> StepPlan:
+    """Plan the last tokens of a prompt in one step; their KV and the context's is the last block's.
+
+    Args:
+        num_context_tokens: earlier tokens of the prompt.
+    """
+    num_prompt_tokens = num_context_tokens + num_tokens
     return StepPlan(
-        (_new_row(0, num_tokens),),
-        (_all_in_last_block(engine, 0, num_tokens),),
-        [0, 0, num_tokens, num_tokens],
+        (_new_row(0, num_prompt_tokens),),
+        (_all_in_last_block(engine, 0, num_prompt_tokens),),
+        [0, num_context_tokens, num_tokens, num_prompt_tokens],
         [index * _STRIDE % engine.model_config.vocab_size for index in range(num_tokens)],
     )
 

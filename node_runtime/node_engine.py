@@ -21,7 +21,7 @@ from baton.version import __version__
 from engine.engine import Engine
 from engine.make_engine import make_engine
 from engine.rehearsal import rehearse
-from engine.step_profile import measure_decode_times, measure_step_times
+from engine.step_profile import measure_context_times, measure_decode_times, measure_step_times
 from engine.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,12 @@ class FirstSteps:
     Attributes:
         step_times: prompt tokens and seconds of measured steps; see `StepTime`.
         decode_times: requests, context tokens and seconds of measured steps; see `DecodeTime`.
+        context_times: prompt tokens, context tokens and seconds of measured steps; see `StepTime`.
     """
 
     step_times: tuple[tuple[int, float], ...] = ()
     decode_times: tuple[tuple[int, int, float], ...] = ()
+    context_times: tuple[tuple[int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class LoadedEngine:
     ) -> NodeRegistration:
         """Return what the node tells a router about itself."""
         spec, manifest = self.engine.kv_memory.spec, self.engine.kv_memory.manifest
+        config = self.engine.executor.config
         bytes_of_all = sum(manifest.unit_bytes(rank) for rank in range(manifest.num_ranks))
         return NodeRegistration(
             node_name=node_name,
@@ -92,6 +95,13 @@ class LoadedEngine:
             kv_bytes_per_token=bytes_of_all * spec.num_groups / spec.block_size,
             step_times=tuple(StepTime(*one) for one in first_steps.step_times),
             decode_times=tuple(DecodeTime(*one) for one in first_steps.decode_times),
+            context_step_times=tuple(
+                StepTime(num_tokens, seconds, num_context)
+                for num_tokens, num_context, seconds in first_steps.context_times
+            ),
+            num_chunk_tokens=min(
+                config.long_prefill_token_threshold, config.max_num_batched_tokens
+            ),
             loads_adapters=self.loads_adapters,
             encodes_images=self.engine.features.images.are_taken,
         )
@@ -195,9 +205,13 @@ def compute_first_steps(engine: Engine, *, pushes: bool) -> FirstSteps:
     step_times = measure_step_times(engine, pushes=pushes, compiles=compiles)
     shown = ", ".join(f"{tokens} in {1e3 * seconds:.3g} ms" for tokens, seconds in step_times)
     logger.info("steps of prompt tokens: %s", shown)
+    context_times = measure_context_times(engine, step_times, pushes=pushes, compiles=compiles)
+    for tokens, context, seconds in context_times:
+        shown = f"{tokens} behind {context} in {1e3 * seconds:.3g} ms"
+        logger.info("steps of prompt tokens behind a context: %s", shown)
     decode_times = () if pushes else measure_decode_times(engine, compiles=compiles)
     if decode_times:
         shown = ", ".join(f"{num} in {1e3 * seconds:.3g} ms" for num, _, seconds in decode_times)
         logger.info("steps of decoding requests: %s", shown)
     logger.info("computed first steps in %.1f s", time.perf_counter() - began_at)
-    return FirstSteps(step_times, decode_times)
+    return FirstSteps(step_times, decode_times, context_times)

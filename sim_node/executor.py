@@ -210,13 +210,27 @@ class SimExecutor:
 
             self._clock.call_at(began + seconds * (number + 1) / _NUM_LAYERS, end)
 
+    @property
+    def _most_tokens(self) -> int:
+        """Maximum number of prompt tokens of one request in a step."""
+        return min(self.config.long_prefill_token_threshold, self.max_model_len - 1)
+
     def step_times(self) -> tuple[tuple[int, float], ...]:
         """Return (prompt tokens, seconds) of steps, like `measure_step_times`."""
-        most = min(self.config.long_prefill_token_threshold, self.max_model_len - 1)
+        most = self._most_tokens
         return tuple(
             (num_tokens, self._seconds(num_tokens, num_tokens * (num_tokens + 1) // 2))
             for num_tokens in sorted({1, min(64, most), most})
         )
+
+    def context_times(self) -> tuple[tuple[int, int, float], ...]:
+        """Return (tokens, context tokens, seconds) of a step, like `measure_context_times`."""
+        num_tokens = self._most_tokens
+        num_context = min(max(4096, num_tokens), self.max_model_len - 1 - num_tokens)
+        if num_context < num_tokens / 2:
+            return ()
+        num_pairs = num_tokens * num_context + num_tokens * (num_tokens + 1) // 2
+        return ((num_tokens, num_context, self._seconds(num_tokens, num_pairs)),)
 
     def decode_times(self) -> tuple[tuple[int, int, float], ...]:
         """Return (requests, context tokens, seconds) of decodes, like `measure_decode_times`."""

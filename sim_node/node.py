@@ -234,7 +234,10 @@ class Simulation:
         }
         loaded = LoadedEngine(self.engine, self.engine_id, compatibility, self._options.prefix_hash)
         peer_info = self._network.peer_info(self.engine_id)
-        first_steps = FirstSteps(self._executor.step_times(), self._executor.decode_times())
+        executor = self._executor
+        first_steps = FirstSteps(
+            executor.step_times(), executor.decode_times(), executor.context_times()
+        )
         # The address is empty, because simulated nodes accept no connections.
         return loaded.registration(name, self._role, "", peer_info, first_steps)
 

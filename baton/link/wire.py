@@ -135,6 +135,9 @@ def registration_to_proto(registration: link.NodeRegistration) -> node_pb2.NodeM
         step_times=[to_message(node_pb2.StepTime, one) for one in registration.step_times],
         decode_times=[to_message(node_pb2.DecodeTime, one) for one in registration.decode_times],
         encode_times=[to_message(node_pb2.StepTime, one) for one in registration.encode_times],
+        context_step_times=[
+            to_message(node_pb2.StepTime, one) for one in registration.context_step_times
+        ],
     )
     return node_pb2.NodeMessage(register=register)
 
@@ -156,6 +159,9 @@ def registration_from_proto(message: node_pb2.Register) -> link.NodeRegistration
         step_times=tuple(from_message(link.StepTime, one) for one in message.step_times),
         decode_times=tuple(from_message(link.DecodeTime, one) for one in message.decode_times),
         encode_times=tuple(from_message(link.StepTime, one) for one in message.encode_times),
+        context_step_times=tuple(
+            from_message(link.StepTime, one) for one in message.context_step_times
+        ),
     )
 
 

@@ -62,10 +62,15 @@ PAIR_ROLES = (NodeRole.PREFILL, NodeRole.DECODE)
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Duration of one step of prompt tokens on an otherwise idle node."""
+    """Duration of one step of prompt tokens on an otherwise idle node.
+
+    Attributes:
+        num_context_tokens: earlier tokens of the same prompt, to which the step's tokens attend.
+    """
 
     num_tokens: int
     seconds: float
+    num_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,9 @@ class NodeRegistration:
         fetch_peer_info, share_peer_info: how other nodes reach this node's end that receives, and
             its end that sends, cached prefixes; empty: no such end.
         batches_peers: whether the node reads `PeerUpdates`, and begins a link with `PeerReports`.
+        context_step_times: times of steps with prompt tokens behind earlier tokens, measured at the
+            node's start; empty: not measured.
+        num_chunk_tokens: maximum number of a prompt's tokens in one step; 0: unknown.
     """
 
     node_name: str
@@ -134,6 +142,8 @@ class NodeRegistration:
     fetch_peer_info: bytes = b""
     share_peer_info: bytes = b""
     batches_peers: bool = False
+    context_step_times: tuple[StepTime, ...] = ()
+    num_chunk_tokens: int = 0
 
     @property
     def revision(self) -> str:

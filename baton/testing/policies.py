@@ -78,13 +78,18 @@ class FleetBook:
         num_uncomputed = num_tokens - placement.num_cached_tokens
         for node in (*self.prefills, *self.decodes):
             if node is placement.prefill:
-                account = node.note_opened(num_uncomputed, num_uncomputed=num_uncomputed)
+                account = node.note_opened(
+                    num_uncomputed,
+                    num_uncomputed=num_uncomputed,
+                    num_cached=placement.num_cached_tokens,
+                )
                 self.accounts.append((node, account))
                 self.num_placed[node.node_name] += 1
             if node is placement.decode:
                 account = node.note_opened(
                     num_tokens + query.max_tokens,
                     num_uncomputed=0 if placement.prefill else num_uncomputed,
+                    num_cached=placement.num_cached_tokens,
                     num_arriving=num_tokens,
                 )
                 self.accounts.append((node, account))

@@ -67,11 +67,15 @@ def open_legs(
     opened = []
     if placement.prefill is not None:
         prefill = loads[placement.prefill.engine_id]
-        opened.append((prefill, prefill.note_opened(num_uncomputed, num_uncomputed=num_uncomputed)))
+        account = prefill.note_opened(
+            num_uncomputed, num_uncomputed=num_uncomputed, num_cached=num_tokens - num_uncomputed
+        )
+        opened.append((prefill, account))
     decode = loads[placement.decode.engine_id]
     account = decode.note_opened(
         num_tokens + query.max_tokens,
         num_uncomputed=0 if placement.prefill else num_uncomputed,
+        num_cached=num_tokens - num_uncomputed,
         num_arriving=num_tokens,
     )
     return [*opened, (decode, account)]

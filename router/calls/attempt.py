@@ -101,27 +101,27 @@ class Attempt:
             "trace": terms.trace,
             "pins": call.terms.pins,
         }
-        arrives_s = 0.0
+        arrives_s, supply = 0.0, self._supply
         if self.prefill is not None:
-            load = self.prefill.load
-            arrives_s = load.prefill_base_s + load.prefill_s_per_token * num_uncomputed
+            arrives_s = self.prefill.load.arrives_s(num_uncomputed, num_cached)
         if self.decode is not None:
             work = LegWork(
                 num_tokens=len(call.prompt_token_ids) + params.max_tokens,
                 num_uncomputed=0 if self.prefill else num_uncomputed,
+                num_cached=num_cached,
                 num_arriving=num_tokens,
                 max_tokens=params.max_tokens - len(output_token_ids),
                 timeout_s=terms.timeout_s,
                 arrives_s=arrives_s,
-                fetch_s=0.0 if self.prefill else self._supply.fetch_s,
+                fetch_s=0.0 if self.prefill else supply.fetch_s,
             )
             self.decode.open_leg(self._request_id, self.epoch, self, work)
             peer = self.prefill.engine_id if self.prefill else ""
             images = without_files(call.images) if self.prefill else call.images
-            fields = {**for_both, **self._supply.fetch_fields(self.decode)}
+            fields = {**for_both, **supply.fetch_fields(self.decode)}
             self.decode.send(DecodeCommand(prefill_engine_id=peer, images=images, **fields))
         if self.prefill is not None:
-            work = LegWork.of_prompt(num_uncomputed, self._supply.fetch_s, call.pooling)
+            work = LegWork.of_prompt(num_uncomputed, num_cached, supply.fetch_s, call.pooling)
             self.prefill.open_leg(self._request_id, self.epoch, self, work)
             peer = self.decode.engine_id if self.decode else ""
             self.prefill.send(
@@ -129,12 +129,12 @@ class Attempt:
                     decode_engine_id=peer,
                     images=call.images,
                     pooling=call.pooling,
-                    **self._supply.encode_fields,
-                    **self._supply.fetch_fields(self.prefill),
+                    **supply.encode_fields,
+                    **supply.fetch_fields(self.prefill),
                     **for_both,
                 )
             )
-        self._supply.send_commands(for_both["timeout_s"])
+        supply.send_commands(for_both["timeout_s"])
 
     @property
     def nodes(self) -> list[Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from router.fleet.load.node_load import NodeLoad
+from router.fleet.load.node_load import DEFAULT_CHUNK_TOKENS, NodeLoad
 
 # Engine ids of a prefill and a decode node; prefill "": the decode node works alone
 Pair = tuple[str, str]
@@ -193,6 +193,12 @@ class Fleet:
     def self_prefilling_places(self) -> Mapping[str, int]:
         """Position of each node in ``self_prefilling``, by engine id."""
         return {node.engine_id: place for place, node in enumerate(self.self_prefilling)}
+
+    @functools.cached_property
+    def least_chunk_tokens(self) -> int:
+        """Smallest `NodeLoad.chunk_tokens` of all prefill nodes."""
+        chunks = (node.chunk_tokens for node in self.prefills)
+        return min(chunks, default=DEFAULT_CHUNK_TOKENS)
 
     @functools.cached_property
     def best_bandwidth(self) -> float:

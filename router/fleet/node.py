@@ -101,6 +101,7 @@ class LegWork:
     Attributes:
         num_tokens: on a decode node, maximum number of tokens that the request may hold; on a
             prefill node, number of tokens to compute.
+        num_cached: number of the prompt's tokens before ``num_uncomputed``, which the node has.
         max_tokens: number of tokens to decode within ``timeout_s``; 0: none.
         arrives_s: seconds until the prompt's KV is expected on the node.
         fetch_s: seconds that the request is expected to wait for a cached prefix after its queue;
@@ -110,6 +111,7 @@ class LegWork:
 
     num_tokens: int
     num_uncomputed: int = 0
+    num_cached: int = 0
     num_arriving: int = 0
     max_tokens: int = 0
     timeout_s: float = math.inf
@@ -118,11 +120,14 @@ class LegWork:
     is_pooled: bool = False
 
     @classmethod
-    def of_prompt(cls, num_tokens: int, fetch_s: float, pooling: PoolingParams | None) -> LegWork:
+    def of_prompt(
+        cls, num_tokens: int, num_cached: int, fetch_s: float, pooling: PoolingParams | None
+    ) -> LegWork:
         """Return the work of a prefill node that computes ``num_tokens`` tokens of a prompt."""
         return cls(
             num_tokens=num_tokens,
             num_uncomputed=num_tokens,
+            num_cached=num_cached,
             fetch_s=fetch_s,
             is_pooled=pooling is not None,
         )
@@ -300,6 +305,7 @@ class Node:
         account = load.note_opened(
             work.num_tokens,
             num_uncomputed=work.num_uncomputed,
+            num_cached=work.num_cached,
             num_arriving=work.num_arriving,
             promise=promise,
             fetch_s=work.fetch_s,

@@ -99,6 +99,7 @@ def registration_problem(registration: NodeRegistration) -> str:
         "block_size": (1, MAX_BLOCK_SIZE),
         "tensor_parallel_size": (1, MAX_RANKS),
         "pipeline_parallel_size": (1, MAX_RANKS),
+        "num_chunk_tokens": (0, MAX_MODEL_LEN),
     }
     for field, (least, most) in sizes.items():
         value = getattr(registration, field)
@@ -113,6 +114,7 @@ def registration_problem(registration: NodeRegistration) -> str:
         _step_times_problem("step_times", registration.step_times)
         or _decode_times_problem(registration.decode_times)
         or _step_times_problem("encode_times", registration.encode_times)
+        or _context_times_problem(registration.context_step_times)
     )
 
 
@@ -128,6 +130,20 @@ def _step_times_problem(field: str, step_times: Sequence[StepTime]) -> str:
         if not 0 < one.seconds <= MAX_SECONDS:  # also true for NaN
             return f"{field}: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
         num_before = one.num_tokens
+    return ""
+
+
+def _context_times_problem(step_times: Sequence[StepTime]) -> str:
+    field = "context_step_times"
+    if len(step_times) > MAX_STEP_TIMES:
+        return f"{field}: must be at most {MAX_STEP_TIMES}, got {len(step_times)}"
+    for one in step_times:
+        for name in ("num_tokens", "num_context_tokens"):
+            value = getattr(one, name)
+            if not 0 < value <= MAX_MODEL_LEN:
+                return f"{field}: {name} must be 1 to {MAX_MODEL_LEN}, got {value}"
+        if not 0 < one.seconds <= MAX_SECONDS:  # also true for NaN
+            return f"{field}: seconds must be above 0 and at most {MAX_SECONDS:.0f}"
     return ""
 
 

@@ -22,6 +22,7 @@ from baton.api.outputs import DecodeReceipt, PrefillReceipt
 from baton.kv.prefixes import is_fetch_end
 from baton.link.words import PeerReport
 from router.fleet.load.measured_line import MeasuredLine
+from router.fleet.load.prompt_units import prompt_units, tokens_until, units_until
 from router.fleet.node import Node
 from router.fleet.peers.pairing import Reach
 
@@ -156,7 +157,7 @@ class PrefixSources:
         for node in holders:
             num_tokens = min(cached.get(node.engine_id, 0), most)
             if num_tokens - own >= MIN_TOKENS and self._may_send(node.engine_id, reader.engine_id):
-                terms = self._terms(node.engine_id, node.name, reader, num_tokens - own)
+                terms = self._terms(node.engine_id, node.name, reader, own, num_tokens - own)
                 num_tokens = own + terms.num_lacking
                 found.append(PrefixSource(node, reader.engine_id, num_tokens, self, terms))
         found.sort(key=lambda source: -source.terms.saved_s)
@@ -185,9 +186,11 @@ class PrefixSources:
                 num_lacking = cached[holder_id] - own
                 if num_lacking < MIN_TOKENS or not self._may_send(holder_id, reader.engine_id):
                     continue
-                saved_s = self._terms(holder_id, "", reader, num_lacking).saved_s
+                saved_s = self._terms(holder_id, "", reader, own, num_lacking).saved_s
                 if saved_s > 0:
-                    num_saved = own + int(saved_s / reader.load.prefill.per_unit)
+                    share = reader.load.attention_share
+                    units = units_until(share, own) + saved_s / reader.load.prefill.per_unit
+                    num_saved = int(tokens_until(share, units))
                     counts[reader.engine_id] = max(counts.get(reader.engine_id, 0), num_saved)
         return counts
 
@@ -216,14 +219,22 @@ class PrefixSources:
         is_reached = reader_id in self._reach.bandwidths.get(holder_id, {})
         return is_reached and barred_until <= self._clock()
 
-    def _terms(self, holder_id: str, name: str, reader: Node, num_lacking: int) -> SourceTerms:
-        """Return the expected times of a fetch, cut to the tokens that arrive in `LONGEST_S`."""
+    def _terms(
+        self, holder_id: str, name: str, reader: Node, own: int, num_lacking: int
+    ) -> SourceTerms:
+        """Return the expected times of a fetch, cut to the tokens that arrive in `LONGEST_S`.
+
+        Args:
+            own: number of the prompt's first tokens that the reader has.
+            num_lacking: number of tokens behind these that the reader lacks.
+        """
         line, block_size = self._line(holder_id, reader), reader.registration.block_size
         if line.per_unit and line.seconds(num_lacking) > LONGEST_S:
             num_in_time = int((LONGEST_S - line.base) / line.per_unit)
             num_lacking = min(num_lacking, max(num_in_time, MIN_TOKENS))
             num_lacking -= num_lacking % block_size
-        compute_s = reader.load.prefill.per_unit * num_lacking
+        units = prompt_units(reader.load.attention_share, num_lacking, own)
+        compute_s = reader.load.prefill.per_unit * units
         fetch_s = max(line.seconds(num_lacking) - reader.load.prefill_queue_s, 0.0)
         return SourceTerms(name, num_lacking, fetch_s, compute_s)
 

@@ -295,7 +295,10 @@ class Admission:
         """Return the expected seconds until all waiting requests have their first tokens."""
         queue = self._queue
         return self._capacity.wait_s(
-            queue.num_requests, queue.num_prompt_tokens, queue.num_kv_tokens
+            queue.num_requests,
+            queue.num_prompt_tokens,
+            queue.num_kv_tokens,
+            num_prompt_pairs=queue.num_prompt_pairs,
         )
 
     def _wait_ahead_s(self, ticket: Ticket) -> float:
@@ -305,6 +308,7 @@ class Admission:
             ahead.num_requests,
             ahead.num_prompt_tokens,
             ahead.num_kv_tokens + ticket.num_kv_tokens,
+            num_prompt_pairs=ahead.num_prompt_pairs,
             last=ticket.num_prompt_tokens,
         )
 

@@ -111,16 +111,23 @@ class Capacity:
         """Return the mean seconds that a prefill node computes a prompt until its first token."""
         fleet = self._fleet()
         prefills = fleet.prefills or fleet.self_prefilling
-        base, per_token = _mean_line(prefills) if prefills else (0.0, 0.0)
-        return base + per_token * num_prompt_tokens
+        return _MeanTimes(prefills).prompts_s(1, num_prompt_tokens, num_prompt_tokens**2 / 2)
 
     def wait_s(
-        self, num_requests: float, num_prompt_tokens: float, num_kv_tokens: float, *, last: int = 0
+        self,
+        num_requests: float,
+        num_prompt_tokens: float,
+        num_kv_tokens: float,
+        *,
+        num_prompt_pairs: float = 0.0,
+        last: int = 0,
     ) -> float:
         """Return the seconds until all of some further requests have their first tokens.
 
         Args:
             num_requests, num_prompt_tokens, num_kv_tokens: sums over these requests.
+            num_prompt_pairs: half of the sum of the squares of their prompt tokens: the number of
+                pairs of a prompt token and an earlier one.
             last: number of prompt tokens of one more request behind them, whose first token is
                 waited for, too; a single node computes its whole prompt.
         """
@@ -128,8 +135,8 @@ class Capacity:
         prefills, decodes = fleet.prefills or fleet.self_prefilling, _receivers(fleet)
         if not prefills or not decodes:
             return 0.0
-        base, per_token = _mean_line(prefills)
-        work_s = num_requests * base + num_prompt_tokens * per_token
+        times = _MeanTimes(prefills)
+        work_s = times.prompts_s(num_requests, num_prompt_tokens, num_prompt_pairs)
         prefill_s = _level([node.prefill_queue_s for node in prefills], work_s)
         room = sum(_room(node) for node in decodes)
         num_free = sum(node.num_free_tokens for node in decodes) - room * _KV_HEADROOM
@@ -137,7 +144,7 @@ class Capacity:
         # All KV that decode nodes hold becomes free, on average, within the mean time that a
         # request decodes.
         room_s = (num_kv_tokens - num_free) * decodes[0].shared.residence_s / num_held
-        last_s = base + per_token * last if last else 0.0
+        last_s = times.prompts_s(1, last, last**2 / 2) if last else 0.0
         return self.bias * (max(prefill_s, room_s, 0.0) + last_s)
 
     def decode_s(self, max_tokens: int) -> float:
@@ -181,10 +188,18 @@ def _level(queues_s: list[float], work_s: float) -> float:
         queues_s = lower
 
 
-def _mean_line(prefills: Sequence[NodeLoad]) -> tuple[float, float]:
-    """Return the mean seconds per prompt and per prompt token over these nodes."""
-    base = sum(node.prefill.base for node in prefills) / len(prefills)
-    return base, sum(node.prefill.per_unit for node in prefills) / len(prefills)
+class _MeanTimes:
+    """The mean times of prompts over some nodes; all times are 0 without nodes."""
+
+    def __init__(self, nodes: Sequence[NodeLoad]) -> None:
+        number = max(len(nodes), 1)
+        self._base_s = sum(node.prefill.base for node in nodes) / number
+        self._token_s = sum(node.prefill.per_unit for node in nodes) / number
+        self._pair_s = sum(node.prefill.per_unit * node.attention_share for node in nodes) / number
+
+    def prompts_s(self, num_prompts: float, num_tokens: float, num_pairs: float) -> float:
+        """Return the seconds to compute prompts that have nothing cached; see `prompt_units`."""
+        return num_prompts * self._base_s + num_tokens * self._token_s + num_pairs * self._pair_s
 
 
 def _receivers(fleet: Fleet) -> Sequence[NodeLoad]:

@@ -40,6 +40,7 @@ class Waiting(NamedTuple):
     num_requests: float = 0
     num_prompt_tokens: float = 0
     num_kv_tokens: float = 0
+    num_prompt_pairs: float = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +71,7 @@ class _Flow:
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_kv_tokens: int = 0
+    num_prompt_pairs: int = 0
     charge: int = 0
     outstanding: int = 0
     num_open: int = 0
@@ -99,12 +101,14 @@ class FairQueue:
     """The waiting requests of one base model, by tenant.
 
     Attributes:
-        num_requests, num_prompt_tokens, num_kv_tokens: sums over all waiting requests.
+        num_requests, num_prompt_tokens, num_kv_tokens, num_prompt_pairs: sums over all waiting
+            requests.
         virtual_time: start of the request that began last; never falls.
     """
 
     def __init__(self) -> None:
         self.num_requests = self.num_prompt_tokens = self.num_kv_tokens = 0
+        self.num_prompt_pairs = 0
         self.virtual_time = 0
         # Queue of each tenant; the tenant whose last request is oldest comes first.
         self._flows: OrderedDict[str, _Flow] = OrderedDict()
@@ -249,6 +253,7 @@ class FairQueue:
                     mine.num_requests - len(behind),
                     mine.num_prompt_tokens - sum(t.num_prompt_tokens for t in behind),
                     mine.num_kv_tokens - sum(t.num_kv_tokens for t in behind),
+                    mine.num_prompt_pairs - sum(t.num_prompt_pairs for t in behind),
                 )
                 charge -= sum(t.charge for t in behind)
         begins_at = self._start_of(own) + charge
@@ -303,6 +308,7 @@ class FairQueue:
             one.num_requests += sign
             one.num_prompt_tokens += sign * ticket.num_prompt_tokens
             one.num_kv_tokens += sign * ticket.num_kv_tokens
+            one.num_prompt_pairs += sign * ticket.num_prompt_pairs
         flow.charge += sign * ticket.charge
         if len(flow.heads) > 2 * flow.num_requests + _MAX_STALE:
             flow.heads = [one for one in flow.heads if one.turn is not None]
@@ -332,4 +338,6 @@ class FairQueue:
 def _all(flow: _Flow | None) -> Waiting:
     if flow is None:
         return Waiting()
-    return Waiting(flow.num_requests, flow.num_prompt_tokens, flow.num_kv_tokens)
+    return Waiting(
+        flow.num_requests, flow.num_prompt_tokens, flow.num_kv_tokens, flow.num_prompt_pairs
+    )

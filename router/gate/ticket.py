@@ -65,6 +65,11 @@ class Ticket:
         return self.order[0], self.place, self.order[1]
 
     @property
+    def num_prompt_pairs(self) -> int:
+        """Number of pairs of a prompt token and an earlier one, about half of the square."""
+        return self.num_prompt_tokens**2 // 2
+
+    @property
     def sign(self) -> int:
         """Return the sign of the priority: -1, 0 or 1."""
         return (self.order[0] > 0) - (self.order[0] < 0)

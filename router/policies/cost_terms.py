@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 
 from baton.limits import NUM_LAYER_GROUPS
 from router.fleet.fleet import Fleet
-from router.fleet.load.node_load import REQUEST_UNITS, NodeLoad
+from router.fleet.load.node_load import DEFAULT_CHUNK_TOKENS, REQUEST_UNITS, NodeLoad
+from router.fleet.load.prompt_units import units_until
 from router.policies.base import Candidate, RouteQuery
 
 # Seconds from the last byte of KV that is sent until the KV can be used: the time of one message.
 LINK_LATENCY_S = 0.001
 DEFAULT_BYTES_PER_S = 10e9
-# Sending KV overlaps with computing, except for the last layer group of the last chunk, which has
-# at most this many tokens.
-LAST_CHUNK_TOKENS = 2048
 # Weight of a second of slower decoding, which counts less than a second before token 1, because it
 # is spread over many tokens.
 DECODE_WEIGHT = 0.5
@@ -55,6 +53,7 @@ class CostTerms:
         num_behind: expected number of prompts that this one delays on any prefill node; see
             `BUSY_FACTOR`.
         kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
+        least_chunk_tokens: smallest `NodeLoad.chunk_tokens` of all prefill nodes.
         adapter_load_s: seconds that each node without the request's adapter needs to load it, by
             engine id.
     """
@@ -70,6 +69,7 @@ class CostTerms:
     best_bytes_per_s: float
     leaves_room: bool = False
     num_behind: float = 0.0
+    least_chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     cached_alone: Mapping[str, int] = field(default_factory=dict)
     adapter_load_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -92,6 +92,7 @@ class CostTerms:
             adapter_load_s=query.adapter_load_s,
             kv_bytes_per_token=decodes[0].shared.kv_bytes_per_token if decodes else 0.0,
             best_bytes_per_s=fleet.best_bandwidth or DEFAULT_BYTES_PER_S,
+            least_chunk_tokens=fleet.least_chunk_tokens,
             num_behind=(
                 BUSY_FACTOR * sum([node.num_uncomputed_requests for node in fleet.prefills])
                 + query.num_waiting
@@ -106,13 +107,20 @@ class CostTerms:
             return self.num_tokens
         return max(self.num_tokens - cached.get(node.engine_id, 0), 1)
 
+    def prompt_units(self, node: NodeLoad, num_missing: int) -> float:
+        """Return the units of the prompt's last tokens on a node."""
+        return node.prompt_units(num_missing, self.num_tokens - num_missing)
+
     def load_s(self, node: NodeLoad) -> float:
         """Return the seconds that a node needs to load the request's adapter; 0 if it is loaded."""
         return self.adapter_load_s.get(node.engine_id, 0.0)
 
-    def tail_s(self, num_missing: int, bytes_per_s: float) -> float:
-        """Return the seconds to send the last chunk's last layer group, after all is computed."""
-        num_bytes = min(num_missing, LAST_CHUNK_TOKENS) * self.kv_bytes_per_token
+    def tail_s(self, num_missing: int, chunk_tokens: int, bytes_per_s: float) -> float:
+        """Return the seconds to send the last chunk's last layer group, after all is computed.
+
+        All other KV is sent while the prefill node computes.
+        """
+        num_bytes = min(num_missing, chunk_tokens) * self.kv_bytes_per_token
         return num_bytes / NUM_LAYER_GROUPS / bytes_per_s
 
 
@@ -188,11 +196,12 @@ def prefill_costs(terms: CostTerms) -> list[float]:
     """
     nodes = terms.fleet.prefills
     now, num_tokens = terms.now, terms.num_tokens
-    num_behind = terms.num_behind
+    num_behind, num_pairs = terms.num_behind, 0.5 * num_tokens * num_tokens
     costs_s = [
         node.prefill_base_s
-        + num_behind * node.prefill.base
-        + (node.prefill_s_per_token + num_behind * node.prefill.per_unit) * num_tokens
+        + num_behind * (line := node.prefill).base
+        + (node.prefill_s_per_unit + num_behind * line.per_unit)
+        * (num_tokens + node.attention_share * num_pairs)  # `prompt_units`
         - (
             0.0
             if (begun_s := now - node.prefill_progress_at) <= 0
@@ -208,8 +217,8 @@ def prefill_costs(terms: CostTerms) -> list[float]:
         if place is not None:
             num_saved = num_cached if num_cached < num_tokens else num_tokens - 1
             node = nodes[place]
-            s_per_token = node.prefill_s_per_token + num_behind * node.prefill.per_unit
-            costs_s[place] -= s_per_token * num_saved
+            s_per_unit = node.prefill_s_per_unit + num_behind * node.prefill.per_unit
+            costs_s[place] -= s_per_unit * units_until(node.attention_share, num_saved)
     _add_loads(terms, costs_s, places)
     return costs_s
 
@@ -224,8 +233,8 @@ def decode_costs(
         slowest_s: longest time of any prefill; a wait for KV room costs nothing until then.
     """
     num_steps, units = DECODE_WEIGHT * terms.num_steps, REQUEST_UNITS + terms.num_tokens
-    num_tokens = terms.num_tokens
-    tail_s = terms.tail_s(num_tokens, terms.best_bytes_per_s)
+    num_tokens, chunk_tokens = terms.num_tokens, terms.least_chunk_tokens
+    tail_s = terms.tail_s(num_tokens, chunk_tokens, terms.best_bytes_per_s)
     costs_s = [
         num_steps * (node.step_base_s + node.step_s_per_unit * units)
         + node.prefill_queue_s
@@ -238,12 +247,13 @@ def decode_costs(
         for node in nodes
     ]
     for engine_id, num_cached in terms.cached.items():
-        if num_tokens - num_cached >= LAST_CHUNK_TOKENS:
+        if num_tokens - num_cached >= chunk_tokens:
             continue  # the last chunk is computed elsewhere and sent in full in any case
         place = places.get(engine_id)
         if place is not None:
             num_missing = max(num_tokens - num_cached, 1)
-            costs_s[place] += terms.tail_s(num_missing, terms.best_bytes_per_s) - tail_s
+            own_tail_s = terms.tail_s(num_missing, chunk_tokens, terms.best_bytes_per_s)
+            costs_s[place] += own_tail_s - tail_s
     _add_loads(terms, costs_s, places)
     return costs_s
 
@@ -266,9 +276,10 @@ def _add_loads(terms: CostTerms, costs_s: list[float], places: Mapping[str, int]
 def prefill_terms(terms: CostTerms, node: NodeLoad) -> PrefillTerms:
     """Return what a request costs on one prefill node."""
     num_missing = terms.num_missing(node)
-    compute_s = node.prefill.base + node.prefill.per_unit * num_missing
+    units = terms.prompt_units(node, num_missing)
+    compute_s = node.prefill.seconds(units)
     begun_s = min(max(terms.now - node.prefill_progress_at, 0.0), node.prefill_front_s)
-    total_s = node.prefill_base_s + node.prefill_s_per_token * num_missing - begun_s
+    total_s = node.prefill_base_s + node.prefill_s_per_unit * units - begun_s
     # The delay includes the fixed time of a prompt (``base``), because measurements show that this
     # predicts better.
     damage_s = terms.num_behind * compute_s
@@ -301,10 +312,12 @@ def pair_place(terms: CostTerms, prefill: PrefillTerms, decode: DecodeTerms) -> 
     bytes_per_s = terms.fleet.bandwidth(prefill.node, decode.node) or DEFAULT_BYTES_PER_S
     s_per_token = terms.kv_bytes_per_token / bytes_per_s
     # KV is sent while the prefill node computes, so only the time beyond counts. The KV of prompts
-    # that were queued before this one is sent first.
+    # that were queued before this one is sent first. This prompt's KV is made once these prompts
+    # are computed, and D receives the KV once D has room.
     sent_s = (prefill.node.num_open_tokens + decode.num_missing) * s_per_token
-    arrived_s = max(sent_s, decode.room_s + decode.num_missing * s_per_token)
-    tail_s = terms.tail_s(decode.num_missing, bytes_per_s)
+    begins_s = max(prefill.wait_s, decode.room_s)
+    arrived_s = max(sent_s, begins_s + decode.num_missing * s_per_token)
+    tail_s = terms.tail_s(decode.num_missing, prefill.node.chunk_tokens, bytes_per_s)
     exposed_s = LINK_LATENCY_S + max(tail_s, arrived_s - prefill.total_s)
     terms_s = {
         "prefill_queue_ms": prefill.wait_s,
@@ -330,10 +343,11 @@ def local_place(terms: CostTerms, decode: DecodeTerms, best_pair_s: float) -> Pl
         best_pair_s: cost of the best pair; inf: there is no pair, so no margin is needed.
     """
     node = decode.node
-    compute_s = (node.prefill.base + node.prefill.per_unit * decode.num_missing) / node.weight
+    units = terms.prompt_units(node, decode.num_missing)
+    compute_s = node.prefill.seconds(units) / node.weight
     factor = node.beside_factor if node.num_batch else 1.0
     wait_s = max(factor * decode.stall_s, decode.room_s)
-    delay_s = node.delay_s(decode.num_missing)
+    delay_s = node.delay_s(units)
     share = node.prompt_share(terms.now, delay_s)
     harm = min(share / WHOLE_HARM_SHARE, 1.0) ** 2
     terms_s = {

@@ -84,8 +84,9 @@ def _few_from(nodes: Sequence[NodeLoad], first: int) -> list[NodeLoad]:
 def _looks_slower(terms: CostTerms, node: NodeLoad, chosen: NodeLoad) -> bool:
     """Return whether a node looks much slower than ``chosen`` at computing this prompt."""
     num_missing = terms.num_missing(node)
-    chosen_s = chosen.prefill.seconds(num_missing)
-    return node.prefill.seconds(num_missing) >= LEAST_SLOWNESS * chosen_s
+    num_cached = terms.num_tokens - num_missing
+    chosen_s = chosen.prompt_s(num_missing, num_cached)
+    return node.prompt_s(num_missing, num_cached) >= LEAST_SLOWNESS * chosen_s
 
 
 def _computing(place: Place) -> NodeLoad:

@@ -151,7 +151,7 @@ def assert_sane(node: Node) -> None:
     for value in (
         load.prefill_queue_s,
         load.prefill_base_s,
-        load.prefill_s_per_token,
+        load.prefill_s_per_unit,
         load.step_base_s,
         load.step_s_per_unit,
         load.num_free_tokens,

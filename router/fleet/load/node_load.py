@@ -19,14 +19,17 @@ from baton.link.words import NodeBeat, NodeRegistration, NodeRole
 from router.fleet.load.forecast import PlaceForecasts, PrefillForecast
 from router.fleet.load.measured_line import MeasuredLine, Point
 from router.fleet.load.promises import Promise, Promises
+from router.fleet.load.prompt_units import attention_share, profile_points, prompt_units
 
-# (prompt tokens, seconds) and (step units, seconds) that are assumed for a node without a profile
+# (prompt units, seconds) and (step units, seconds) that are assumed for a node without a profile
 # until it is measured. The values fit a mid-range GPU with an 8B model.
 _DEFAULT_PREFILL = ((0.0, 0.01), (8000.0, 0.81))
 _DEFAULT_STEP = ((0.0, 0.01), (100_000.0, 0.02))
 # In a decode step, a request costs about as much time, beside its context, as this many tokens of
 # context.
 REQUEST_UNITS = 500
+# Assumed maximum number of a prompt's tokens in one step, if a node does not report its own
+DEFAULT_CHUNK_TOKENS = 2048
 # A measurement of steps is the mean over this many, because messages of a busy node come in bursts.
 STEPS_MEASURED_TOGETHER = 8
 # Number of step measurements kept: enough to include several batch sizes, because a single size
@@ -35,8 +38,6 @@ _STEPS_KEPT = 64
 _SHARED_UNITS = (1.0 * REQUEST_UNITS, 8.0 * REQUEST_UNITS, 64.0 * REQUEST_UNITS)
 _LONGEST_STEP_S = 1.0
 _LEAST_RESIDENCE_S = 0.01
-# A profile gets one more point, for a prompt this many times as long as its largest step
-_LONG_PROMPT = 4
 # How many times longer a prompt takes while other requests decode on its node: the first assumed
 # factor, the largest factor that counts, and the smallest weight of a new measurement.
 _FIRST_BESIDE, _MOST_BESIDE, _BESIDE_FADING = 2.0, 20.0, 0.2
@@ -49,12 +50,13 @@ class SharedRates:
     """Times and lengths that the nodes of a router measured together; a new node starts with them.
 
     Attributes:
-        prefill: seconds of a prompt, by its number of tokens.
+        prefill: seconds of a prompt, by its units; see `prompt_units`.
         step: seconds of a decode step, by its units.
         output_tokens: mean output length of a request.
         long_output_tokens: output length that few requests exceed; rises at once, falls slowly.
         residence_s: mean seconds that a request decodes.
         kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
+        prompt_tokens, prompt_units: mean uncomputed tokens of a prompt, and their mean units.
         forecasts: how well the times of prompts were forecast.
     """
 
@@ -66,7 +68,19 @@ class SharedRates:
     long_output_tokens: float = 200.0
     residence_s: float = 4.0
     kv_bytes_per_token: float = 0.0
+    prompt_tokens: float = 1.0
+    prompt_units: float = 1.0
     forecasts: PlaceForecasts = field(default_factory=PlaceForecasts)
+
+    @property
+    def units_per_token(self) -> float:
+        """Mean units per uncomputed prompt token of the latest prompts; 1 before any prompt."""
+        return self.prompt_units / self.prompt_tokens
+
+    def note_prompt(self, num_uncomputed: int, units: float) -> None:
+        """Update the mean sizes of prompts."""
+        self.prompt_tokens += _FADING * (num_uncomputed - self.prompt_tokens)
+        self.prompt_units += _FADING * (units - self.prompt_units)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +90,7 @@ class Account:
     Attributes:
         num_tokens: the request's part of the node's ``num_open_tokens``.
         num_uncomputed: number of prompt tokens that this node must still compute.
+        num_units: units of these tokens, rounded, so that sums over accounts are exact.
         num_arriving: number of prompt tokens whose KV needs room here and has not arrived.
         num_decoding: number of prompt tokens once the request decodes here; 0 before.
         is_beside: whether other requests were on this decode node when this request was placed.
@@ -84,12 +99,13 @@ class Account:
         begun_at: when this decode node sent its first token of the request; None before.
         promise: the request's deadline, if it decodes here.
         forecast: expected times of the prompt; None if another node computes the prompt.
-        unmeasured: tokens and seconds of a prompt that this decode node computed, as the router
+        unmeasured: units and seconds of a prompt that this decode node computed, as the router
             measured them; kept until the node reports its own time. None: nothing to measure.
     """
 
     num_tokens: int
     num_uncomputed: int = 0
+    num_units: int = 0
     num_arriving: int = 0
     num_decoding: int = 0
     is_beside: bool = False
@@ -113,6 +129,7 @@ class NodeLoad:
             during warm-up.
         num_blocks: size of the node's KV cache in blocks.
         max_model_len: longest request that the node accepts, in tokens.
+        chunk_tokens: maximum number of a prompt's tokens that the node computes in one step.
         loads_adapters: whether the node can load adapters from files.
         encodes_images: whether the node can compute prompts with images.
         adapters: digests of the adapters in the node's memory.
@@ -124,7 +141,9 @@ class NodeLoad:
         num_uncomputed_requests: number of open requests whose prompt the node must still compute.
         num_placed_tokens: tokens of all requests that this router ever placed on the node, counted
             like ``num_open_tokens``.
-        prefill: predicted seconds to compute a prompt, by its number of uncomputed tokens.
+        attention_share: seconds of attention from one prompt token to one earlier token, divided
+            by the seconds of a token without attention.
+        prefill: predicted seconds to compute a prompt, by the units of its uncomputed tokens.
         awaits_encodings: whether all open prompts wait for encodings from encode nodes, so that
             the node has nothing to compute.
         awaits_data: whether all open prompts wait for encodings, for the node to decode their
@@ -133,8 +152,8 @@ class NodeLoad:
             wait for encodings.
         sampling_queue_s: the part of ``prefill_queue_s`` that does not belong to this router's
             pooled prompts. Other prompts go before pooled ones, and so wait only for this part.
-        prefill_base_s, prefill_s_per_token: predicted seconds until one more prompt is computed,
-            with the queue: base + per token * uncomputed tokens. Larger if the weight is below 1.
+        prefill_base_s, prefill_s_per_unit: predicted seconds until one more prompt is computed,
+            with the queue: base + per unit * units. Larger if the weight is below 1.
         prefill_front_s: mean seconds per prompt in ``prefill_queue_s``: the assumed whole time of
             the first prompt, of which a part may be done. Larger if the weight is below 1.
         prefill_progress_at: when the node last finished a prompt, or when it got its first prompt
@@ -167,6 +186,7 @@ class NodeLoad:
         self.num_blocks = registration.num_blocks
         self.block_size = registration.block_size
         self.max_model_len = registration.max_model_len
+        self.chunk_tokens = registration.num_chunk_tokens or DEFAULT_CHUNK_TOKENS
         self.loads_adapters = registration.loads_adapters
         self.encodes_images = registration.encodes_images
         self.adapters: frozenset[str] = frozenset()
@@ -177,7 +197,9 @@ class NodeLoad:
         self.num_open_tokens = 0
         self.num_placed_tokens = 0
         self.num_arriving_tokens = 0
-        self.prefill = MeasuredLine(_profile(registration), shared=self.shared.prefill)
+        self.attention_share = share = attention_share(registration)
+        points = profile_points(registration, share)
+        self.prefill = MeasuredLine(points, shared=self.shared.prefill)
         self.step = MeasuredLine(
             _decode_profile(registration),
             shared=self.shared.step,
@@ -187,7 +209,7 @@ class NodeLoad:
         self.beside_factor, self._num_beside = _FIRST_BESIDE, 0
         self.awaits_encodings = self.awaits_data = False
         self.prefill_queue_s = self.sampling_queue_s = 0.0
-        self.prefill_base_s = self.prefill_s_per_token = self.prefill_front_s = 0.0
+        self.prefill_base_s = self.prefill_s_per_unit = self.prefill_front_s = 0.0
         self.prefill_progress_at = self.prefill_asked_at = clock()
         self.num_batch = 0
         self.step_units = 0.0
@@ -200,10 +222,11 @@ class NodeLoad:
         # last faded
         self._prompts_s, self._prompts_at = 0.0, self.prefill_asked_at
         self.has_beat = False
-        # Number of prompt tokens of this router's requests that are not computed
-        self._num_uncomputed = 0
+        # Number of prompt tokens of this router's requests that are not computed, and their units
+        self._num_uncomputed = self._num_units = 0
         self.num_uncomputed_requests = 0
-        self._num_pooled = self._num_pooled_requests = 0  # the pooled part of these two numbers
+        # The pooled part of the units and requests
+        self._num_pooled_units = self._num_pooled_requests = 0
         self._num_foreign = 0
         self._num_foreign_requests = 0
         self._num_decoding = 0
@@ -232,26 +255,35 @@ class NodeLoad:
         num_tokens: int,
         *,
         num_uncomputed: int = 0,
+        num_cached: int = 0,
         num_arriving: int = 0,
         promise: Promise | None = None,
         fetch_s: float = 0.0,
         is_pooled: bool = False,
     ) -> Account:
-        """Add a request that was placed here to the load; return the request's `Account`."""
-        forecast, is_beside = None, self.num_batch > 0
+        """Add a request that was placed here to the load; return the request's `Account`.
+
+        Args:
+            num_cached: number of cached prompt tokens before the uncomputed ones.
+        """
+        forecast, num_units, is_beside = None, 0, self.num_batch > 0
         if num_uncomputed:
+            num_units = round(prompt_units(self.attention_share, num_uncomputed, num_cached))
+            self.shared.note_prompt(num_uncomputed, num_units)
             self.prefill_asked_at = now = self._clock()
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = now
-            forecast = self._forecast(num_uncomputed, now, self.beside_factor if is_beside else 1.0)
+            factor = self.beside_factor if is_beside else 1.0
+            forecast = self._forecast(num_uncomputed, num_units, now, factor)
             forecast.wait_s += fetch_s
             self._num_uncomputed += num_uncomputed
+            self._num_units += num_units
             self.num_uncomputed_requests += 1
             if is_pooled:
-                self._num_pooled += num_uncomputed
+                self._num_pooled_units += num_units
                 self._num_pooled_requests += 1
             if self._is_decode:
-                self._prompts_s = self._recent_prompts_s(now) + self.delay_s(num_uncomputed)
+                self._prompts_s = self._recent_prompts_s(now) + self.delay_s(num_units)
                 self._prompts_at = now
         self.num_open_requests += 1
         self.num_open_tokens += num_tokens
@@ -261,6 +293,7 @@ class NodeLoad:
         return Account(
             num_tokens,
             num_uncomputed,
+            num_units,
             num_arriving,
             is_beside=is_beside,
             fetch_s=fetch_s,
@@ -269,11 +302,13 @@ class NodeLoad:
             forecast=forecast,
         )
 
-    def _forecast(self, num_tokens: int, now: float, factor: float) -> PrefillForecast:
+    def _forecast(
+        self, num_tokens: int, num_units: int, now: float, factor: float
+    ) -> PrefillForecast:
         """Forecast a prompt whose computation takes ``factor`` times as long as on an idle node."""
         begun_s = min(now - self.prefill_progress_at, factor * self.prefill_front_s)
         wait_s = max(factor * self.prefill_queue_s - begun_s, 0.0)
-        return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_tokens), now)
+        return PrefillForecast(num_tokens, wait_s, factor * self.prefill.seconds(num_units), now)
 
     def _note_forecast(self, account: Account, now: float, compute_s: float) -> None:
         forecast, account.forecast = account.forecast, None
@@ -297,9 +332,9 @@ class NodeLoad:
             busy_s = max(account.begun_at - self.prefill_progress_at - account.fetch_s, 0.0)
             self._note_forecast(account, account.begun_at, busy_s)
             if account.is_beside:
-                self._note_beside(busy_s / self.prefill.seconds(account.num_uncomputed))
+                self._note_beside(busy_s / self.prefill.seconds(account.num_units))
             else:
-                account.unmeasured = account.num_uncomputed, busy_s
+                account.unmeasured = account.num_units, busy_s
         if account.promise is not None:
             self.promises.begin_promise(account.promise)
         account.num_decoding, account.num_arriving = account.num_arriving, 0
@@ -320,9 +355,9 @@ class NodeLoad:
             own_s: seconds until the first token, measured by the node; inf: not reported.
         """
         if account.unmeasured is not None:
-            num_tokens, seconds = account.unmeasured
+            num_units, seconds = account.unmeasured
             account.unmeasured = None
-            self.prefill.measure(num_tokens, min(seconds, own_s))
+            self.prefill.measure(num_units, min(seconds, own_s))
             self.prefill.refresh()
 
     def _note_beside(self, factor: float) -> None:
@@ -350,10 +385,11 @@ class NodeLoad:
     def _drop_uncomputed(self, account: Account) -> None:
         if account.num_uncomputed:
             self._num_uncomputed -= account.num_uncomputed
+            self._num_units -= account.num_units
             if account.is_pooled:
-                self._num_pooled -= account.num_uncomputed
+                self._num_pooled_units -= account.num_units
                 self._num_pooled_requests -= 1
-            account.num_uncomputed = 0
+            account.num_uncomputed = account.num_units = 0
             self.num_uncomputed_requests -= 1
             self.prefill_progress_at = self._clock()
 
@@ -406,15 +442,19 @@ class NodeLoad:
         """Measure the prompts that one step finished together; call this before their legs close.
 
         The times of the single prompts are unknown. So the time since the last step that finished
-        prompts is divided evenly among the prompts, and so are their tokens.
+        prompts is divided evenly among the prompts, and so are their units.
         """
         computed = [receipt for receipt in receipts if receipt.num_computed_tokens > 0]
         now = self._clock()
         busy_s = now - self.prefill_progress_at
         busy_s = max(min(busy_s, max((r.prefill_s for r in computed), default=0.0)), 0.0)
-        num_tokens = sum(min(one.num_computed_tokens, self.max_model_len) for one in computed)
+        most = self.max_model_len
+        units = sum(
+            self.prompt_units(min(one.num_computed_tokens, most), min(one.num_cached_tokens, most))
+            for one in computed
+        )
         for _ in computed:
-            self.prefill.measure(num_tokens / len(computed), busy_s / len(computed))
+            self.prefill.measure(units / len(computed), busy_s / len(computed))
         for account in accounts:
             self._note_forecast(account, now, busy_s / max(len(computed), 1))
         self.prefill.refresh()
@@ -470,13 +510,26 @@ class NodeLoad:
         """
         return self.promises.slack_s(now, self.step_base_s) - self.prefill_queue_s
 
-    def delay_s(self, num_tokens: int) -> float:
-        """Return the seconds by which a prompt of this length delays the decodes on this node.
+    def prompt_units(self, num_uncomputed: int, num_cached: int) -> float:
+        """Return the units of a prompt's uncomputed tokens behind its cached ones, on this node."""
+        return prompt_units(self.attention_share, num_uncomputed, num_cached)
+
+    def prompt_s(self, num_uncomputed: int, num_cached: int) -> float:
+        """Return the predicted seconds to compute a prompt's tokens behind its cached ones."""
+        return self.prefill.seconds(self.prompt_units(num_uncomputed, num_cached))
+
+    def arrives_s(self, num_uncomputed: int, num_cached: int) -> float:
+        """Return the predicted seconds until one more prompt is computed, with the queue."""
+        units = self.prompt_units(num_uncomputed, num_cached)
+        return self.prefill_base_s + self.prefill_s_per_unit * units
+
+    def delay_s(self, units: float) -> float:
+        """Return the seconds by which a prompt of this size delays the decodes on this node.
 
         The fixed time of a prompt is left out: a decode step has a fixed time with and without
         prompt tokens.
         """
-        return self.prefill.per_unit * num_tokens / self._weight
+        return self.prefill.per_unit * units / self._weight
 
     def prompt_share(self, now: float, more_s: float) -> float:
         """Return the share of an average answer's time that goes to prompts here, from 0 to 1.
@@ -498,14 +551,14 @@ class NodeLoad:
         """Compute the values for policies, because they are read more often than they change."""
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
-        open_s = line.base * num_requests + line.per_unit * (
-            self._num_uncomputed + self._num_foreign
-        )
+        # Beats report tokens. The router does not know how long other routers' prompts are.
+        foreign_units = self._num_foreign * self.shared.units_per_token
+        open_s = line.base * num_requests + line.per_unit * (self._num_units + foreign_units)
         self.prefill_queue_s = open_s * (1 - self._share_without_encodings())
-        pooled_s = line.base * self._num_pooled_requests + line.per_unit * self._num_pooled
+        pooled_s = line.base * self._num_pooled_requests + line.per_unit * self._num_pooled_units
         self.sampling_queue_s = max(self.prefill_queue_s - pooled_s, 0.0)
         self.prefill_base_s = (self.prefill_queue_s + line.base) / weight
-        self.prefill_s_per_token = line.per_unit / weight
+        self.prefill_s_per_unit = line.per_unit / weight
         front_s = min(open_s / max(num_requests, 1), self.prefill_queue_s)
         self.prefill_front_s = front_s / weight
         if not self._is_decode:
@@ -541,16 +594,6 @@ class NodeLoad:
         self.awaits_encodings = beat.num_waiting_for_encodings >= max(num_prompts, 1)
         self.awaits_data = num_without_data >= num_prompts
         return min(beat.num_waiting_for_encodings / max(num_prompts, 1), 1.0)
-
-
-def _profile(registration: NodeRegistration) -> tuple[Point, ...]:
-    """Return the times of a node's profile, and an extrapolated time for a long prompt."""
-    times = registration.step_times
-    if len(times) < 2:
-        return ()
-    points = [(float(one.num_tokens), one.seconds) for one in times]
-    most, seconds = points[-1]
-    return (*points, (_LONG_PROMPT * most, _LONG_PROMPT * seconds))
 
 
 def _decode_profile(registration: NodeRegistration) -> tuple[Point, ...]:

@@ -17,6 +17,8 @@ class EagerSources(PrefixSources):
         """Place requests as without fetches, so that nodes lack what other nodes have."""
         return cached
 
-    def _terms(self, holder_id: str, name: str, reader: Node, num_lacking: int) -> SourceTerms:
+    def _terms(
+        self, holder_id: str, name: str, reader: Node, own: int, num_lacking: int
+    ) -> SourceTerms:
         self._line(holder_id, reader)
         return SourceTerms(name, num_lacking, fetch_s=0.0, compute_s=1.0)

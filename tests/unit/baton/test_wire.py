@@ -241,6 +241,10 @@ registrations = st.builds(
     decode_times=st.lists(st.builds(link.DecodeTime, uint32, uint32, seconds), max_size=3).map(
         tuple
     ),
+    context_step_times=st.lists(st.builds(link.StepTime, uint32, seconds, uint32), max_size=3).map(
+        tuple
+    ),
+    num_chunk_tokens=uint32,
 )
 poolings = st.builds(
     PoolingParams, st.sampled_from(PoolingKind), st.lists(known_ids, max_size=2).map(tuple)

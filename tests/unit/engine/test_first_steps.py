@@ -85,6 +85,10 @@ def test_first_steps_are_computed_by_the_thread_of_all_steps_and_told(
     registration = node.registration("")
     assert [one.num_tokens for one in registration.step_times][:2] == [1, 64]
     assert registration.decode_times
+    assert registration.num_chunk_tokens >= registration.step_times[-1].num_tokens
+    for one in registration.context_step_times:
+        assert one.num_tokens == registration.step_times[-1].num_tokens
+        assert one.num_context_tokens >= one.num_tokens
 
 
 @pytest.mark.medium

@@ -95,6 +95,25 @@ async def test_a_decode_node_alone_gets_a_prefix() -> None:
 
 
 @asynchronous
+async def test_the_load_of_a_prompt_counts_attention_to_cached_tokens() -> None:
+    """One token attends to two tokens that are fetched, and half to itself: 1 + 2 * 2.5 units."""
+    for is_alone in (False, True):
+        scene = Scene(num_decode=2, may_self_prefill=is_alone)
+        holder, node = None, scene.prefill.node
+        if is_alone:
+            scene.pool.remove(node)
+            holder, node = scene.decodes[1], scene.decode.node
+            holder.node.load.note_opened(900, num_uncomputed=900)
+        fetching(scene, holder)
+        for other in scene.pool.nodes:
+            other.load.attention_share = 2.0
+        await scene.call()
+        [account] = [leg.account for leg in node.legs.values()]
+        assert (account.num_uncomputed, account.num_units) == (1, 6)
+        await end(scene)
+
+
+@asynchronous
 async def test_the_holder_is_told_of_an_image_that_the_prefix_cuts() -> None:
     scene = Scene()
     fetching(scene)

@@ -266,6 +266,23 @@ def test_policies_count_what_can_be_fetched(fleet: Fleet) -> None:
     assert slow.pool.prefix_sources.add_fetchable({first: 480}, {}) == {first: 480}
 
 
+def test_tokens_at_the_end_of_a_long_prefix_save_more_time(fleet: Fleet) -> None:
+    """With a share of 0.005, the 320 tokens behind 160 attend to 320 others on average."""
+    load = fleet.p.node.load
+    load.attention_share = share = 0.005
+    source = fleet.choose(d0=480, p=160)
+    assert source is not None
+    token_s = load.prefill.per_unit
+    assert source.terms.compute_s == pytest.approx(token_s * 320 * (1 + share * 320))
+    p, d0 = (one.node.engine_id for one in (fleet.p, fleet.d[0]))
+    counts = fleet.pool.prefix_sources.add_fetchable({d0: 480, p: 160}, {p: fleet.p.node})
+    assert 160 < counts[p] < 480
+    # What counts as lacking takes as long as the fetch, to within a token.
+    num_lacking = 480 - counts[p]
+    lacking_s = token_s * num_lacking * (1 + share * (counts[p] + num_lacking / 2))
+    assert lacking_s == pytest.approx(source.terms.fetch_s, abs=token_s * (1 + share * 480))
+
+
 def test_of_many_holders_only_those_with_most_are_considered(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,7 +345,7 @@ def test_a_prompt_that_ends_uncomputed_on_a_busy_decode_node_leaves_its_queue(
 def test_a_node_of_low_weight_looks_busier_and_slower(book: FleetBook) -> None:
     light, heavy = book["p0"], book["p1"]
     light.weight = 0.25
-    assert light.prefill_s_per_token == 4 * heavy.prefill_s_per_token
+    assert light.prefill_s_per_unit == 4 * heavy.prefill_s_per_unit
 
 
 def test_receipts_teach_the_usual_output_and_how_long_it_takes(book: FleetBook) -> None:
