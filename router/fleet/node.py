@@ -20,6 +20,7 @@ from baton.api.outputs import FinishReason
 from baton.api.pooling import PoolingParams
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.words import (
     NodeBeat,
     NodeRegistration,
@@ -148,6 +149,7 @@ class Node:
         health: decides whether the node should get requests.
         legs: open attempts on this node, by epoch.
         answered_at: when the router last sent the node a beat, mostly as an answer.
+        intervals_at_rest: how many beat intervals the node was told to wait at rest.
         clock: returns monotonic seconds.
         is_stuck: whether the node sends beats, but one of its threads makes no progress.
         replies: the node's answers to operators' questions.
@@ -166,6 +168,7 @@ class Node:
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     answered_at: float = -math.inf
+    intervals_at_rest: int = INTERVALS_AT_REST
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
@@ -221,7 +224,7 @@ class Node:
     @property
     def is_silent(self) -> bool:
         """Return whether the node has missed more beats than `SILENT_BEATS`."""
-        return self.num_missed_beats > SILENT_BEATS + 1
+        return self.num_missed_beats > SILENT_BEATS + self.intervals_at_rest - 1
 
     @property
     def beat(self) -> NodeBeat:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from baton.link.words import NodeBeat, RouterBeat
-from tests.fakes.router.nodes import join_pair, make_pool
+from baton.link.beat_pace import INTERVALS_AT_REST
+from baton.link.words import NodeBeat, NodeRole, PeerReport, PeerReports, RouterBeat
+from router.fleet.load import beat_watch
+from router.fleet.node_pool import NodePool
+from tests.fakes.router.nodes import HandNode, join_pair, make_pool, make_registration
 from tests.fakes.time.virtual_clock import VirtualClock
 
 
@@ -33,7 +38,7 @@ def test_the_router_only_answers_beats_and_at_most_twice_a_second(
             num_before = len(decode.of(RouterBeat))
             pool.count_missed_beats()
             assert len(decode.of(RouterBeat)) == num_before
-    assert decode.of(RouterBeat) == [RouterBeat()] * 20
+    assert decode.of(RouterBeat) == [RouterBeat(INTERVALS_AT_REST)] * 20
 
 
 def test_the_router_sends_beats_to_a_node_whose_beats_are_late() -> None:
@@ -48,3 +53,59 @@ def test_the_router_sends_beats_to_a_node_whose_beats_are_late() -> None:
         decode.say()
         pool.count_missed_beats()
     assert len(decode.of(RouterBeat)) == 6  # every 0.75 s
+
+
+def is_lost_after(pool: NodePool, hand: HandNode) -> int:
+    """Return after how many intervals without a message the pool removes a node."""
+    hand.say()
+    for number in range(100):
+        if hand.node not in pool.nodes:
+            return number
+        pool.count_missed_beats()
+    raise AssertionError("the node is never lost")
+
+
+def test_nodes_at_rest_beat_less_often_in_a_large_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beat_watch, "BEATS_AT_REST_PER_S", 16.0)
+    clock = VirtualClock()
+    pool, hands, found = make_pool(clock=clock), list[HandNode](), []
+    for number in range(8):
+        hands += join_pair(pool, number)
+        clock.advance(5.0)
+        for hand in hands:
+            hand.say()
+        pool.count_missed_beats()
+        (told,) = {hand.of(RouterBeat)[-1].intervals_at_rest for hand in hands}
+        found.append(told)
+    assert found == [2, 2, 2, 2, 3, 3, 4, 4]  # 2 to 16 nodes
+    newcomer, _ = join_pair(pool, 8)
+    assert newcomer.node.intervals_at_rest == 4
+
+
+def test_peers_of_the_first_nodes_count_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart, a router learns from the first node's reports how large the fleet is."""
+    monkeypatch.setattr(beat_watch, "BEATS_AT_REST_PER_S", 16.0)
+    pool = make_pool()
+    said = dataclasses.replace(make_registration("p0", NodeRole.PREFILL), batches_peers=True)
+    hand = HandNode(pool, said)
+    assert hand.node.intervals_at_rest == 2
+    peers = tuple(PeerReport(f"d{number}-0", True, "t", "", 5.0) for number in range(20))
+    pool.on_event(hand.node, PeerReports(peers))
+    pool.count_missed_beats()
+    assert hand.of(RouterBeat) == [RouterBeat(4)]
+    hand.leave()
+    pool.count_missed_beats()
+    _, decode = join_pair(pool)
+    assert decode.node.intervals_at_rest == 2
+
+
+@pytest.mark.parametrize(("intervals", "at_rest", "busy"), [(2, 7, 6), (3, 10, 6), (4, 13, 6)])
+def test_silence_is_noticed_later_if_nodes_at_rest_beat_less_often(
+    intervals: int, at_rest: int, busy: int
+) -> None:
+    for num_running, expected in ((0, at_rest), (1, busy)):
+        pool = make_pool()
+        _, decode = join_pair(pool)
+        pool.on_event(decode.node, NodeBeat(num_running=num_running))
+        decode.node.intervals_at_rest = intervals
+        assert is_lost_after(pool, decode) == expected
