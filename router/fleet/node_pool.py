@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -395,7 +396,8 @@ class NodePool:
             old.hang_up()
         node.share_compatibility(self._nodes.values())
         self._introductions.add_node(node)
-        is_canary = any(other.legs and other.role is node.role for other in self._nodes.values())
+        busy = filter(attrgetter("legs"), self._nodes.values())  # in C, as there may be thousands
+        is_canary = any(other.role is node.role for other in busy)
         health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
         node.start_measuring(self._rates, health, self.clock)
         self._nodes[node.engine_id] = node

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.link.beat_pace import INTERVALS_AT_REST, more_patience, read_intervals_at_rest
-from baton.link.words import RouterBeat
-from router.fleet.node import Node
+from baton.link.words import NodeBeat, RouterBeat, RouterCommand
 
 # The router answers every second beat of a busy node, and every beat of a node at rest. An answer
 # costs less than a beat at any other time, because both processes are awake.
@@ -20,6 +20,19 @@ ANSWER_INTERVAL_S = (INTERVALS_AT_REST - 0.5) * BEAT_INTERVAL_S
 # Beats per second that all nodes of a fleet at rest may send. Fleets of more than 1,000 nodes send
 # more, because each node beats at least once in `MAX_INTERVALS_AT_REST` intervals.
 BEATS_AT_REST_PER_S = 1000.0
+
+
+class BeatingNode(Protocol):
+    """The part of `Node` that beats concern."""
+
+    num_missed_beats: int
+    answered_at: float
+    intervals_at_rest: int
+    send: Callable[[RouterCommand], None]
+
+    @property
+    def beat(self) -> NodeBeat:
+        """The node's latest beat."""
 
 
 class BeatWatch:
@@ -46,16 +59,16 @@ class BeatWatch:
             math.ceil(self.num_expected * intervals_per_s / BEATS_AT_REST_PER_S)
         )
 
-    def note_joined(self, node: Node) -> None:
+    def note_joined(self, node: BeatingNode) -> None:
         """Set how often a node that joins is told to beat at rest."""
         node.intervals_at_rest = self.intervals_at_rest
 
-    def answer(self, node: Node) -> None:
+    def answer(self, node: BeatingNode) -> None:
         """Send a node a beat, unless the router has just sent one."""
         if (now := self._clock()) - node.answered_at >= ANSWER_INTERVAL_S:
             self._send(node, now)
 
-    def note_interval(self, node: Node) -> bool:
+    def note_interval(self, node: BeatingNode) -> bool:
         """Count an interval without a message of a node; return whether the node is lost.
 
         If the node's beats come late, as in a storm of joins, the router has nothing to answer, so
@@ -70,6 +83,6 @@ class BeatWatch:
         not_counted = 2 + more_patience(node.intervals_at_rest) if node.beat.rests else 1
         return node.num_missed_beats > self.max_missed + not_counted
 
-    def _send(self, node: Node, now: float) -> None:
+    def _send(self, node: BeatingNode, now: float) -> None:
         node.answered_at, node.intervals_at_rest = now, self.intervals_at_rest
         node.send(RouterBeat(node.intervals_at_rest))
