@@ -28,7 +28,10 @@ class BeatingNode(Protocol):
     num_missed_beats: int
     answered_at: float
     intervals_at_rest: int
-    send: Callable[[RouterCommand], None]
+
+    @property
+    def send(self) -> Callable[[RouterCommand], None]:
+        """Function that sends a command over the node's link."""
 
     @property
     def beat(self) -> NodeBeat:
