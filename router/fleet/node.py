@@ -224,7 +224,8 @@ class Node:
     @property
     def is_silent(self) -> bool:
         """Return whether the node has missed more beats than `SILENT_BEATS`."""
-        return self.num_missed_beats > SILENT_BEATS + self.intervals_at_rest - 1
+        not_counted = self.intervals_at_rest - 1 if self.beat.rests else 1
+        return self.num_missed_beats > SILENT_BEATS + not_counted
 
     @property
     def beat(self) -> NodeBeat:

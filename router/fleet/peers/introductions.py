@@ -47,6 +47,8 @@ MAX_NEWS_BYTES = 2**20
 # Maximum number of one node's reports on peers that have not joined yet, and for how many seconds
 # they are kept. After a restart of a router, its nodes join again within seconds.
 MAX_EARLY, EARLY_S = 4096, 60.0
+# No further peers are counted as awaited once this many are. A router has at most as many nodes.
+MAX_AWAITED = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -130,12 +132,13 @@ class _EarlyReports:
         kept = {one.engine_id: one for one in itertools.islice(connected, MAX_EARLY)}
         if kept:
             self._by[engine_id] = (now + EARLY_S, kept)
-            self._awaited.update(kept)
+            if len(self._awaited) < MAX_AWAITED:
+                self._awaited.update(kept)
 
     def move(self, node: Node, others: Iterable[Node]) -> None:
         """Move the reports of other nodes on a node that joins to these nodes' reports."""
         own_id, kept_by = node.engine_id, self._by
-        if own_id not in self._awaited:
+        if not kept_by:
             return
         for other in others:
             kept = kept_by.get(other.engine_id)

@@ -6,6 +6,9 @@
        h1              1 0 0 1                   1 0 0 1      node 2 has 1 block
        h2              0 0 1 1                   0 0 0 1      node 3 has 2, node 0 has 3
 
+A node's first report, its snapshot, is kept as a set of hashes, and merged into this table later:
+after a restart of a router, all nodes send snapshots at once.
+
 The index is exact for nodes that report each change of their cache without a gap. For other nodes,
 prompts that were lately sent to the node count as cached (`placement_memory.py`). If the index is
 wrong, a prompt is only computed again, because nodes check their own caches.

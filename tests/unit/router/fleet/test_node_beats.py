@@ -108,4 +108,9 @@ def test_silence_is_noticed_later_if_nodes_at_rest_beat_less_often(
         _, decode = join_pair(pool)
         pool.on_event(decode.node, NodeBeat(num_running=num_running))
         decode.node.intervals_at_rest = intervals
+        for _ in range(3 if num_running else intervals + 1):
+            pool.count_missed_beats()
+            assert not decode.node.is_silent
+        pool.count_missed_beats()
+        assert decode.node.is_silent
         assert is_lost_after(pool, decode) == expected
