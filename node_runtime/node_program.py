@@ -393,12 +393,12 @@ async def _run_until(
         watch, num_intervals = RoundWatch(node.rounds, BEAT_INTERVAL_S), 1
         while True:
             watch.tick(num_intervals)
-            rests = links.beat(_with_rounds(node.beat(), watch), num_intervals)
+            pause = links.beat(_with_rounds(node.beat(), watch), num_intervals)
             await serving.set_reaching(bool(links.reached))
             await serving.set_stalled(watch.stalled_s >= STALLED_S)
             if engine_timeout_s and watch.stalled_s >= engine_timeout_s:
                 _end_stalled(node, watch)
-            num_intervals = await pace.wait(rests=rests)
+            num_intervals = await pace.wait(pause)
 
     tasks = [
         *map(asyncio.create_task, ends),

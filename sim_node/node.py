@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.access.tls import NO_TLS, TlsOptions
-from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.drain import Drain
 from baton.link.router_links import RouterLinks
 from baton.link.words import (
@@ -60,7 +59,7 @@ class NodeLinks(Protocol):
 
     async def run(self) -> None: ...
     def emit(self, event: NodeEvent) -> None: ...
-    def beat(self, beat: NodeBeat, num_intervals: int) -> bool: ...
+    def beat(self, beat: NodeBeat, num_intervals: int) -> int: ...
 
 
 class SimNode:
@@ -100,7 +99,8 @@ class SimNode:
         self._going = asyncio.Event()
         self._going.set()
         self._drain = Drain()
-        self._rests, self._num_intervals = False, 0  # intervals since the last beat
+        # Beat intervals from the last beat to the next, and those that have passed
+        self._pause, self._num_intervals = 1, 0
         self.simulation = Simulation(
             self.engine_id, role, network, model, options, faults, self.clock, self._emit
         )
@@ -139,9 +139,8 @@ class SimNode:
         if not self._going.is_set():
             return
         self._num_intervals += 1
-        is_due = self._num_intervals >= INTERVALS_AT_REST or self.simulation.engine.requests
-        if is_due or not self._rests:
-            self._rests = self._links.beat(self.simulation.beat(), self._num_intervals)
+        if self._num_intervals >= self._pause or self.simulation.engine.requests:
+            self._pause = self._links.beat(self.simulation.beat(), self._num_intervals)
             self._num_intervals = 0
 
     async def _note_joined(self, joined: bool) -> None:

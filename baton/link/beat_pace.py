@@ -1,4 +1,4 @@
-"""BeatPace: waits until a node's next beat is due; nodes that rest beat half as often."""
+"""BeatPace: waits until a node's next beat is due; nodes that rest beat less often."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from baton.link.beat_interval import BEAT_INTERVAL_S
 from baton.processes.ticks import SOON, next_tick
 
 # A node at rest sends one beat in this many intervals. Each wake of a resting process takes about
-# 0.2 ms, because its data is in no cache.
-INTERVALS_AT_REST = 2
+# 0.2 ms, because its data is in no cache. The router of a large fleet tells its nodes to wait up to
+# `MAX_INTERVALS_AT_REST` intervals.
+INTERVALS_AT_REST, MAX_INTERVALS_AT_REST = 2, 4
 _SLACK_S = BEAT_INTERVAL_S / 10  # timers may fire this much early
 
 
@@ -21,20 +22,20 @@ class BeatPace:
         self._timer: asyncio.TimerHandle | None = None
         self._began_at = 0.0
 
-    async def wait(self, *, rests: bool) -> int:
-        """Wait for one interval, or for at most `INTERVALS_AT_REST` intervals if the node rests.
+    async def wait(self, num_intervals: int) -> int:
+        """Wait for one interval, or for at most this many; shorter if `hurry` is called meanwhile.
 
-        Beats at rest are sent at shared ticks, so that processes of one machine wake together: code
-        and data that one of them has just used are in the caches for the others.
+        Beats at rest, which wait for several intervals, are sent at shared ticks, so that processes
+        of one machine wake together: code and data that one of them has just used are in the caches
+        for the others.
 
         Returns:
             The number of intervals for which the next beat counts.
         """
         loop = asyncio.get_running_loop()
-        num_intervals = INTERVALS_AT_REST if rests else 1
         self._due, self._began_at = loop.create_future(), loop.time()
         due_at = self._began_at + BEAT_INTERVAL_S
-        if rests:
+        if num_intervals > 1:
             due_at = next_tick(self._began_at, num_intervals * BEAT_INTERVAL_S, SOON)
         self._timer = loop.call_at(due_at, self._end)
         try:
@@ -61,3 +62,21 @@ class BeatPace:
     def _end(self) -> None:
         if self._due is not None and not self._due.done():
             self._due.set_result(None)
+
+
+def read_intervals_at_rest(told: int) -> int:
+    """Return the intervals between beats at rest that a router asks for, within the limits.
+
+    Args:
+        told: the number in the router's message; 0: the router is of a release without the field.
+    """
+    return min(max(told, INTERVALS_AT_REST), MAX_INTERVALS_AT_REST)
+
+
+def more_patience(intervals_at_rest: int) -> int:
+    """Return how many beat intervals longer both ends of a link wait in a large fleet.
+
+    A process that is slowed down by a factor sends its beats late by this factor. So silence is
+    noticed after three times the interval between beats at rest, whatever this interval is.
+    """
+    return 3 * (intervals_at_rest - INTERVALS_AT_REST)

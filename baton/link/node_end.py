@@ -17,7 +17,7 @@ import msgspec
 
 from baton.api.errors import ConfigError, InvalidRequestError
 from baton.link import wire
-from baton.link.beat_pace import INTERVALS_AT_REST
+from baton.link.beat_pace import INTERVALS_AT_REST, more_patience, read_intervals_at_rest
 from baton.link.message_cuts import cut_message
 from baton.link.words import (
     FIRST_PROTOCOL,
@@ -48,7 +48,8 @@ from baton.v1 import node_pb2
 logger = logging.getLogger(__name__)
 
 # If a router sends nothing during more than this many beat intervals of a node, the router has
-# stopped or the network is dead. Routers answer a beat at least every second interval.
+# stopped or the network is dead. Routers answer a beat at least every second interval. If the node
+# beats less often at rest, the limit is higher (`more_patience`).
 MAX_MISSED_BEATS = 7
 # Maximum number of reports on peers, and of characters of their problems, in one message.
 MAX_PEER_REPORTS, MAX_PROBLEM_CHARS = 2**10, 2**19
@@ -69,6 +70,7 @@ class NodeEnd:
         joined: whether the node is linked now.
         obstacle: why the router refuses this node for now; empty: it does not refuse.
         batches_peers: whether the router reads `PeerReports`, and expects one at the link's begin.
+        intervals_at_rest: beat intervals between two beats at rest, as the router asked last.
     """
 
     def __init__(self, registration: NodeRegistration) -> None:
@@ -76,6 +78,7 @@ class NodeEnd:
         self.joined = False
         self.obstacle = ""
         self.batches_peers = False
+        self.intervals_at_rest = INTERVALS_AT_REST
         # Each router gets another key, so that no router can pose as this node at another router.
         self._registration = dataclasses.replace(
             registration, process_key=secrets.token_bytes(16), batches_peers=True
@@ -99,6 +102,8 @@ class NodeEnd:
                 raise ConfigError(problem)
             self.router_id = message.registered.router_id
             self.batches_peers = message.registered.batches_peers
+            told = message.registered.intervals_at_rest
+            self.intervals_at_rest = read_intervals_at_rest(told)
             self.joined, self._num_missed_beats = True, 0
         elif not message.registered.may_retry:
             raise ConfigError(f"the router refused this node: {self.obstacle}")
@@ -136,7 +141,10 @@ class NodeEnd:
         if isinstance(command, _OF_A_REQUEST):
             name = node_request_id(command.request_id, self.router_id)
             return dataclasses.replace(command, request_id=name)
-        return None if isinstance(command, RouterBeat | Refusal) else command
+        if isinstance(command, RouterBeat):
+            self.intervals_at_rest = read_intervals_at_rest(command.intervals_at_rest)
+            return None
+        return None if isinstance(command, Refusal) else command
 
     def _refuse(self, message: node_pb2.RouterMessage, problem: str) -> tuple[RequestDelta]:
         """Return the delta that reports an invalid command to the router."""
@@ -149,7 +157,7 @@ class NodeEnd:
     @property
     def awaits_answer(self) -> bool:
         """Return whether the router's answer is late, so that the router may be silent."""
-        return self.joined and self._num_missed_beats > INTERVALS_AT_REST
+        return self.joined and self._num_missed_beats > self.intervals_at_rest
 
     def miss_beat(self, num_intervals: int = 1) -> bool:
         """Count the intervals of one beat of this node; return whether the router is silent.
@@ -157,7 +165,8 @@ class NodeEnd:
         Counts beats, not time, so a pause of this process does not make the router look silent.
         """
         self._num_missed_beats += num_intervals
-        return self._num_missed_beats > MAX_MISSED_BEATS
+        limit = MAX_MISSED_BEATS + more_patience(self.intervals_at_rest)
+        return self._num_missed_beats > limit
 
     def leave(self) -> AbortAll | None:
         """Leave the link; return the command to end the router's requests; None if not joined."""

@@ -26,12 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 def registered(
-    problem: str, router_id: str = "", *, may_retry: bool = False
+    problem: str, router_id: str = "", *, may_retry: bool = False, intervals_at_rest: int = 0
 ) -> node_pb2.RouterMessage:
     """Return the answer to a node's registration.
 
     Args:
         problem: why the router refuses the node; empty: the node joins.
+        intervals_at_rest: beat intervals between two beats of the node at rest; 0: the default.
     """
     answer = node_pb2.Registered(
         problem=problem,
@@ -39,6 +40,7 @@ def registered(
         may_retry=may_retry,
         protocol=PROTOCOL,
         batches_peers=not problem,
+        intervals_at_rest=intervals_at_rest,
     )
     return node_pb2.RouterMessage(registered=answer)
 

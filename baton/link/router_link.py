@@ -127,6 +127,11 @@ class RouterLink:
             self._events.put_nowait(event)
 
     @property
+    def intervals_at_rest(self) -> int:
+        """Implement `NodeEnd.intervals_at_rest`."""
+        return self._end.intervals_at_rest
+
+    @property
     def awaits_answer(self) -> bool:
         """Return whether the router's answer is late, so that the router may be silent."""
         return self._end.awaits_answer

@@ -20,6 +20,7 @@ from baton.access.tls import NO_TLS, TlsOptions
 from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.kv.prefixes import is_prefix_end
 from baton.link.admin_answers import Answer
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.drain import Drain
 from baton.link.router_link import RouterLink
 from baton.link.words import (
@@ -232,11 +233,11 @@ class RouterLinks:
                     if link.router_id == router_id:
                         link.emit(tuple(deltas))
 
-    def beat(self, beat: NodeBeat, num_intervals: int = 1) -> bool:
+    def beat(self, beat: NodeBeat, num_intervals: int = 1) -> int:
         """Report load and serving state to all routers, and end the links of silent routers.
 
-        Call this once per beat interval. Returns whether the node is at rest and no answer is late,
-        so that the next call may come `INTERVALS_AT_REST` intervals later.
+        Returns the number of beat intervals until the next call: 1 unless the node is at rest and
+        no answer is late. The router that asks for the most beats decides.
 
         Args:
             num_intervals: beat intervals since the last call.
@@ -245,7 +246,10 @@ class RouterLinks:
         self.emit(marked)
         for link in self._links.values():
             link.count_beat(num_intervals)
-        return marked.rests and not any(link.awaits_answer for link in self._links.values())
+        links = [link for link in self._links.values() if link.joined]
+        if not marked.rests or any(link.awaits_answer for link in links):
+            return 1
+        return min((link.intervals_at_rest for link in links), default=INTERVALS_AT_REST)
 
     async def run(self) -> None:
         """Keep all links up; never returns.

@@ -335,7 +335,7 @@ def command_to_proto(command: link.RouterCommand) -> node_pb2.RouterMessage:
     if isinstance(command, link.SessionHint):
         return node_pb2.RouterMessage(session_hint=to_message(node_pb2.SessionHint, command))
     if isinstance(command, link.RouterBeat):
-        return node_pb2.RouterMessage(beat=node_pb2.RouterBeat())
+        return node_pb2.RouterMessage(beat=to_message(node_pb2.RouterBeat, command))
     if isinstance(command, link.DrainCommand):
         return node_pb2.RouterMessage(drain=to_message(node_pb2.DrainCommand, command))
     if isinstance(command, link.DrainSeen):
@@ -444,7 +444,7 @@ def command_from_proto(message: node_pb2.RouterMessage) -> link.RouterCommand | 
     if kind == "session_hint":
         return from_message(link.SessionHint, message.session_hint)
     if kind == "beat":
-        return link.RouterBeat()
+        return from_message(link.RouterBeat, message.beat)
     if kind == "drain":
         return from_message(link.DrainCommand, message.drain)
     if kind == "drain_seen":

@@ -503,7 +503,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class RouterBeat:
-    """Sign that the router is alive. Handled by the link, not by the node's loop."""
+    """Sign that the router is alive. Handled by the link, not by the node's loop.
+
+    ``intervals_at_rest`` is the number of beat intervals between two beats of a node at rest.
+    """
+
+    intervals_at_rest: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -337,18 +337,20 @@ class RouterMessage(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., peer_update: _Optional[_Union[PeerUpdate, _Mapping]] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., decode: _Optional[_Union[DecodeCommand, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ..., drain: _Optional[_Union[DrainCommand, _Mapping]] = ..., drain_seen: _Optional[_Union[DrainSeen, _Mapping]] = ..., send_kv_snapshot: _Optional[_Union[SendKVSnapshot, _Mapping]] = ..., admin_call: _Optional[_Union[AdminCall, _Mapping]] = ..., encode: _Optional[_Union[EncodeCommand, _Mapping]] = ..., share: _Optional[_Union[ShareCommand, _Mapping]] = ..., session_hint: _Optional[_Union[SessionHint, _Mapping]] = ..., peer_updates: _Optional[_Union[PeerUpdates, _Mapping]] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("problem", "router_id", "may_retry", "protocol", "batches_peers")
+    __slots__ = ("problem", "router_id", "may_retry", "protocol", "batches_peers", "intervals_at_rest")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     MAY_RETRY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BATCHES_PEERS_FIELD_NUMBER: _ClassVar[int]
+    INTERVALS_AT_REST_FIELD_NUMBER: _ClassVar[int]
     problem: str
     router_id: str
     may_retry: bool
     protocol: int
     batches_peers: bool
-    def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ..., may_retry: bool = ..., protocol: _Optional[int] = ..., batches_peers: bool = ...) -> None: ...
+    intervals_at_rest: int
+    def __init__(self, problem: _Optional[str] = ..., router_id: _Optional[str] = ..., may_retry: bool = ..., protocol: _Optional[int] = ..., batches_peers: bool = ..., intervals_at_rest: _Optional[int] = ...) -> None: ...
 
 class PeerUpdate(_message.Message):
     __slots__ = ("engine_id", "peer_info", "removed", "fetch_peer_info", "share_peer_info")
@@ -561,8 +563,10 @@ class ShareCommand(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reader_engine_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("intervals_at_rest",)
+    INTERVALS_AT_REST_FIELD_NUMBER: _ClassVar[int]
+    intervals_at_rest: int
+    def __init__(self, intervals_at_rest: _Optional[int] = ...) -> None: ...
 
 class SendKVSnapshot(_message.Message):
     __slots__ = ()

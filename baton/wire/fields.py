@@ -39,7 +39,7 @@ def from_message(kind: type[_Value], message: Message, **others: Any) -> _Value:
         if one.name in others or (one.may_be_absent and not message.HasField(one.name)):
             continue
         found = getattr(message, one.name)
-        copied[one.name] = tuple(found) if one.is_repeated else found
+        copied[one.name] = tuple(found[:]) if one.is_repeated else found
     return kind(**copied, **others)
 
 

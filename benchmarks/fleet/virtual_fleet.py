@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from baton.api.sampling_params import SamplingParams
 from baton.checkpoint.model_identity import folder_identity
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.words import (
     AbortAll,
     NodeBeat,
@@ -164,9 +165,9 @@ class PoolLinks:
         if not (self._broken.is_set() or self._is_dropped(self._node.name, event)):
             self._emit(event)
 
-    def beat(self, beat: NodeBeat, num_intervals: int) -> bool:
+    def beat(self, beat: NodeBeat, num_intervals: int) -> int:
         self.emit(beat)
-        return beat.rests
+        return INTERVALS_AT_REST if beat.rests else 1
 
     def _make_node(self) -> Node:
         lane = self._make_lane(self._submit)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 from baton.link.words import NodeRegistration
 from router.fleet.node import Node, num_bytes_of
@@ -45,6 +45,10 @@ class JoinGate:
         # the end.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._expelled: OrderedDict[str, None] = OrderedDict()  # engine ids
+        # The nodes that are here, and the bytes of their registrations by address
+        self._by_id: dict[str, Node] = {}
+        self._by_name: dict[str, Node] = {}
+        self._num_bytes: Counter[str] = Counter()
 
     def expel(self, engine_id: str) -> None:
         """Refuse the process with this engine id from now on; its node may join after a restart."""
@@ -56,32 +60,48 @@ class JoinGate:
         """Return whether an operator removed the node with this engine id."""
         return engine_id in self._expelled
 
-    def obstacle(
-        self, registration: NodeRegistration, nodes: Iterable[Node], address: str = ""
-    ) -> str:
+    def note_joined(self, node: Node) -> None:
+        """Count a node that joins one of the router's pools."""
+        self._by_id[node.engine_id] = self._by_name[node.name] = node
+        self._num_bytes[node.address] += node.num_bytes
+
+    def namesakes(self, node: Node) -> list[Node]:
+        """Return the nodes that are here and have the name or the engine id of a joining node."""
+        found = self._by_id.get(node.engine_id), self._by_name.get(node.name)
+        return [one for one in dict.fromkeys(found) if one is not None]
+
+    def note_left(self, node: Node) -> None:
+        """Count no longer a node that left its pool."""
+        if self._by_id.get(node.engine_id) is node:
+            del self._by_id[node.engine_id]
+        if self._by_name.get(node.name) is node:
+            del self._by_name[node.name]
+        self._num_bytes[node.address] -= node.num_bytes
+        if not self._num_bytes[node.address]:
+            del self._num_bytes[node.address]
+
+    def obstacle(self, registration: NodeRegistration, address: str = "") -> str:
         """Return why a node may not join now, although it may later; empty if it may join.
 
         Args:
-            nodes: nodes that have joined.
             address: remote address without the port; empty: unknown, so the limits per address do
                 not apply.
         """
-        num_nodes, num_bytes = 0, num_bytes_of(registration)
-        num_bytes_there = num_bytes
-        for node in nodes:
-            num_nodes += 1
-            if node.engine_id == registration.engine_id:
-                if is_same_process(node.registration, registration):
-                    continue
-                return f"engine_id: {node.name}, which is alive, has {node.engine_id}"
-            if node.name == registration.node_name:
-                return (
-                    f"node_name: a node {node.name} is alive here; "
-                    "stop it first, or give this one another --name"
-                )
-            num_bytes += node.num_bytes
-            if address and node.address == address:
-                num_bytes_there += node.num_bytes
+        own = self._by_id.get(registration.engine_id)
+        named = self._by_name.get(registration.node_name)
+        if own is not None and not is_same_process(own.registration, registration):
+            return f"engine_id: {own.name}, which is alive, has {own.engine_id}"
+        if named is not None and named is not own:
+            return (
+                f"node_name: a node {named.name} is alive here; "
+                "stop it first, or give this one another --name"
+            )
+        num_nodes, num_bytes = len(self._by_id), num_bytes_of(registration)
+        num_bytes_there = num_bytes + (self._num_bytes[address] if address else 0)
+        num_bytes += self._num_bytes.total()
+        if own is not None:  # the registration replaces the node's own earlier one
+            num_bytes -= own.num_bytes
+            num_bytes_there -= own.num_bytes if own.address == address and address else 0
         if num_bytes > MAX_KEPT_BYTES or num_bytes_there > MAX_KEPT_BYTES_OF_ADDRESS:
             return (
                 f"registrations of all nodes may have {MAX_KEPT_BYTES} bytes together, those from "

@@ -155,6 +155,10 @@ class Node:
         health: decides whether the node should get requests.
         legs: open attempts on this node, by epoch.
         answered_at: when the router last sent the node a beat, mostly as an answer.
+        intervals_at_rest: how many beat intervals the node was told to wait at rest.
+        owes_beat: whether the node got a request since its last message. A node that gets a request
+            sends a beat within one interval, so its silence is noticed as early as that of a busy
+            node.
         clock: returns monotonic seconds.
         is_stuck: whether the node sends beats, but one of its threads makes no progress.
         replies: the node's answers to operators' questions.
@@ -173,6 +177,8 @@ class Node:
     hang_up: Callable[[], None] = lambda: None
     num_missed_beats: int = 0
     answered_at: float = -math.inf
+    intervals_at_rest: int = INTERVALS_AT_REST
+    owes_beat: bool = False
     is_stuck: bool = False
     replies: AdminReplies = field(default_factory=AdminReplies)
     address: str = ""
@@ -228,16 +234,22 @@ class Node:
     @property
     def is_silent(self) -> bool:
         """Return whether the node has missed more beats than `SILENT_BEATS`."""
-        return self.num_missed_beats > SILENT_BEATS + 1
+        not_counted = self.intervals_at_rest - 1 if self.rests else 1
+        return self.num_missed_beats > SILENT_BEATS + not_counted
 
     @property
     def beat(self) -> NodeBeat:
         return self.load.beat
 
     @property
+    def rests(self) -> bool:
+        """Return whether the node rested at its last beat, and got no request since then."""
+        return self.beat.rests and not self.owes_beat
+
+    @property
     def rests_punctually(self) -> bool:
-        """Return whether the node's last beat said that it rests, and its next one is not late."""
-        return self.beat.rests and self.num_missed_beats <= INTERVALS_AT_REST
+        """Return whether the node rests, and its next beat is not late."""
+        return self.rests and self.num_missed_beats <= self.intervals_at_rest
 
     def count_intervals(self, now: float, num_intervals: int) -> int:
         """Return how many of the last beat intervals have ended since the node's last beat.
@@ -248,7 +260,7 @@ class Node:
             num_intervals: number of intervals since the last count.
         """
         is_recent = now - self.answered_at < BEAT_INTERVAL_S
-        return 1 if is_recent or not self.beat.rests else num_intervals
+        return 1 if is_recent or not self.rests else num_intervals
 
     def watch(self) -> None:
         """Eject the node if it is stalled, and update its weight; call once per beat interval."""
@@ -313,6 +325,9 @@ class Node:
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))
+        if not self.owes_beat:
+            # The node may have rested until now, so it is not late yet.
+            self.owes_beat, self.num_missed_beats = True, min(self.num_missed_beats, 1)
 
     def forecast_of(self, epoch: int) -> PrefillForecast | None:
         """Return the expected times of an attempt's prompt.

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -24,7 +25,6 @@ from baton.checkpoint.model_identity import Identity, identity_of
 from baton.kv.block_hash import HASH_ALGORITHMS, cache_namespace
 from baton.kv.prefixes import is_prefix_end, node_of
 from baton.link.beat_interval import BEAT_INTERVAL_S
-from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.words import (
     PAIR_ROLES,
     AdminReply,
@@ -37,7 +37,6 @@ from baton.link.words import (
     NodeRole,
     PeerReport,
     PeerReports,
-    RouterBeat,
     SendKVSnapshot,
     StepDeltas,
     protocol_problem,
@@ -49,6 +48,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.fleet_choice import make_fleet, make_prompt_fleet
 from router.fleet.health import NodeHealth
 from router.fleet.join_gate import JoinGate
+from router.fleet.load.beat_watch import BeatWatch
 from router.fleet.load.forecast import PlaceForecasts
 from router.fleet.load.node_load import NodeLoad, SharedRates
 from router.fleet.lost_nodes import LostNodes, no_such_node
@@ -70,12 +70,6 @@ MAX_KEPT_CHARS = 1024
 # Nodes hang up on a router that is silent for about a second. If this router was busy for longer
 # than `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
-# The router answers every second beat of a busy node, and every beat of a node at rest. An answer
-# costs less than a beat at any other time, because both processes are awake.
-ANSWER_INTERVAL_S = (INTERVALS_AT_REST - 0.5) * BEAT_INTERVAL_S
-# If a node's beats come late, as in a storm of joins, the router has nothing to answer. So it sends
-# the node a beat after this pause.
-MAX_PAUSE_S = (INTERVALS_AT_REST + 0.5) * BEAT_INTERVAL_S
 
 
 class NodePool:
@@ -137,13 +131,13 @@ class NodePool:
         # Tokens of the longest request that the latest fleet can take; before the first fleet, the
         # model's limit.
         self._max_model_len = max_model_len
-        self._max_missed_beats = max_missed_beats
         self._nodes: dict[str, Node] = {}  # by engine id
         self._roles_seen: set[NodeRole] = set()
         self._has_had_encoders = self._has_had_alone = False
         self._eligibility = eligibility
         self._reach = Reach()
         self._introductions = Introductions(self._reach, clock)
+        self._beats = BeatWatch(max_missed_beats, clock)
         self._rates = SharedRates()
         self._kv_sizes: Counter[float] = Counter()  # bytes of KV per token -> number of nodes
         self._may_self_prefill = may_self_prefill
@@ -400,16 +394,18 @@ class NodePool:
         Removes the node's earlier link, if it is still listed: a node may notice a broken link
         before the router does.
         """
-        for old in list(self._nodes.values()):
-            if node.name == old.name or node.engine_id == old.engine_id:
-                self.remove(old, "joined again")
-                old.hang_up()
+        for old in self.gate.namesakes(node):
+            self.remove(old, "joined again")
+            old.hang_up()
         node.share_compatibility(self._nodes.values())
         self._introductions.add_node(node)
-        is_canary = any(other.legs and other.role is node.role for other in self._nodes.values())
+        busy = filter(attrgetter("legs"), self._nodes.values())  # in C, as there may be thousands
+        is_canary = any(other.role is node.role for other in busy)
         health = NodeHealth(node.name, self._note_change, is_canary=is_canary, clock=self.clock)
         node.start_measuring(self._rates, health, self.clock)
         self._nodes[node.engine_id] = node
+        self._beats.note_joined(node)
+        self.gate.note_joined(node)
         self.lost_nodes.note_joined(node.engine_id, node.name)
         self.lost_nodes.forget(node.name)
         self._roles_seen.add(node.registration.role)
@@ -438,6 +434,7 @@ class NodePool:
         if self._nodes.get(node.engine_id) is not node:
             return  # the node was removed or replaced before
         del self._nodes[node.engine_id]
+        self.gate.note_left(node)
         if node.changes_weights:
             self.lost_nodes.note_missing(node.registration)
         elif not (on_purpose or node.is_draining):
@@ -538,17 +535,12 @@ class NodePool:
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = now = self.clock()
+        self._beats.num_expected = self.num_nodes + self._introductions.num_awaited
+        self.prefix_index.merge_some()
         for node in list(self._nodes.values()):
-            node.num_missed_beats += node.count_intervals(now, num_intervals)
-            if now - node.answered_at >= MAX_PAUSE_S:
-                node.answered_at = now
-                node.send(RouterBeat())
             node.watch()
-            # The first missed beat is not counted, because the node's beat may be on its way. A
-            # node at rest sends only every second beat, so the second one is not counted either.
-            not_counted = INTERVALS_AT_REST if node.beat.rests else 1
-            if node.num_missed_beats > self._max_missed_beats + not_counted:
-                self.remove(node, f"is silent (missed {self._max_missed_beats} beats)")
+            if self._beats.note_intervals(node, node.count_intervals(now, num_intervals)):
+                self.remove(node, f"is silent (missed {self._beats.max_missed} beats)")
                 node.hang_up()
 
     @property
@@ -575,7 +567,7 @@ class NodePool:
         if problem:
             self.hang_up(node, problem)
             return
-        node.num_missed_beats = 0
+        node.num_missed_beats, node.owes_beat = 0, False
         if isinstance(event, StepDeltas):
             node.deliver_step(event)
         elif isinstance(event, NodeBeat):
@@ -598,11 +590,11 @@ class NodePool:
         """
         num_before, strangers, peers = self._num_news, list[PeerReport](), list[Node]()
         best = 0.0 if self._fleet is None else self._fleet.best_bandwidth
-        compatibility, fits = None, False
+        compatibility, fits, nodes = None, False, self._nodes
         for report in event.reports:
-            peer = self._nodes.get(report.engine_id)
+            peer = nodes.get(report.engine_id)
             if peer is None:
-                if not self._take_prefix_report(node, report):
+                if not (is_prefix_end(report.engine_id) and self._take_prefix_report(node, report)):
                     strangers.append(report)
                 continue
             # Equal nodes share a mapping, so most peers differ in nothing from the one before
@@ -629,9 +621,7 @@ class NodePool:
 
         A fleet does not depend on these ends, so the report needs no new fleet.
         """
-        peer = None
-        if is_prefix_end(report.engine_id):
-            peer = self._nodes.get(node_of(report.engine_id))
+        peer = self._nodes.get(node_of(report.engine_id))
         if peer is None:
             return False
         if are_peers(node, peer, by_prefixes=True):
@@ -641,9 +631,7 @@ class NodePool:
         return True
 
     def _take_beat(self, node: Node, beat: NodeBeat) -> None:
-        if (now := self.clock()) - node.answered_at >= ANSWER_INTERVAL_S:
-            node.answered_at = now
-            node.send(RouterBeat())
+        self._beats.answer(node)
         was_draining, had = node.is_draining, node.beat.adapters
         node.load.note_beat(beat)
         if beat.adapters != had:

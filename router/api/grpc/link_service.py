@@ -88,7 +88,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
             self._note(AuditKind.REFUSED, context, registration, refusal)
             yield registered(refusal)
             return
-        obstacle = self._pools.gate.obstacle(registration, self._pools.members, context.address)
+        obstacle = self._pools.gate.obstacle(registration, context.address)
         if obstacle:
             self._note(AuditKind.REFUSED, context, registration, obstacle)
             yield registered(obstacle, may_retry=True)
@@ -120,7 +120,7 @@ class NodeLinkService(node_pb2_grpc.NodeLinkServicer):
         self._note(AuditKind.JOINED, context, registration)
         reader = asyncio.create_task(self._read(pool, node, request_iterator, outgoing))
         try:
-            yield registered("", pool.router_id)
+            yield registered("", pool.router_id, intervals_at_rest=node.intervals_at_rest)
             while (command := await outgoing.get()) is not None:
                 message = write_command(command, node.name)
                 if isinstance(message, node_pb2.RouterMessage):

@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +47,8 @@ MAX_NEWS_BYTES = 2**20
 # Maximum number of one node's reports on peers that have not joined yet, and for how many seconds
 # they are kept. After a restart of a router, its nodes join again within seconds.
 MAX_EARLY, EARLY_S = 4096, 60.0
+# No further peers are counted as awaited once this many are. A router has at most as many nodes.
+MAX_AWAITED = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -108,36 +110,50 @@ class _EarlyReports:
     """Nodes' first reports on peers that have not joined yet; kept for `EARLY_S`."""
 
     def __init__(self) -> None:
-        # By the peer's engine id, and by that of the reporting node
-        self._on: dict[str, dict[str, PeerReport]] = {}
-        # For each reporting node, the oldest first: until when, and the reported peers
-        self._by: dict[str, tuple[float, list[str]]] = {}
+        # For each reporting node, the oldest first: until when, and the reports by peer
+        self._by: dict[str, tuple[float, dict[str, PeerReport]]] = {}
+        # Peers that were reported and have not joined; peers of which the reports were dropped stay
+        # until no reports are left.
+        self._awaited: set[str] = set()
+
+    @property
+    def num_peers(self) -> int:
+        """Number of peers that were reported and have not joined."""
+        return len(self._awaited)
 
     def add(self, engine_id: str, reports: Iterable[PeerReport], now: float) -> None:
         """Keep a node's reports on peers to which the node is connected, at most `MAX_EARLY`."""
-        for other, (until, _) in list(self._by.items()):
+        while self._by:
+            oldest, (until, _) = next(iter(self._by.items()))
             if until > now:
                 break
-            self.drop_node(other)
+            self.drop_node(oldest)
         connected = (one for one in reports if one.connected and not one.problem)
-        kept = list(itertools.islice(connected, MAX_EARLY))
-        for report in kept:
-            self._on.setdefault(report.engine_id, {})[engine_id] = report
+        kept = {one.engine_id: one for one in itertools.islice(connected, MAX_EARLY)}
         if kept:
-            self._by[engine_id] = (now + EARLY_S, [one.engine_id for one in kept])
+            self._by[engine_id] = (now + EARLY_S, kept)
+            if len(self._awaited) < MAX_AWAITED:
+                self._awaited.update(kept)
 
-    def pop(self, engine_id: str) -> dict[str, PeerReport]:
-        """Remove the reports on a node that joins; return them, by the reporting nodes' ids."""
-        return self._on.pop(engine_id, {})
+    def move(self, node: Node, others: Iterable[Node]) -> None:
+        """Move the reports of other nodes on a node that joins to these nodes' reports."""
+        own_id, kept_by = node.engine_id, self._by
+        if not kept_by:
+            return
+        for other in others:
+            kept = kept_by.get(other.engine_id)
+            if kept is not None and (report := kept[1].pop(own_id, None)) is not None:
+                other.reports[own_id] = report
+
+    def note_joined(self, engine_id: str) -> None:
+        """Note that a node has joined, so that it is not awaited any more."""
+        self._awaited.discard(engine_id)
 
     def drop_node(self, engine_id: str) -> None:
         """Remove a node's own reports."""
-        _, peers = self._by.pop(engine_id, (0.0, ()))
-        for peer in peers:
-            found = self._on.get(peer, {})
-            found.pop(engine_id, None)
-            if not found:
-                self._on.pop(peer, None)
+        self._by.pop(engine_id, None)
+        if not self._by:
+            self._awaited.clear()
 
 
 class Introductions:
@@ -162,6 +178,11 @@ class Introductions:
         self._rest_until = -math.inf
 
     # ------------------------------------------------------------------ nodes
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of nodes that have not joined, although nodes are connected to them."""
+        return self._early.num_peers
 
     def add_node(self, node: Node) -> None:
         """Introduce a node that joined, unless it will send `PeerReports` first."""
@@ -222,7 +243,7 @@ class Introductions:
 
     def _introduce(self, node: Node) -> None:
         """Tell a node about its compatible peers, and the peers about the node."""
-        said, early = node.registration, self._early.pop(node.engine_id)
+        said = node.registration
         for alike in self._of_kind.values():
             others = list(alike.values())
             theirs = others[0].registration
@@ -230,36 +251,29 @@ class Introductions:
             if not (meets or may_fetch(said, theirs)):
                 continue
             if not incompatibility(said, theirs):
-                self._introduce_to(node, others, early if meets else {})
+                if meets:
+                    self._early.move(node, others)
+                self._introduce_to(node, others)
             # Log no problem of two nodes that could only exchange cached prefixes.
             elif meets:
                 for other in others:
                     problem = incompatibility(said, other.registration)
                     _note_problem(node, other, problem)
+        self._early.note_joined(node.engine_id)
         self._here[node.engine_id] = node
         self._of_kind.setdefault(_kind_of(node), {})[node.engine_id] = node
 
-    def _introduce_to(
-        self, node: Node, others: Sequence[Node], early: Mapping[str, PeerReport]
-    ) -> None:
+    def _introduce_to(self, node: Node, others: Sequence[Node]) -> None:
         """Introduce a node and compatible nodes of one kind to each other.
 
         If both nodes of a pair have reported that they are connected to each other, they are only
         told each other's names. If only one of them has, both get full updates, because they then
         connect faster; the pair gets no requests until both have reported again.
-
-        Args:
-            early: the other nodes' reports on the node, which came before the node joined.
         """
         own_id, reports = node.engine_id, node.reports
         connected, others_left = list[Node](), list[Node]()
         for other in others:
-            there = early.get(other.engine_id)
-            if there is not None:
-                other.reports[own_id] = there
-            else:
-                there = other.reports.get(own_id)
-            back = reports.get(other.engine_id)
+            there, back = other.reports.get(own_id), reports.get(other.engine_id)
             if there is not None and back is not None and there.connected and back.connected:
                 connected.append(other)
             else:

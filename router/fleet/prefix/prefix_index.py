@@ -6,6 +6,9 @@
        h1              1 0 0 1                   1 0 0 1      node 2 has 1 block
        h2              0 0 1 1                   0 0 0 1      node 3 has 2, node 0 has 3
 
+A node's first report, its snapshot, is kept as a set of hashes, and merged into this table later:
+after a restart of a router, all nodes send snapshots at once.
+
 The index is exact for nodes that report each change of their cache without a gap. For other nodes,
 prompts that were lately sent to the node count as cached (`placement_memory.py`). If the index is
 wrong, a prompt is only computed again, because nodes check their own caches.
@@ -35,6 +38,10 @@ MAX_BLOCKS = 2**22
 MAX_PLACED_BLOCKS = 2**18
 PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
+# `merge_some` merges snapshots until it has merged this many blocks. That takes some milliseconds.
+MERGE_BLOCKS = 2**13
+# Maximum number of blocks to look up in unmerged snapshots for one prompt, and a prompt's length.
+MAX_LOOKED_UP = 2**14
 _MAX_SHARED_SETS = 2**16  # maximum number of sets of nodes that are stored only once
 MAX_KINDS = 8  # maximum number of kinds of block hashes, because a prompt is hashed once per kind
 
@@ -95,6 +102,8 @@ class PrefixIndex:
         self._held: dict[ShortHash, int] = {}
         self._placed = PlacementMemory(max_placed_blocks, placement_lifetime_s, clock)
         self._holders: dict[str, _Holder] = {}  # nodes by engine id
+        # Nodes whose snapshot is not merged into `_held` yet, by engine id, the oldest first
+        self._unmerged: dict[str, _Holder] = {}
         self._left_out: dict[str, HashKind] = {}  # nodes that are left out, see `MAX_KINDS`
         self._kinds: set[HashKind] = set()
         self._places: list[_Holder | None] = []  # nodes by bit; None: the bit is free
@@ -135,6 +144,9 @@ class PrefixIndex:
         if holder is not None:
             self._exact &= ~holder.bit
             self._inexact &= ~holder.bit
+            if self._unmerged.pop(engine_id, None) is not None:
+                self.num_blocks -= len(holder.blocks)
+                holder.blocks = set()
             holder.generation = self._placed.generation
             self._leaving.append(holder)
             self._kinds = {holder.kind for holder in self._holders.values()}
@@ -167,6 +179,11 @@ class PrefixIndex:
             self._enter(engine_id, holder.kind)
             return True
         holder.last_sequence = events.sequence
+        if events.snapshot and self._keep_unmerged(holder, events.stored):
+            self._inexact &= ~holder.bit
+            return False
+        if engine_id in self._unmerged:
+            self._merge(engine_id)
         self._drop(holder, events.removed)
         self._store(holder, events.stored)
         if holder.num_left_out:
@@ -199,6 +216,8 @@ class PrefixIndex:
             hashes: hashes of the prompt's blocks, in order.
         """
         found = self._walk(self._held.get, hashes, self._exact)
+        if self._unmerged:
+            self._match_unmerged(hashes, found)
         if self._inexact:
             self._placed.expire()
             for engine_id, length in self._walk(self._placed.get, hashes, self._inexact).items():
@@ -217,6 +236,20 @@ class PrefixIndex:
     def ends_of(self, prompt: PromptHashes) -> tuple[ShortHash, ...]:
         """Return the hash of a prompt's last full block, for each kind of hashes of the nodes."""
         return tuple(hashes[-1] for kind in self._kinds if (hashes := prompt.of(kind)))
+
+    def _match_unmerged(self, hashes: Sequence[ShortHash], found: dict[str, int]) -> None:
+        """Add the nodes that are not merged yet to ``found``; then merge one of them.
+
+        If many of them have long prefixes of the prompt, some are left out, to save time.
+        """
+        num_looked_up = 0
+        for engine_id, holder in self._unmerged.items():
+            blocks = holder.blocks
+            if hashes and hashes[0] in blocks and num_looked_up < MAX_LOOKED_UP:
+                missing = (place for place, one in enumerate(hashes) if one not in blocks)
+                found[engine_id] = length = next(missing, len(hashes))
+                num_looked_up += length
+        self._merge(next(iter(self._unmerged)))
 
     def _walk(
         self, get: Callable[[ShortHash, int], int], hashes: Sequence[ShortHash], candidates: int
@@ -262,6 +295,8 @@ class PrefixIndex:
         held: dict[ShortHash, int] = {}
         for holder in holders:
             assert self._places[holder.bit.bit_length() - 1] is holder
+            if self._unmerged.get(holder.engine_id) is holder:
+                continue
             for block_hash in holder.blocks:
                 held[block_hash] = held.get(block_hash, 0) | holder.bit
         assert held == self._held
@@ -285,6 +320,36 @@ class PrefixIndex:
         self._kinds.add(kind)
         self._inexact |= holder.bit
         return holder
+
+    def _keep_unmerged(self, holder: _Holder, hashes: Sequence[ShortHash]) -> bool:
+        """Keep a snapshot as it is, to be merged later; return False if it does not fit.
+
+        `_held` is larger than the processor's caches, so merging takes ten times as long as
+        keeping. After a restart of a router, all nodes send snapshots at once.
+        """
+        blocks = set(hashes)
+        if self.num_blocks + len(blocks) > self._max_blocks:
+            return False
+        holder.blocks = blocks
+        self.num_blocks += len(blocks)
+        if blocks:
+            self._unmerged[holder.engine_id] = holder
+        return True
+
+    def merge_some(self) -> None:
+        """Merge some snapshots, so that prompts are matched faster; call this now and then."""
+        num_merged = 0
+        while self._unmerged and num_merged < MERGE_BLOCKS:
+            num_merged += self._merge(next(iter(self._unmerged)))
+
+    def _merge(self, engine_id: str) -> int:
+        """Merge a node's snapshot into `_held`; return the number of its blocks."""
+        holder, held = self._unmerged.pop(engine_id), self._held
+        bit, share = holder.bit, self._share
+        for block_hash in holder.blocks:
+            others = held.get(block_hash)
+            held[block_hash] = bit if others is None else share(others | bit)
+        return len(holder.blocks)
 
     def _store(self, holder: _Holder, hashes: Sequence[ShortHash]) -> None:
         held, blocks, bit = self._held, holder.blocks, holder.bit

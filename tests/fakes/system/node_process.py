@@ -211,7 +211,7 @@ class NodeProcess:
 
     def _dial(self) -> None:
         assert self._pool.refusal(self.registration) == ""
-        if self._pool.gate.obstacle(self.registration, self._pool.members):
+        if self._pool.gate.obstacle(self.registration):
             return  # an earlier start is not known to be dead yet
         link = self.link = Link()
         self._end.take_first(registered("", self._pool.router_id))

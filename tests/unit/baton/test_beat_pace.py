@@ -8,7 +8,12 @@ from typing import TypeVar
 
 import pytest
 
-from baton.link.beat_pace import INTERVALS_AT_REST, BeatPace
+from baton.link.beat_pace import (
+    INTERVALS_AT_REST,
+    MAX_INTERVALS_AT_REST,
+    BeatPace,
+    read_intervals_at_rest,
+)
 from baton.processes.shared_ticks import sleep_until_tick
 from baton.processes.ticks import next_tick
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -32,17 +37,22 @@ def run_virtual(work: Coroutine[None, None, T]) -> T:
         loop.close()
 
 
-def test_a_node_at_rest_beats_half_as_often() -> None:
-    async def count(*, rests: bool) -> tuple[int, int]:
+def test_a_node_at_rest_beats_less_often() -> None:
+    async def count(pause: int) -> tuple[int, int]:
         pace, loop = BeatPace(), asyncio.get_running_loop()
         num_beats, num_intervals, until = 0, 0, loop.time() + 10
         while loop.time() < until - 0.01:
-            num_intervals += await pace.wait(rests=rests)
+            num_intervals += await pace.wait(pause)
             num_beats += 1
         return num_beats, num_intervals
 
-    assert run_virtual(count(rests=False)) == (40, 40)
-    assert run_virtual(count(rests=True)) == (20, 40)
+    assert run_virtual(count(1)) == (40, 40)
+    assert run_virtual(count(INTERVALS_AT_REST)) == (20, 40)
+    assert run_virtual(count(MAX_INTERVALS_AT_REST)) == (10, 40)
+
+
+def test_a_router_cannot_ask_for_beats_that_are_too_rare() -> None:
+    assert [read_intervals_at_rest(told) for told in (0, 1, 3, 4, 2**32 - 1)] == [2, 2, 3, 4, 4]
 
 
 @pytest.mark.parametrize(("after_s", "ends_s"), [(0.1, 0.25), (0.4, 0.4)])
@@ -54,7 +64,7 @@ def test_a_node_that_rests_no_longer_beats_after_one_interval(
         pace.hurry()  # nobody waits: nothing to do
         began = loop.time()
         loop.call_later(after_s, pace.hurry)
-        assert await pace.wait(rests=True) == 1
+        assert await pace.wait(INTERVALS_AT_REST) == 1
         assert loop.time() - began == pytest.approx(ends_s)
 
     run_virtual(hurry())
@@ -63,7 +73,7 @@ def test_a_node_that_rests_no_longer_beats_after_one_interval(
 def test_a_late_timer_counts_as_one_in_time() -> None:
     async def be_late() -> None:
         pace, loop = BeatPace(), asyncio.get_running_loop()
-        waiting = asyncio.create_task(pace.wait(rests=True))
+        waiting = asyncio.create_task(pace.wait(INTERVALS_AT_REST))
         await asyncio.sleep(0)
         pace._began_at -= 60.0  # as if the process had stood still
         loop.call_later(0.25, pace.hurry)

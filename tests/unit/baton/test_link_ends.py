@@ -10,7 +10,7 @@ from baton.api.errors import ConfigError
 from baton.api.outputs import FinishReason, RequestDelta
 from baton.api.sampling_params import SamplingParams
 from baton.link import wire
-from baton.link.beat_pace import INTERVALS_AT_REST
+from baton.link.beat_pace import INTERVALS_AT_REST, MAX_INTERVALS_AT_REST
 from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd, merge_steps
 from baton.link.router_end import read_event, registered, write_command
 from baton.link.words import (
@@ -133,6 +133,20 @@ def test_a_node_at_rest_counts_two_intervals_per_beat_until_an_answer_is_late() 
         found.append(num_intervals)
     # The router last spoke at the beat before; the node leaves it after eight intervals, 2 s
     assert found == [2, 1, 1, 1, 1]
+
+
+def test_a_router_with_many_nodes_asks_for_fewer_beats_at_rest() -> None:
+    end = NodeEnd(make_registration("d", NodeRole.DECODE))
+    end.take_first(registered("", "r1", intervals_at_rest=3))
+    assert end.intervals_at_rest == 3
+    assert end.take(sent(RouterBeat(2**20))) is None
+    assert end.intervals_at_rest == MAX_INTERVALS_AT_REST
+    found = []
+    while not end.miss_beat(found[-1] if found else MAX_INTERVALS_AT_REST):
+        found.append(1 if end.awaits_answer else MAX_INTERVALS_AT_REST)
+    assert found == [4, *[1] * 6]  # the node leaves the router after 3.5 s
+    end.take_first(registered("", "r2"))  # a router of a release without the field
+    assert end.intervals_at_rest == INTERVALS_AT_REST
 
 
 def test_a_broken_link_ends_what_its_router_had_placed_once() -> None:

@@ -20,6 +20,7 @@ from baton.api.errors import ConfigError, NodeUnavailableError
 from baton.api.outputs import RequestDelta, TokenLogprobs
 from baton.api.sampling_params import SamplingParams
 from baton.link import router_links
+from baton.link.beat_pace import INTERVALS_AT_REST
 from baton.link.drain import Drain
 from baton.link.node_end import MAX_MISSED_BEATS, NodeEnd
 from baton.link.router_link import RouterLink
@@ -286,6 +287,30 @@ async def test_a_node_leaves_a_router_that_says_nothing_for_too_many_beats() -> 
         scene.links.beat(NodeBeat())
         await until(lambda: False in scene.joins)
     await router.server.stop(None)
+
+
+@asynchronous
+async def test_the_router_that_asks_for_the_most_beats_decides() -> None:
+    routers = Router(), Router()
+    scene = Scene(*(router.address for router in routers))
+    assert scene.links.beat(NodeBeat()) == INTERVALS_AT_REST  # no router has been joined
+    for router in routers:
+        await router.server.start()  # it sends no beats
+    async with scene.running():
+        await until(lambda: all(router.pool.nodes for router in routers))
+        for router in routers:
+            router.node.answered_at = math.inf  # the router answers no beat
+        for told in ((4, 3), (2, 4)):
+
+            def is_heard(told: tuple[int, int] = told) -> bool:
+                for router, intervals in zip(routers, told, strict=True):
+                    router.node.send(RouterBeat(intervals))
+                return scene.links.beat(NodeBeat()) == min(told)
+
+            await until(is_heard)
+        assert scene.links.beat(NodeBeat(num_running=1)) == 1
+    for router in routers:
+        await router.server.stop(None)
 
 
 @asynchronous

@@ -88,7 +88,7 @@ async def test_an_engine_id_is_taken_over_by_its_own_process_only() -> None:
 def test_without_a_key_nobody_is_the_same_process() -> None:
     pool = make_pool()
     HandNode(pool, make_registration("d", D))
-    assert pool.gate.obstacle(make_registration("d", D), pool.nodes)
+    assert pool.gate.obstacle(make_registration("d", D))
 
 
 def test_a_machine_that_vanished_keeps_its_name_until_it_is_found_silent() -> None:
@@ -96,10 +96,10 @@ def test_a_machine_that_vanished_keeps_its_name_until_it_is_found_silent() -> No
     HandNode(pool, make_registration("d", D))
     again = make_registration("d", D, incarnation=1)
     for _ in range(6):
-        assert pool.gate.obstacle(again, pool.nodes)
+        assert pool.gate.obstacle(again)
         pool.count_missed_beats()
     pool.count_missed_beats()
-    assert pool.gate.obstacle(again, pool.nodes) == ""
+    assert pool.gate.obstacle(again) == ""
 
 
 def test_a_whole_cluster_may_join_at_once_and_a_flood_from_one_address_is_slowed_down() -> None:
@@ -107,10 +107,10 @@ def test_a_whole_cluster_may_join_at_once_and_a_flood_from_one_address_is_slowed
     gate = JoinGate(clock)
     num_let_in = 0
     for _ in range(5000):
-        num_let_in += not gate.obstacle(make_registration("d", D), [], "ipv4:10.0.0.1")
+        num_let_in += not gate.obstacle(make_registration("d", D), "ipv4:10.0.0.1")
         clock.advance(0.001)
     assert JOIN_BURST <= num_let_in <= JOIN_BURST + 6 * JOINS_PER_S
-    assert gate.obstacle(make_registration("d", D), [], "ipv4:10.0.0.2") == ""
+    assert gate.obstacle(make_registration("d", D), "ipv4:10.0.0.2") == ""
 
 
 def test_what_a_flood_of_joins_leaves_behind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_what_a_flood_of_joins_leaves_behind_is_bounded(monkeypatch: pytest.Monk
         registration = dataclasses.replace(
             make_registration(f"x{number}", D), peer_info=bytes(1000)
         )
-        assert pool.gate.obstacle(registration, pool.nodes, f"ipv4:10.0.0.{number}") == ""
+        assert pool.gate.obstacle(registration, f"ipv4:10.0.0.{number}") == ""
         hand = HandNode(pool, registration)
         pool.lost_nodes.note_missing(registration)
         pool.gate.expel(registration.engine_id)
@@ -139,7 +139,7 @@ def test_a_router_has_no_more_nodes_than_it_can_hold(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(join_gate, "MAX_NODES", 2)
     pool = make_pool()
     join_pair(pool)
-    assert "the most that it takes" in pool.gate.obstacle(make_registration("d9", D), pool.nodes)
+    assert "the most that it takes" in pool.gate.obstacle(make_registration("d9", D))
 
 
 @asynchronous
@@ -183,9 +183,10 @@ def test_registrations_of_all_nodes_have_only_so_many_bytes() -> None:
         registration = dataclasses.replace(
             make_registration(f"d{number}", D), peer_info=bytes(2**20 - 2**15)
         )
-        problem = gate.obstacle(registration, nodes, address)
+        problem = gate.obstacle(registration, address)
         if not problem:
             nodes.append(Node(registration, lambda command: None, address=address))
+            gate.note_joined(nodes[-1])
         return problem
 
     refused = [join(number, "10.0.0.1") for number in range(40)]
@@ -193,5 +194,5 @@ def test_registrations_of_all_nodes_have_only_so_many_bytes() -> None:
     assert refused[-1].startswith("registrations of all nodes may have 100663296 bytes together")
     refused = [join(number, f"10.0.1.{number}") for number in range(40, 140)]
     assert len(nodes) == 99
-    del nodes[-1]
+    gate.note_left(nodes.pop())
     assert join(999, "10.0.2.1") == ""

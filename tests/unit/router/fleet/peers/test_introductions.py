@@ -12,7 +12,7 @@ from baton.link.words import NodeRole, PeerReport, PeerReports, PeerUpdate, Peer
 from router.fleet.node_claims import Vocabulary, event_problem
 from router.fleet.node_pool import NodePool
 from router.fleet.peers import introductions
-from router.fleet.peers.introductions import MAX_NEWS_BYTES
+from router.fleet.peers.introductions import MAX_AWAITED, MAX_NEWS_BYTES
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration
 from tests.fakes.router.router_scene import asynchronous
 
@@ -254,6 +254,19 @@ async def test_early_reports_of_a_node_that_left_do_not_count() -> None:
     assert p0.news() == [PeerUpdates((PeerUpdate("d0-0", b"info of d0-0"),))]
     assert p1.news() == [PeerUpdates((), ("d0-0",))]
     assert d0.news() == [PeerUpdates((PeerUpdate("p0-0", b"info of p0-0"),), ("p1-0",))]
+
+
+@asynchronous
+async def test_reports_of_nodes_that_come_and_go_do_not_pile_up() -> None:
+    pool = make_pool()
+    for number in range(50):  # there is always a node with early reports
+        prefill = BatchNode(pool, f"p{number}", P)
+        prefill.report(*(f"d{number}-{index}" for index in range(1000)))
+        for node in [one for one in pool.nodes if one is not prefill.node]:
+            pool.remove(node)
+    assert pool._introductions.num_awaited < MAX_AWAITED + 1000
+    early = pool._introductions._early
+    assert [len(kept) for _, kept in early._by.values()] == [1000]
 
 
 @asynchronous

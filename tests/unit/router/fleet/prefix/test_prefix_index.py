@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from baton.link.words import KVCacheEvents
+from router.fleet.prefix import prefix_index
 from router.fleet.prefix.prefix_index import MAX_KINDS, PrefixIndex
 from router.fleet.prefix.prompt_hashes import HashKind, PromptHashes
 from tests.fakes.time.virtual_clock import VirtualClock
@@ -69,6 +70,43 @@ def test_each_node_is_found_with_its_longest_prefix() -> None:
     assert scene.index.match([2]) == {"a": 1, "c": 1}
     assert scene.index.match([9, 1]) == {}
     assert scene.index.match([]) == {}
+
+
+def test_snapshots_count_at_once_and_are_merged_later() -> None:
+    scene = Scene("a", "b", "c")
+    scene.snapshot("a", 1, 2, 3)
+    scene.snapshot("b", 1, 2)
+    scene.snapshot("c", 1)
+    assert scene.index.num_blocks == 6
+    assert scene.index._held == {}
+    for _ in range(4):  # each prompt merges one of the nodes
+        assert scene.index.match([1, 2, 3]) == {"a": 3, "b": 2, "c": 1}
+        scene.index.check()
+    assert len(scene.index._held) == 3
+
+
+def test_nodes_that_are_not_merged_change_leave_and_report_again() -> None:
+    scene = Scene("a", "b", "c")
+    for name in ("a", "b", "c"):
+        scene.snapshot(name, 1, 2, 3)
+    scene.say("a", stored=[4], removed=[2])
+    scene.index.remove("b")
+    scene.snapshot("c", 1, 2)
+    scene.index.check()
+    assert scene.index.num_blocks == 5
+    assert scene.index.match([1, 2, 3]) == {"a": 1, "c": 2}
+    scene.index.merge_some()
+    scene.index.check()
+    assert scene.index.match([1, 2, 3]) == {"a": 1, "c": 2}
+
+
+def test_one_prompt_looks_up_few_blocks_in_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_LOOKED_UP", 5)
+    scene = Scene("a", "b", "c")
+    for name in ("a", "b", "c"):
+        scene.snapshot(name, 1, 2, 3)
+    found = [scene.index.match([1, 2, 3]) for _ in range(3)]
+    assert found == [{"a": 3, "b": 3}, {"a": 3, "b": 3, "c": 3}, {"a": 3, "b": 3, "c": 3}]
 
 
 def test_a_hole_ends_a_prefix() -> None:
@@ -139,6 +177,7 @@ def test_what_a_lost_node_had_is_dropped_in_parts() -> None:
     scene = Scene("a", "b", sweep_blocks=2)
     scene.snapshot("a", 1, 2, 3, 4, 5)
     scene.snapshot("b", 1)
+    scene.index.merge_some()
     scene.index.remove("a")
     counts = []
     for _ in range(4):
