@@ -141,7 +141,7 @@ def test_a_router_with_many_nodes_asks_for_fewer_beats_at_rest() -> None:
     assert end.intervals_at_rest == 3
     assert end.take(sent(RouterBeat(2**20))) is None
     assert end.intervals_at_rest == MAX_INTERVALS_AT_REST
-    found = []
+    found: list[int] = []
     while not end.miss_beat(found[-1] if found else MAX_INTERVALS_AT_REST):
         found.append(1 if end.awaits_answer else MAX_INTERVALS_AT_REST)
     assert found == [4, *[1] * 6]  # the node leaves the router after 3.5 s
