@@ -190,3 +190,18 @@ def test_silence_of_a_node_at_rest_is_noticed_soon_once_it_got_a_request(interva
             assert decode.node in pool.nodes
     pool.count_missed_beats()
     assert decode.node not in pool.nodes
+
+
+def test_a_request_does_not_postpone_the_loss_of_a_silent_busy_node() -> None:
+    """Regression: each first request after a message set the missed beats back to one."""
+    pool = make_pool()
+    _, decode = join_pair(pool)
+    pool.on_event(decode.node, NodeBeat(num_running=1))
+    for _ in range(3):
+        pool.count_missed_beats()
+    decode.node.open_leg("r", 0, Nobody(), LegWork(num_tokens=5))
+    for _ in range(2):
+        pool.count_missed_beats()
+        assert decode.node in pool.nodes
+    pool.count_missed_beats()
+    assert decode.node not in pool.nodes

@@ -170,6 +170,7 @@ def test_a_prompt_computed_on_a_decode_node_is_measured_by_its_units() -> None:
         (((1, 0.1), (512, 0.01)), ((512, 1.0, 4096),)),  # many tokens faster than one
         (((1, 1e9), (512, 1e9)), ((512, 1e9, 1),)),
         (((1, 1e-300), (2, 2e-300)), ((2, 1e9, 1),)),
+        (((1, 5e-324), (2, 1e-323)), ((2, 1.0, 1),)),  # the smallest numbers: 0.9 of them is 1
         (((512, 0.1),), ((512, 1.0, 4096),)),
         ((), ((512, 1.0, 4096), (1, 0.1, 1))),
     ],
