@@ -21,7 +21,7 @@ from baton.api.pooling import PoolingParams
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.beat_interval import BEAT_INTERVAL_S
-from baton.link.beat_pace import INTERVALS_AT_REST
+from baton.link.beat_pace import INTERVALS_AT_REST, more_patience
 from baton.link.words import (
     NodeBeat,
     NodeRegistration,
@@ -324,8 +324,12 @@ class Node:
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))
-        if self.rests:  # no beat was due yet, so the node is not late
-            self.num_missed_beats = min(self.num_missed_beats, 1)
+        if self.rests:
+            # A node at rest may miss more beats than a busy one (`BeatWatch.note_intervals`). This
+            # difference is forgiven, and no more, so that a request never postpones a loss.
+            missed = self.num_missed_beats
+            forgiven = 1 + more_patience(self.intervals_at_rest)
+            self.num_missed_beats = max(missed - forgiven, min(missed, 1))
         self.owes_beat = True
 
     def forecast_of(self, epoch: int) -> PrefillForecast | None:

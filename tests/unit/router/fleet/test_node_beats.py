@@ -192,6 +192,24 @@ def test_silence_of_a_node_at_rest_is_noticed_soon_once_it_got_a_request(interva
     assert decode.node not in pool.nodes
 
 
+@pytest.mark.parametrize(("intervals", "at_rest"), [(2, 7), (3, 10), (4, 13)])
+def test_a_request_does_not_postpone_the_loss_of_a_silent_node_at_rest(
+    intervals: int, at_rest: int
+) -> None:
+    """Regression: a node that was to be lost at the next count got five more."""
+    pool = make_pool()
+    _, decode = join_pair(pool)
+    pool.on_event(decode.node, NodeBeat())
+    decode.node.intervals_at_rest = intervals
+    for _ in range(at_rest - 1):
+        pool.count_missed_beats()
+    assert decode.node in pool.nodes
+    decode.node.open_leg("r", 0, Nobody(), LegWork(num_tokens=5))
+    assert decode.node.is_silent
+    pool.count_missed_beats()
+    assert decode.node not in pool.nodes
+
+
 def test_a_request_does_not_postpone_the_loss_of_a_silent_busy_node() -> None:
     """Regression: each first request after a message set the missed beats back to one."""
     pool = make_pool()
