@@ -535,7 +535,7 @@ class NodePool:
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = now = self.clock()
-        self._beats.num_expected = self.num_nodes + self._introductions.num_awaited
+        self._beats.num_expected = self.gate.num_nodes + self._introductions.num_awaited
         self.prefix_index.merge_some()
         for node in list(self._nodes.values()):
             node.watch()

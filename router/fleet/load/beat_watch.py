@@ -17,8 +17,8 @@ from baton.link.words import RouterBeat, RouterCommand
 # The router answers every second beat of a busy node, and every beat of a node at rest. An answer
 # costs less than a beat at any other time, because both processes are awake.
 ANSWER_INTERVAL_S = (INTERVALS_AT_REST - 0.5) * BEAT_INTERVAL_S
-# Beats per second that all nodes of a fleet at rest may send. Fleets of more than 1,000 nodes send
-# more, because each node beats at least once in `MAX_INTERVALS_AT_REST` intervals.
+# Beats per second that all nodes of a router may send at rest. More than 1,000 nodes send more,
+# because each node beats at least once in `MAX_INTERVALS_AT_REST` intervals.
 BEATS_AT_REST_PER_S = 1000.0
 
 
@@ -46,7 +46,7 @@ class BeatWatch:
         clock: returns monotonic seconds.
 
     Attributes:
-        num_expected: number of nodes that have joined or will probably join soon.
+        num_expected: number of the router's nodes that have joined or will probably join soon.
     """
 
     def __init__(self, max_missed: int, clock: Callable[[], float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 
 import pytest
 
@@ -128,6 +129,18 @@ def test_nodes_at_rest_beat_less_often_in_a_large_fleet(monkeypatch: pytest.Monk
     assert found == [2, 2, 2, 2, 3, 3, 4, 4]  # 2 to 16 nodes
     newcomer, _ = join_pair(pool, 8)
     assert newcomer.node.intervals_at_rest == 4
+
+
+def test_nodes_of_all_models_of_a_router_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beat_watch, "BEATS_AT_REST_PER_S", 16.0)
+    pool, other = make_pool(), make_pool()
+    other.gate = pool.gate
+    for number in range(6):
+        join_pair(pool, number)
+    _, decode = join_pair(other, 6)
+    decode.node.answered_at = -math.inf
+    other.count_missed_beats()
+    assert decode.of(RouterBeat)[-1] == RouterBeat(4)
 
 
 def test_peers_of_the_first_nodes_count_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
