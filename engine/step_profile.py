@@ -174,10 +174,10 @@ def _all_in_last_block(engine: Engine, row: int, num_tokens: int) -> NewBlocks:
 
 
 def _plan(engine: Engine, num_tokens: int, num_context_tokens: int) -> StepPlan:
-    """Plan the last tokens of a prompt in one step; their KV and the context's is the last block's.
+    """Plan one step with a prompt's last tokens; all its KV is in the last block.
 
     Args:
-        num_context_tokens: earlier tokens of the prompt.
+        num_context_tokens: number of the prompt's earlier tokens.
     """
     num_prompt_tokens = num_context_tokens + num_tokens
     return StepPlan(

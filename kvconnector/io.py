@@ -275,7 +275,7 @@ class IoLoop:
         return not is_open and all(peer.state is PeerState.CONNECTED for peer in self._peers)
 
     def _reads_late(self) -> bool:
-        """Return whether answers may wait until the next beat."""
+        """Return whether answers to beats need not be read before the next beat is sent."""
         peers = self._peers
         return peers.greets and not peers.has_late_answers and self._is_at_rest()
 

@@ -82,7 +82,8 @@ class RouterConfig:
     node_timeout_s: float = option(
         1.0,
         least=2 * BEAT_INTERVAL_S,  # two beats
-        help="Silence after which a node counts as lost, seconds.",
+        help="Silence after which a node with requests counts as lost, seconds. Idle nodes may be "
+        "silent for longer.",
     )
     engine_timeout_s: float = option(
         10.0,

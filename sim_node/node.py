@@ -99,7 +99,7 @@ class SimNode:
         self._going = asyncio.Event()
         self._going.set()
         self._drain = Drain()
-        # Beat intervals from the last beat to the next, and those that have passed
+        # After how many beat intervals the next beat is due, and how many have passed
         self._pause, self._num_intervals = 1, 0
         self.simulation = Simulation(
             self.engine_id, role, network, model, options, faults, self.clock, self._emit

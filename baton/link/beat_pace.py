@@ -23,11 +23,11 @@ class BeatPace:
         self._began_at = 0.0
 
     async def wait(self, num_intervals: int) -> int:
-        """Wait for one interval, or for at most this many; shorter if `hurry` is called meanwhile.
+        """Wait for about ``num_intervals`` beat intervals, or less if `hurry` is called meanwhile.
 
-        Beats at rest, which wait for several intervals, are sent at shared ticks, so that processes
-        of one machine wake together: code and data that one of them has just used are in the caches
-        for the others.
+        A pause of several intervals ends at a shared tick, so that the resting processes of a
+        machine wake together: code that one of them has just used is in the caches for the others.
+        The first such pause may be much shorter.
 
         Returns:
             The number of intervals for which the next beat counts.
@@ -74,9 +74,12 @@ def read_intervals_at_rest(told: int) -> int:
 
 
 def more_patience(intervals_at_rest: int) -> int:
-    """Return how many beat intervals longer both ends of a link wait in a large fleet.
+    """Return how many more beat intervals of silence both ends of a link accept in a large fleet.
 
     A process that is slowed down by a factor sends its beats late by this factor. So silence is
     noticed after three times the interval between beats at rest, whatever this interval is.
+
+    Args:
+        intervals_at_rest: beat intervals between two beats at rest.
     """
     return 3 * (intervals_at_rest - INTERVALS_AT_REST)

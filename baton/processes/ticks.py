@@ -5,7 +5,9 @@ Tasks that wake at ticks wake together, so that an idle machine sleeps.
 
 from __future__ import annotations
 
-SOON = 0.1  # share of an interval: a timer that fires early does not fire twice for one tick
+# Shortest pause until a tick, as a share of the interval. A timer that fires a little early then
+# does not fire twice for one tick.
+SOON = 0.1
 
 
 def next_tick(now: float, interval_s: float, least: float = 0.5) -> float:

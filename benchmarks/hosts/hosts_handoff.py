@@ -37,8 +37,8 @@ PARTS: tuple[Part, ...] = ("links", "table", "variants")
 UNLIMITED = 0.0
 RATES = (1.0, 10.0, UNLIMITED)  # Gbit/s
 WARM_TOKENS, NUM_WARM = 4096, 3  # requests after each change of the rate
-# Least number of requests of one length that are sent by layers: the time of one request may be the
-# time of a pause of the machine
+# Least number of requests of one length whose KV is sent by layers, because the machine may pause
+# during one of them
 LEAST_REQUESTS = 3
 SLOW_RATE = 0.1  # Gbit/s; slower than a prefill makes KV
 # Ways to send fewer bytes, or to check the bytes, over the slow link

@@ -35,7 +35,7 @@ def admin_of(address: str, tls: TlsOptions = NO_TLS) -> Iterator[Any]:
 
 
 class LoggedPrograms(Protocol):
-    """Programs whose ends and logs a wait looks at."""
+    """Running programs that `wait_until_ready` watches."""
 
     @property
     def processes(self) -> Mapping[str, object]: ...
@@ -60,7 +60,10 @@ def count_pairs(router: str) -> int:
 def wait_until_ready(
     programs: LoggedPrograms, is_ready: Callable[[], bool], timeout_s: float
 ) -> None:
-    """Wait until a condition holds; raise TimeoutError with the logs if a program has ended."""
+    """Wait until ``is_ready`` returns true.
+
+    Raises TimeoutError with the programs' logs if a program has ended, or after ``timeout_s``.
+    """
     give_up_at = time.monotonic() + timeout_s
     while not is_ready():
         if programs.ended() or time.monotonic() > give_up_at:

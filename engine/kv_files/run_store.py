@@ -328,18 +328,24 @@ class RunStore:
         return None
 
     def _write_run(self, job: WriteJob, first: int, hashes: Sequence[BlockHash]) -> bool:
-        """Write a new file; return whether its blocks were unchanged until it was complete."""
+        """Write a new file; return False if its blocks or the secret changed meanwhile."""
         place = first - job.first
         block_ids = job.block_ids[place : place + len(hashes)]
         if not job.are_same(place):
             return False
         blocks = self.memory.contents(block_ids)
-        header = encode_header(self._storage.secret, job.identity, first, hashes, blocks)
+        secret = self._storage.secret
+        header = encode_header(secret, job.identity, first, hashes, blocks)
         num_bytes = len(header) + sum(block.nbytes for block in blocks)
         self._make_room(num_bytes)
         name = RunName.of(hashes, first, self._block_size, whole=job.has_window)
         run = Run(job.identity, name, num_bytes, time.time(), tuple(hashes))
-        if not self._storage.write(run.path, [header, *blocks], lambda: job.are_same(place)):
+
+        def is_valid() -> bool:
+            # Making room, or another thread, may have found a new secret meanwhile.
+            return job.are_same(place) and self._storage.secret == secret
+
+        if not self._storage.write(run.path, [header, *blocks], is_valid):
             return False
         self.index.add(run)
         self.counts.bytes_written += num_bytes

@@ -266,7 +266,7 @@ class Arrival:
         return MAX_RANGES_PER_BLOCK * len(self.block_ids)
 
     def open_places(self, message: Digests, layers: LayerRange) -> list[int]:
-        """Return the places in a message of the digests that this node still needs to compare."""
+        """Return the places in ``message`` of digests that this node still needs to compare."""
         bits = _bits(layers)
         return [
             place
@@ -277,9 +277,13 @@ class Arrival:
         ]
 
     def leave_out_new_ranges(self, places: list[int], message: Digests, layers: LayerRange) -> None:
-        """Remove from ``places`` the blocks' ranges for which ``attempts`` has no room.
+        """Remove the places from ``places`` for whose blocks ``attempts`` has no room.
 
         Logs one warning per transfer.
+
+        Args:
+            places: places in ``message`` of the digests to compare; changed by this call.
+            layers: the range of layers of all these digests.
         """
         num_left = self.max_ranges - len(self.attempts)
         if num_left >= len(places):

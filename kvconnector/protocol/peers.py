@@ -1,6 +1,6 @@
 """Peers: the table of one end's peers, with the state of each peer.
 
-    GREETING -> CONNECTED <-> SUSPECT        silent for 1 to 1.25 s, or unreachable; may return
+    GREETING -> CONNECTED <-> SUSPECT        silent for 1 to 3 s, or unreachable; may return
         `----------`-------------`-> LEAVING -> gone
 
 A peer becomes CONNECTED only after a probe has passed (`probe.py`). A sender sends Hello before the
@@ -34,7 +34,7 @@ BEAT_INTERVAL_S = 0.25
 # A sender beats half as often to a peer without transfers that answered its last beat in time. Each
 # wake of a resting process takes about 0.3 ms, because its data is in no cache.
 REST_INTERVAL_S = 2 * BEAT_INTERVAL_S
-AFTER_TICK_S = 0.02  # beats at rest are sent this much after a shared tick
+AFTER_TICK_S = 0.02  # beats at rest are sent so many seconds after a shared tick
 MAX_ALIGNED = 16  # beats to more peers are spread, so that one round does not last long
 # Seconds of silence after which a peer becomes suspect, and seconds for which a lease is valid. A
 # sender counts them from sending a beat, a receiver from the beat's arrival, so the sender's lease
@@ -79,7 +79,7 @@ class Peer:
             may wait behind KV meanwhile. Only answers renew the lease.
         speak_at: time at which this end sends the next Hello or Beat.
         spoke_at: time at which this end sent its last Beat.
-        is_late: whether the last but one Beat was not answered before the last one was sent.
+        is_late: whether the Beat before the last one was unanswered when the last one was sent.
         back_off_s: seconds until the next attempt to reconnect; doubles with each attempt.
         is_broken: whether the transport's connection to the peer has failed and must be replaced.
         num_reconnects: how often the connection was replaced.
@@ -367,7 +367,7 @@ class Peers:
 
     @property
     def has_late_answers(self) -> bool:
-        """Return whether this end waits for the answer to a beat, because it is late."""
+        """Return whether a peer's answer to a beat is late, so that it must be read at once."""
         return any(peer.is_late for peer in self)
 
     def _speak(self, peer: Peer) -> None:

@@ -49,9 +49,9 @@ SILENT_S = 2.0
 
 
 class QueueFullError(TransferError):
-    """Raised for a long message while many bytes wait for the peer; the connection is kept.
+    """A long message was not sent, because too many bytes wait for the peer.
 
-    The message was not sent. The caller may send it again once fewer bytes wait.
+    The connection is kept. The caller may send the message again once fewer bytes wait.
     """
 
 

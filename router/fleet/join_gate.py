@@ -60,6 +60,11 @@ class JoinGate:
         """Return whether an operator removed the node with this engine id."""
         return engine_id in self._expelled
 
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that are here, over all base models of the router."""
+        return len(self._by_id)
+
     def note_joined(self, node: Node) -> None:
         """Count a node that joins one of the router's pools."""
         self._by_id[node.engine_id] = self._by_name[node.name] = node
@@ -96,7 +101,7 @@ class JoinGate:
                 f"node_name: a node {named.name} is alive here; "
                 "stop it first, or give this one another --name"
             )
-        num_nodes, num_bytes = len(self._by_id), num_bytes_of(registration)
+        num_bytes = num_bytes_of(registration)
         num_bytes_there = num_bytes + (self._num_bytes[address] if address else 0)
         num_bytes += self._num_bytes.total()
         if own is not None:  # the registration replaces the node's own earlier one
@@ -107,8 +112,8 @@ class JoinGate:
                 f"registrations of all nodes may have {MAX_KEPT_BYTES} bytes together, those from "
                 f"one address {MAX_KEPT_BYTES_OF_ADDRESS}"
             )
-        if num_nodes >= MAX_NODES:
-            return f"this router has {num_nodes} nodes, the most that it takes"
+        if self.num_nodes >= MAX_NODES:
+            return f"this router has {self.num_nodes} nodes, the most that it takes"
         if address and not self._take(address):
             return f"too many nodes join from {address}: {JOINS_PER_S:g} per second may"
         return ""

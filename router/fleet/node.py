@@ -21,7 +21,7 @@ from baton.api.pooling import PoolingParams
 from baton.api.printable import printable
 from baton.checkpoint.model_identity import Identity, identity_of
 from baton.link.beat_interval import BEAT_INTERVAL_S
-from baton.link.beat_pace import INTERVALS_AT_REST
+from baton.link.beat_pace import INTERVALS_AT_REST, more_patience
 from baton.link.words import (
     NodeBeat,
     NodeRegistration,
@@ -156,9 +156,8 @@ class Node:
         legs: open attempts on this node, by epoch.
         answered_at: when the router last sent the node a beat, mostly as an answer.
         intervals_at_rest: how many beat intervals the node was told to wait at rest.
-        owes_beat: whether the node got a request since its last message. A node that gets a request
-            sends a beat within one interval, so its silence is noticed as early as that of a busy
-            node.
+        owes_beat: whether the node got a request since its last message. A node at rest that gets a
+            request sends a beat within one interval, so it is lost as soon as a busy node.
         clock: returns monotonic seconds.
         is_stuck: whether the node sends beats, but one of its threads makes no progress.
         replies: the node's answers to operators' questions.
@@ -263,7 +262,7 @@ class Node:
         return 1 if is_recent or not self.rests else num_intervals
 
     def watch(self) -> None:
-        """Eject the node if it is stalled, and update its weight; call once per beat interval."""
+        """Eject the node if it is stalled, and update its weight; call at each count of beats."""
         load = self.load
         # A node that reads adapter files is not stalled, and neither is a node whose prompts all
         # wait for images or for cached KV.
@@ -325,9 +324,13 @@ class Node:
         )
         self.legs[epoch] = _Leg(request_id, reader, account)
         self.health.note_open(len(self.legs))
-        if not self.owes_beat:
-            # The node may have rested until now, so it is not late yet.
-            self.owes_beat, self.num_missed_beats = True, min(self.num_missed_beats, 1)
+        if self.rests:
+            # A node at rest may miss more beats than a busy one (`BeatWatch.note_intervals`). This
+            # difference is forgiven, and no more, so that a request never postpones a loss.
+            missed = self.num_missed_beats
+            forgiven = 1 + more_patience(self.intervals_at_rest)
+            self.num_missed_beats = max(missed - forgiven, min(missed, 1))
+        self.owes_beat = True
 
     def forecast_of(self, epoch: int) -> PrefillForecast | None:
         """Return the expected times of an attempt's prompt.

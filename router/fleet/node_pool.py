@@ -67,8 +67,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of characters kept of a problem that a node reports about a peer
 MAX_KEPT_CHARS = 1024
-# Nodes hang up on a router that is silent for about a second. If this router was busy for longer
-# than `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
+# Nodes hang up on a silent router after 1.5 s or more. If this router was busy for longer than
+# `HELD_UP_S`, nodes that hang up within the next `HELD_UP_FOR_S` do not count as lost.
 HELD_UP_S, HELD_UP_FOR_S = 3 * BEAT_INTERVAL_S, 1.0
 
 
@@ -529,13 +529,13 @@ class NodePool:
     def count_missed_beats(self, num_intervals: int = 1) -> None:
         """Count the missed beats of each node; remove silent nodes, and send late ones a beat.
 
-        Call this every ``num_intervals`` beat intervals. These are counted instead of seconds, so
-        that a stall of this router does not make nodes look silent.
+        Call this every ``num_intervals`` beat intervals. Intervals are counted instead of seconds,
+        so that a stall of this router does not make nodes look silent.
         """
         if self._is_late:
             self._held_up_until = self.clock() + HELD_UP_FOR_S
         self._counted_at = now = self.clock()
-        self._beats.num_expected = self.num_nodes + self._introductions.num_awaited
+        self._beats.num_expected = self.gate.num_nodes + self._introductions.num_awaited
         self.prefix_index.merge_some()
         for node in list(self._nodes.values()):
             node.watch()

@@ -4,9 +4,9 @@
     FOLDER/IDENTITY/FIRST TWO DIGITS/NAME.kv    one run of blocks (`run_file.py`)
 
 A file gets its name only when it is complete, and never changes afterwards, so nodes need no lock.
-A file's time of change is the time of its last use. While nodes run, they write a key again that
-was removed, and use a key that has replaced theirs (ADR 0146). So all nodes have the same key, and
-no node removes another node's good files.
+A file's time of change is the time of its last use. Running nodes write a removed key again, and
+use a key that has replaced theirs (ADR 0146). So all nodes have the same key, and no node removes
+another node's good files.
 """
 
 from __future__ import annotations
@@ -222,10 +222,10 @@ class FolderFile:
 
     @contextlib.contextmanager
     def _name_errors(self) -> Iterator[None]:
-        """Replace errors of this file alone, and errors of all files, by the storage's errors.
+        """Replace an error by UnreadableFileError or UnreachableError, if one of them fits.
 
-        A file server that is down may cause the error of a bad sector, but then does not list the
-        folder either.
+        A file server that is down may cause the same error as a bad sector. The folder can be
+        listed in the second case only.
         """
         try:
             yield

@@ -42,8 +42,8 @@ MAX_BACK_OFF_S = 1.0
 REPORT_S = 1.0  # seconds of failed dialling after which `send` raises the reason
 # Maximum number of bytes of queued messages; the sender itself limits the queued blocks
 MAX_QUEUED_BYTES = 8 * 2**20
-# Messages of at most so many bytes may use as many further bytes of the queue. So long messages,
-# such as Grants of very long prompts, do not cost the connection its beats.
+# Messages of at most `SHORT_BYTES` may exceed this maximum by `MAX_SHORT_BYTES`. So there is room
+# for beats while long messages, such as Grants of very long prompts, fill the queue.
 SHORT_BYTES, MAX_SHORT_BYTES = 2**16, 2**20
 # Bytes after which new keys are needed: below the limit of 2^24 full records per TLS 1.3 key (RFC
 # 8446, 5.5).
@@ -124,7 +124,8 @@ class Outgoing:
     def send(self, payload: bytes) -> None:
         """Send a message, or keep it until WELCOME.
 
-        Raises QueueFullError for a long message, and TransferError if the connection has failed.
+        Raises QueueFullError if a long message does not fit the queue, and another TransferError if
+        the connection has failed.
         """
         self._check()
         if len(payload) > MAX_HEAD_BYTES:

@@ -31,8 +31,7 @@ def describe_node(pool: NodePool, node: Node) -> admin_pb2.NodeDescription:
     description.num_requests = len(node.legs)
     description.weight = load.weight
     if load.prefill.is_known and load.prefill.per_unit > 0:
-        s_per_token = load.prefill.per_unit * load.shared.units_per_token
-        description.prefill_tokens_per_s = 1 / s_per_token
+        description.prefill_tokens_per_s = 1 / (load.prefill.per_unit * load.units_per_token)
     if load.step.num_measured:
         description.step_s = load.step_base_s
     description.health, description.health_why = node.health.state.value, node.health.why

@@ -17,13 +17,13 @@ from baton.link.words import RouterBeat, RouterCommand
 # The router answers every second beat of a busy node, and every beat of a node at rest. An answer
 # costs less than a beat at any other time, because both processes are awake.
 ANSWER_INTERVAL_S = (INTERVALS_AT_REST - 0.5) * BEAT_INTERVAL_S
-# Beats per second that all nodes of a fleet at rest may send. Fleets of more than 1,000 nodes send
-# more, because each node beats at least once in `MAX_INTERVALS_AT_REST` intervals.
+# Beats per second that all nodes of a router may send at rest. More than 1,000 nodes send more,
+# because each node beats at least once in `MAX_INTERVALS_AT_REST` intervals.
 BEATS_AT_REST_PER_S = 1000.0
 
 
 class BeatingNode(Protocol):
-    """The part of `Node` that beats concern."""
+    """The attributes of a `Node` that BeatWatch reads and writes."""
 
     num_missed_beats: int
     answered_at: float
@@ -46,7 +46,7 @@ class BeatWatch:
         clock: returns monotonic seconds.
 
     Attributes:
-        num_expected: number of nodes that have joined or will probably join soon.
+        num_expected: number of the router's nodes that have joined or will probably join soon.
     """
 
     def __init__(self, max_missed: int, clock: Callable[[], float]) -> None:
@@ -56,7 +56,7 @@ class BeatWatch:
 
     @property
     def intervals_at_rest(self) -> int:
-        """Beat intervals that nodes of such a fleet wait between two beats at rest."""
+        """Beat intervals from one beat of a node at rest to its next, for a fleet of this size."""
         intervals_per_s = 1 / BEAT_INTERVAL_S
         return read_intervals_at_rest(
             math.ceil(self.num_expected * intervals_per_s / BEATS_AT_REST_PER_S)
@@ -74,15 +74,15 @@ class BeatWatch:
     def note_intervals(self, node: BeatingNode, num_intervals: int) -> bool:
         """Count intervals without a message of a node; return whether the node is lost.
 
-        If the node's beats come late, as in a storm of joins, the router has nothing to answer, so
-        this sends the node a beat.
+        Sends the node a beat if the last one was long ago: in a storm of joins, beats of nodes come
+        late, so the router has nothing to answer, and nodes must not take the router for dead.
         """
         now = self._clock()
         if now - node.answered_at >= (node.intervals_at_rest + 0.5) * BEAT_INTERVAL_S:
             self._send(node, now)
         node.num_missed_beats += num_intervals
         # The first missed beat is not counted, because the node's beat may be on its way. A node at
-        # rest does not send beats in most intervals, so these are not counted either.
+        # rest is lost after three times its longer interval, if `max_missed` is the default of 4.
         not_counted = 2 + more_patience(node.intervals_at_rest) if node.rests else 1
         return node.num_missed_beats > self.max_missed + not_counted
 

@@ -56,7 +56,8 @@ class SharedRates:
         long_output_tokens: output length that few requests exceed; rises at once, falls slowly.
         residence_s: mean seconds that a request decodes.
         kv_bytes_per_token: bytes of KV per token over all layers; 0: unknown.
-        prompt_tokens, prompt_units: mean uncomputed tokens of a prompt, and their mean units.
+        prompt_tokens: mean uncomputed tokens of a prompt.
+        prompt_pairs: mean number of pairs of an uncomputed token and an earlier token per prompt.
         forecasts: how well the times of prompts were forecast.
     """
 
@@ -69,18 +70,14 @@ class SharedRates:
     residence_s: float = 4.0
     kv_bytes_per_token: float = 0.0
     prompt_tokens: float = 1.0
-    prompt_units: float = 1.0
+    prompt_pairs: float = 0.0
     forecasts: PlaceForecasts = field(default_factory=PlaceForecasts)
 
-    @property
-    def units_per_token(self) -> float:
-        """Mean units per uncomputed prompt token of the latest prompts; 1 before any prompt."""
-        return self.prompt_units / self.prompt_tokens
-
-    def note_prompt(self, num_uncomputed: int, units: float) -> None:
+    def note_prompt(self, num_uncomputed: int, num_cached: int) -> None:
         """Update the mean sizes of prompts."""
+        num_pairs = num_uncomputed * (num_cached + 0.5 * num_uncomputed)
         self.prompt_tokens += _FADING * (num_uncomputed - self.prompt_tokens)
-        self.prompt_units += _FADING * (units - self.prompt_units)
+        self.prompt_pairs += _FADING * (num_pairs - self.prompt_pairs)
 
 
 @dataclass(slots=True, eq=False)
@@ -269,7 +266,7 @@ class NodeLoad:
         forecast, num_units, is_beside = None, 0, self.num_batch > 0
         if num_uncomputed:
             num_units = round(prompt_units(self.attention_share, num_uncomputed, num_cached))
-            self.shared.note_prompt(num_uncomputed, num_units)
+            self.shared.note_prompt(num_uncomputed, num_cached)
             self.prefill_asked_at = now = self._clock()
             if not self.num_uncomputed_requests:
                 self.prefill_progress_at = now
@@ -514,6 +511,11 @@ class NodeLoad:
         """Return the units of a prompt's uncomputed tokens behind its cached ones, on this node."""
         return prompt_units(self.attention_share, num_uncomputed, num_cached)
 
+    @property
+    def units_per_token(self) -> float:
+        """Mean units on this node per uncomputed token of the router's latest prompts; first 1."""
+        return 1.0 + self.attention_share * self.shared.prompt_pairs / self.shared.prompt_tokens
+
     def prompt_s(self, num_uncomputed: int, num_cached: int) -> float:
         """Return the predicted seconds to compute a prompt's tokens behind its cached ones."""
         return self.prefill.seconds(self.prompt_units(num_uncomputed, num_cached))
@@ -552,7 +554,7 @@ class NodeLoad:
         beat = self.beat
         line, weight, num_requests = self.prefill, self._weight, self.num_uncomputed_requests
         # Beats report tokens. The router does not know how long other routers' prompts are.
-        foreign_units = self._num_foreign * self.shared.units_per_token
+        foreign_units = self._num_foreign * self.units_per_token
         open_s = line.base * num_requests + line.per_unit * (self._num_units + foreign_units)
         self.prefill_queue_s = open_s * (1 - self._share_without_encodings())
         pooled_s = line.base * self._num_pooled_requests + line.per_unit * self._num_pooled_units

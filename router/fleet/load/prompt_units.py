@@ -57,6 +57,8 @@ def attention_share(registration: NodeRegistration) -> float:
     if not attention_s > 0:
         return 0.0
     token_s = (more_s - attention_s) / (most.num_tokens - least.num_tokens)
+    if not token_s > 0:  # times near the smallest number of a float are rounded
+        return 0.0
     return min(attention_s / more_pairs / token_s, MAX_SHARE)
 
 

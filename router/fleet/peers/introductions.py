@@ -112,22 +112,18 @@ class _EarlyReports:
     def __init__(self) -> None:
         # For each reporting node, the oldest first: until when, and the reports by peer
         self._by: dict[str, tuple[float, dict[str, PeerReport]]] = {}
-        # Peers that were reported and have not joined; peers of which the reports were dropped stay
-        # until no reports are left.
+        # Peers that were reported and have not joined. A peer stays even if all reports on it were
+        # dropped, until no node's reports are left.
         self._awaited: set[str] = set()
 
-    @property
-    def num_peers(self) -> int:
-        """Number of peers that were reported and have not joined."""
+    def count_awaited(self, now: float) -> int:
+        """Return the number of peers that were reported and have not joined."""
+        self._drop_old(now)
         return len(self._awaited)
 
     def add(self, engine_id: str, reports: Iterable[PeerReport], now: float) -> None:
         """Keep a node's reports on peers to which the node is connected, at most `MAX_EARLY`."""
-        while self._by:
-            oldest, (until, _) = next(iter(self._by.items()))
-            if until > now:
-                break
-            self.drop_node(oldest)
+        self._drop_old(now)
         connected = (one for one in reports if one.connected and not one.problem)
         kept = {one.engine_id: one for one in itertools.islice(connected, MAX_EARLY)}
         if kept:
@@ -155,6 +151,14 @@ class _EarlyReports:
         if not self._by:
             self._awaited.clear()
 
+    def _drop_old(self, now: float) -> None:
+        """Remove the reports that were kept for `EARLY_S`."""
+        while self._by:
+            oldest, (until, _) = next(iter(self._by.items()))
+            if until > now:
+                break
+            self.drop_node(oldest)
+
 
 class Introductions:
     """Introduces the nodes of one pool to each other.
@@ -181,8 +185,8 @@ class Introductions:
 
     @property
     def num_awaited(self) -> int:
-        """Number of nodes that have not joined, although nodes are connected to them."""
-        return self._early.num_peers
+        """Number of nodes that nodes lately reported as connected, and that have not joined."""
+        return self._early.count_awaited(self._clock())
 
     def add_node(self, node: Node) -> None:
         """Introduce a node that joined, unless it will send `PeerReports` first."""

@@ -40,7 +40,7 @@ PLACEMENT_LIFETIME_S = 600.0
 SWEEP_BLOCKS = 2048
 # `merge_some` merges snapshots until it has merged this many blocks. That takes some milliseconds.
 MERGE_BLOCKS = 2**13
-# Maximum number of blocks to look up in unmerged snapshots for one prompt, and a prompt's length.
+# A prompt is looked up in no further unmerged snapshot once this many of its blocks were found.
 MAX_LOOKED_UP = 2**14
 _MAX_SHARED_SETS = 2**16  # maximum number of sets of nodes that are stored only once
 MAX_KINDS = 8  # maximum number of kinds of block hashes, because a prompt is hashed once per kind
@@ -337,7 +337,7 @@ class PrefixIndex:
         return True
 
     def merge_some(self) -> None:
-        """Merge some snapshots, so that prompts are matched faster; call this now and then."""
+        """Merge some snapshots, so that prompts are matched faster; call in each beat interval."""
         num_merged = 0
         while self._unmerged and num_merged < MERGE_BLOCKS:
             num_merged += self._merge(next(iter(self._unmerged)))

@@ -1,8 +1,10 @@
 """SessionPlaces: which nodes may know a session, so that a hint need not go to every node.
 
 A node knows a session if it got a request of the session. This router remembers to which nodes it
-sent the session's requests. Other routers may have sent later requests to other nodes, which then
-have the session's earlier prompts in their caches: the prefix index names these nodes.
+sent the session's requests. Later requests may have come through other routers to other nodes,
+which then have this router's last prompt of the session in their caches: the prefix index names
+these nodes. Nodes that only got earlier requests through other routers, or before this router's
+start, are not found.
 
 Refuses to know: tenants, names of sessions, hints.
 """
@@ -65,7 +67,7 @@ class SessionPlaces:
             self._sessions.popitem(last=False)
 
     def nodes_of(self, session: bytes) -> set[str]:
-        """Return the engine ids of the nodes that may know a session; empty: any node may."""
+        """Return the engine ids of the nodes that may know a session; empty: it may be any node."""
         known = self._sessions.get(session)
         if known is None or len(known.engine_ids) > MAX_NODES:
             return set()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.kv.block_key import KEY_BYTES
 from engine.kv_files.run_store import RunStore
 from engine.kv_files.storage.secret import SECRET
 from tests.fakes.engine.kv_file_stores import (
@@ -98,6 +99,20 @@ def test_nodes_follow_a_replaced_secret(
     assert len(warnings) == 1, warnings
     assert str(tmp_path / SECRET) in warnings[0]
     assert "was replaced" in warnings[0]
+
+
+def test_a_write_that_makes_room_does_not_use_the_old_secret(tmp_path: Path) -> None:
+    """Regression: making room took the new key after the digests were made with the old one."""
+    old = open_store(tmp_path, limit_bytes=40_000)
+    for seed in range(4):
+        write(*old, chain_of(seed, 20))  # about 9 kB each
+    before = names(tmp_path)
+    (tmp_path / SECRET).write_bytes(bytes(KEY_BYTES))
+    write(*old, chain_of(9, 20))
+    assert folder_of(old[0]).secret == bytes(KEY_BYTES)
+    assert names(tmp_path) <= before, "nothing was written"
+    write(*old, chain_of(9, 20))
+    assert len(names(tmp_path) - before) == 1
 
 
 def new_folder(node: Node, chain: list[bytes]) -> str:

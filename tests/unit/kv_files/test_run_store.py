@@ -280,9 +280,8 @@ def test_a_use_by_another_node_moves_a_run_in_a_bounded_look_up(
     monkeypatch.setattr(run_index, "MAX_ALIKE", 2)
     common = chain_of(0, 1)
     chains = [[*common, *chain_of(seed, 19)] for seed in range(1, 5)]  # about 9 kB each
-    for number, chain in enumerate(
-        chains
-    ):  # a new node does not know that the first block is in a file
+    for number, chain in enumerate(chains):
+        # A new node does not know that the first block is in a file
         writer, blocks = open_store(tmp_path)
         write(writer, blocks, chain)
         (run,) = (run for _, run in writer.index.runs_of(IDENTITY, chain) if run.hashes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 
 import pytest
 
@@ -130,6 +131,18 @@ def test_nodes_at_rest_beat_less_often_in_a_large_fleet(monkeypatch: pytest.Monk
     assert newcomer.node.intervals_at_rest == 4
 
 
+def test_nodes_of_all_models_of_a_router_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beat_watch, "BEATS_AT_REST_PER_S", 16.0)
+    pool, other = make_pool(), make_pool()
+    other.gate = pool.gate
+    for number in range(6):
+        join_pair(pool, number)
+    _, decode = join_pair(other, 6)
+    decode.node.answered_at = -math.inf
+    other.count_missed_beats()
+    assert decode.of(RouterBeat)[-1] == RouterBeat(4)
+
+
 def test_peers_of_the_first_nodes_count_before_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a restart, a router learns from the first node's reports how large the fleet is."""
     monkeypatch.setattr(beat_watch, "BEATS_AT_REST_PER_S", 16.0)
@@ -188,5 +201,38 @@ def test_silence_of_a_node_at_rest_is_noticed_soon_once_it_got_a_request(interva
         for _ in range(2):
             pool.count_missed_beats()
             assert decode.node in pool.nodes
+    pool.count_missed_beats()
+    assert decode.node not in pool.nodes
+
+
+@pytest.mark.parametrize(("intervals", "at_rest"), [(2, 7), (3, 10), (4, 13)])
+def test_a_request_does_not_postpone_the_loss_of_a_silent_node_at_rest(
+    intervals: int, at_rest: int
+) -> None:
+    """Regression: a node that was to be lost at the next count got five more."""
+    pool = make_pool()
+    _, decode = join_pair(pool)
+    pool.on_event(decode.node, NodeBeat())
+    decode.node.intervals_at_rest = intervals
+    for _ in range(at_rest - 1):
+        pool.count_missed_beats()
+    assert decode.node in pool.nodes
+    decode.node.open_leg("r", 0, Nobody(), LegWork(num_tokens=5))
+    assert decode.node.is_silent
+    pool.count_missed_beats()
+    assert decode.node not in pool.nodes
+
+
+def test_a_request_does_not_postpone_the_loss_of_a_silent_busy_node() -> None:
+    """Regression: each first request after a message set the missed beats back to one."""
+    pool = make_pool()
+    _, decode = join_pair(pool)
+    pool.on_event(decode.node, NodeBeat(num_running=1))
+    for _ in range(3):
+        pool.count_missed_beats()
+    decode.node.open_leg("r", 0, Nobody(), LegWork(num_tokens=5))
+    for _ in range(2):
+        pool.count_missed_beats()
+        assert decode.node in pool.nodes
     pool.count_missed_beats()
     assert decode.node not in pool.nodes

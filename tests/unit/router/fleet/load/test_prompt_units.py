@@ -147,6 +147,19 @@ def test_other_routers_tokens_count_as_many_units_as_this_routers_prompts() -> N
     assert load.prefill_queue_s == pytest.approx(units * load.prefill.per_unit, rel=0.01)
 
 
+def test_other_routers_tokens_count_by_each_nodes_own_share() -> None:
+    """Regression: prompts on a node with slow attention made a token count more on all nodes."""
+    shared = SharedRates()
+    slow = NODE.load(shared)
+    plain = dataclasses.replace(NODE.registration(name="p1"), context_step_times=())
+    fast = NodeLoad(plain, shared, lambda: 0.0)
+    for _ in range(200):
+        slow.note_closed(slow.note_opened(8000, num_uncomputed=8000))
+    assert slow.units_per_token == pytest.approx(1 + slow.attention_share * 4000, rel=0.01)
+    fast.note_beat(NodeBeat(num_uncomputed_tokens=10_000))
+    assert fast.prefill_queue_s == pytest.approx(10_000 * fast.prefill.per_unit)
+
+
 def test_a_prompt_computed_on_a_decode_node_is_measured_by_its_units() -> None:
     now = 0.0
     load = NodeLoad(NODE.registration(role=NodeRole.DECODE), SharedRates(), lambda: now)
@@ -170,6 +183,7 @@ def test_a_prompt_computed_on_a_decode_node_is_measured_by_its_units() -> None:
         (((1, 0.1), (512, 0.01)), ((512, 1.0, 4096),)),  # many tokens faster than one
         (((1, 1e9), (512, 1e9)), ((512, 1e9, 1),)),
         (((1, 1e-300), (2, 2e-300)), ((2, 1e9, 1),)),
+        (((1, 5e-324), (2, 1e-323)), ((2, 1.0, 1),)),  # the smallest numbers: 0.9 of them is 1
         (((512, 0.1),), ((512, 1.0, 4096),)),
         ((), ((512, 1.0, 4096), (1, 0.1, 1))),
     ],

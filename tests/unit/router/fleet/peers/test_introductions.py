@@ -12,9 +12,10 @@ from baton.link.words import NodeRole, PeerReport, PeerReports, PeerUpdate, Peer
 from router.fleet.node_claims import Vocabulary, event_problem
 from router.fleet.node_pool import NodePool
 from router.fleet.peers import introductions
-from router.fleet.peers.introductions import MAX_AWAITED, MAX_NEWS_BYTES
+from router.fleet.peers.introductions import EARLY_S, MAX_AWAITED, MAX_NEWS_BYTES
 from tests.fakes.router.nodes import HandNode, make_pool, make_registration
 from tests.fakes.router.router_scene import asynchronous
+from tests.fakes.time.virtual_clock import VirtualClock
 
 P, D = NodeRole.PREFILL, NodeRole.DECODE
 
@@ -267,6 +268,18 @@ async def test_reports_of_nodes_that_come_and_go_do_not_pile_up() -> None:
     assert pool._introductions.num_awaited < MAX_AWAITED + 1000
     early = pool._introductions._early
     assert [len(kept) for _, kept in early._by.values()] == [1000]
+
+
+@asynchronous
+async def test_peers_that_do_not_join_in_time_are_awaited_no_longer() -> None:
+    """Regression: they counted until another node joined, so that nodes beat too rarely."""
+    clock = VirtualClock()
+    pool = make_pool(clock=clock)
+    BatchNode(pool, "p0", P).report("d0-0", "d1-0")
+    join(pool, "d0")
+    assert pool._introductions.num_awaited == 1
+    clock.advance(EARLY_S)
+    assert pool._introductions.num_awaited == 0
 
 
 @asynchronous
