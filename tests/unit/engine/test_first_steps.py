@@ -54,7 +54,10 @@ class Noted:
 
 @pytest.fixture
 def loaded() -> LoadedEngine:
-    config = EngineConfig(device="cpu", num_blocks=32, num_threads=1)
+    # Chunks are much shorter than the longest prompt, so that a step behind a context is measured.
+    config = EngineConfig(
+        device="cpu", num_blocks=32, num_threads=1, long_prefill_token_threshold=100
+    )
     return load_engine(str(DEMO_MODEL), config, node_name="d0", kv_connector="in_memory")
 
 
@@ -86,6 +89,7 @@ def test_first_steps_are_computed_by_the_thread_of_all_steps_and_told(
     assert [one.num_tokens for one in registration.step_times][:2] == [1, 64]
     assert registration.decode_times
     assert registration.num_chunk_tokens >= registration.step_times[-1].num_tokens
+    assert registration.context_step_times
     for one in registration.context_step_times:
         assert one.num_tokens == registration.step_times[-1].num_tokens
         assert one.num_context_tokens >= one.num_tokens
